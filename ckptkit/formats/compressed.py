@@ -72,7 +72,7 @@ def _inside(probe: Probe) -> ByteSource:
     assert method is not None
     free = UNPACKED * source.size
     inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
-    # The limit does not apply to what a small compression ratio explains.
+    # A small compression ratio is always allowed; the limit counts the bytes beyond it.
     what = f"bytes inside, beyond {UNPACKED} times the file"
     check_limit("unpacked_free", inner.size - free, what)
     if failure is not None:

@@ -40,7 +40,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile, Plan, Segment
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shown
+from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, Object, Path, join
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors, strict_json, torch_zip, whats_inside
@@ -61,7 +61,7 @@ from ckptkit.formats.dcp_metadata import (
     read_metadata,
 )
 from ckptkit.formats.distributed.parts import folder_beside
-from ckptkit.formats.distributed.reading import RankReader, listed
+from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.formats.table import DCP, is_torch_zip
@@ -97,7 +97,7 @@ def matches(probe: Probe) -> bool:
 # (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 #
 # HuggingFaceStorageWriter writes only such files, with flat names. They do not store the size of a
-# tensor; it ends where its chunks end. (torch/distributed/checkpoint/hf_storage.py)
+# tensor, which ends with its last chunk. (torch/distributed/checkpoint/hf_storage.py)
 
 
 class ShardHeader(NamedTuple):
@@ -176,7 +176,7 @@ class ItemFiles:
         missing = sorted(name for name in by_file if name not in self.folder)
         if missing:
             raise CorruptError(
-                f"{len(missing):,} of {len(by_file):,} files are missing: {listed(missing)}",
+                f"{len(missing):,} of {len(by_file):,} files are missing: {some(missing)}",
                 hint="the save did not finish, or files were not copied: copy the missing ones",
             )
         for name, held in by_file.items():
@@ -368,7 +368,7 @@ def read(probe: Probe) -> Checkpoint:
     if unused:
         warnings.append(
             f"nothing refers to {len(unused):,} of its data files, which are empty or from other "
-            f"saves: {listed(unused)}"
+            f"saves: {some(unused)}"
         )
     if any(name.endswith(".metadata.tmp") for name in names):
         warnings.append("a later save was interrupted and may have overwritten some of the data")
@@ -553,7 +553,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """Add `by` to the checksum numbers of an archive that follows others in a file."""
+    """Add `by` to the checksum numbers of an archive: earlier archives use the lower numbers."""
     for segment in segments:
         if isinstance(segment, Checksummed):
             yield Checksummed(segment.extent, segment.number + by)
@@ -565,7 +565,7 @@ def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
 
 
 def _some(paths: list[Path]) -> str:
-    return listed(join(path) or "the root" for path in paths)
+    return some(join(path) or "the root" for path in paths)
 
 
 def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Object:

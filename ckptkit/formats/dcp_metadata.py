@@ -39,7 +39,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import flatten, merge_all, shown
+from ckptkit.core.text import flatten, merge_all, shown, some
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, Path, join, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.globals import dtype_or_unknown
@@ -169,8 +169,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
             unknown.append(str(name))
     if not unknown:
         return []
-    some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
-    return [f"the .metadata names classes of other packages, which are ignored: {some}"]
+    return [f"the .metadata names classes of other packages, which are ignored: {some(unknown)}"]
 
 
 # Objects and their fields

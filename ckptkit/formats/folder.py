@@ -33,7 +33,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, SeveralError
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import shell_word, some
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
@@ -81,7 +81,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     if chosen is None:
         first = [each.files[0] for each in preferred(probe.names)]
         error = SeveralError(
-            f"contains {len(first)} checkpoints: {listed(first)}",
+            f"contains {len(first)} checkpoints: {some(first)}",
             where=probe.name,
             hint=f"name one, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
         )
@@ -102,7 +102,7 @@ def _tracked(probe: Probe) -> Folder:
     if not found or not word.isalnum():
         raise CorruptError(
             f"{TRACKER} names {word[:40]!r}, which is not a folder beside it",
-            hint=f"name one of these folders: {listed(there)}" if there else None,
+            hint=f"name one of these folders: {some(there)}" if there else None,
         )
     inner = probe.folder.sub(found[0])
     if formats.match(Probe(inner)) is not None:
@@ -111,7 +111,7 @@ def _tracked(probe: Probe) -> Folder:
     if len(below) != 1:
         one = os.path.join(inner.name, *below[:1])
         raise AmbiguousError(
-            f"its latest save {found[0]} contains {len(below)} checkpoints: {listed(below)}",
+            f"its latest save {found[0]} contains {len(below)} checkpoints: {some(below)}",
             hint=f"name one, e.g. {shell_word(one)}",
         )
     return inner.sub(below[0])
@@ -131,7 +131,7 @@ def _snapshot(probe: Probe) -> Folder:
     revision = _main(probe)
     if revision is None and len(revisions) != 1:
         raise AmbiguousError(
-            f"contains {len(revisions)} revisions, none called {_REVISION}: {listed(revisions)}",
+            f"contains {len(revisions)} revisions, none called {_REVISION}: {some(revisions)}",
             hint=f"name one of the folders in {snapshots.name}",
         )
     revision = revisions[0] if revision is None else revision
@@ -248,8 +248,4 @@ def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
     """Return a warning that names the checkpoints in a folder that were not read."""
     files = chain.from_iterable(each.files for each in candidates(names))
     left = [file for file in files if file not in read]
-    return (f"the folder also contains {listed(left)}, not read",) if left else ()
-
-
-def listed(files: Collection[str]) -> str:
-    return ", ".join(list(files)[:4]) + (", ..." if len(files) > 4 else "")
+    return (f"the folder also contains {some(left)}, not read",) if left else ()

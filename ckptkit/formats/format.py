@@ -98,7 +98,7 @@ class Recovered:
 class CheckedPart:
     """Bytes to verify: by their CRC-32 if the file records it, else by reading and inflating them.
 
-    ``what`` names them in messages; ``file`` is their file, if the checkpoint is a folder.
+    ``what`` names the bytes in messages. ``file`` is their file, if the checkpoint is a folder.
     """
 
     what: str

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit.compute.arranged import contiguous
@@ -43,7 +43,6 @@ from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
     FormatError,
-    TensorError,
     TruncatedError,
     UnsupportedError,
 )
@@ -55,7 +54,13 @@ from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, OrderedMapping
 from ckptkit.formats import table
 from ckptkit.formats.format import Probe
-from ckptkit.formats.record import leftovers, refuse_objects, refuse_pieces, shared_bytes
+from ckptkit.formats.record import (
+    leftovers,
+    refuse_objects,
+    refuse_pieces,
+    refuse_tensors,
+    shared_bytes,
+)
 from ckptkit.formats.strict_json import is_utf8
 from ckptkit.formats.zip_writer import ZipMember, lay_out
 from ckptkit.pickles.streams import NUMPY, Found, PickleStream
@@ -341,7 +346,14 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         refuse_objects(checkpoint)
     tensors = checkpoint.required.tensors
     refuse_pieces(checkpoint.required.nodes)
-    _check_holdable(tensors)
+
+    def way_out(reasons: dict[str, str]) -> str:
+        floats = (tensors[name].dtype.kind == "float" for name in reasons)
+        if all(floats) and all(why == tensors[name].dtype.name for name, why in reasons.items()):
+            return "`convert --cast float32` converts them to floats of numpy"
+        return "`convert --drop` drops them"
+
+    refuse_tensors(tensors, "npz", _obstacle, way_out)
     _, notes = leftovers(checkpoint)
     lost = list(_lost(checkpoint))
     if lost:
@@ -377,22 +389,6 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
     crc = None if known is None else crc32_combine(crc32(before), known, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
     return ZipMember(name + SUFFIX, concat((literal, extent)), crc)
-
-
-def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
-    refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
-    if refused:
-        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
-        floats = all(
-            tensors[name].dtype.kind == "float" and why == tensors[name].dtype.name
-            for name, why in refused
-        )
-        raise TensorError(
-            f"npz cannot store {named}",
-            hint="`convert --cast float32` converts them to floats of numpy"
-            if floats
-            else "`convert --drop` drops them",
-        )
 
 
 def _is_member_name(name: str) -> bool:

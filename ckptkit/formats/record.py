@@ -21,12 +21,18 @@ string. `leftovers` returns what a weights-only format stores as strings and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    TensorError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import and_more, plural, shown, some, typed_value, without
@@ -74,7 +80,7 @@ def restore(
 ) -> Restored:
     """Restore the state_dict, or whole tree, from `tensors` and `metadata`.
 
-    `index` tells that the metadata is that of an index of shards, not of a file. The recorded
+    `index`: the metadata comes from an index of shards, not from a file. The recorded
     values stay in the returned metadata. An unreadable record stays there too, with a warning.
     """
     try:
@@ -197,7 +203,7 @@ def _state_dict(
 def _typed(fields: dict[str, Any], key: str, kind: type) -> Any:
     value = fields.get(key, kind())
     if not isinstance(value, kind):
-        raise FormatError(f"its {key} is not a {kind.__name__}")
+        raise FormatError(f"its {key!r} is not a {kind.__name__}")
     return value
 
 
@@ -206,7 +212,7 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
         return frozenset(known)
     named = _typed(fields, key, list)
     if not all(isinstance(name, str) for name in named):
-        raise FormatError(f"its {key} contains values that are not names")
+        raise FormatError(f"its {key!r} contains values that are not names")
     return frozenset(named)
 
 
@@ -344,6 +350,23 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
                 f"{place} is an object ({type_name(node)}), which the output cannot store",
                 hint=f"{typed_value('objects', 'drop')} drops such values",
             )
+
+
+def refuse_tensors(
+    tensors: Mapping[str, Tensor],
+    format: str,
+    obstacle: Callable[[str, Tensor], str | None],
+    hint: Callable[[dict[str, str]], str],
+) -> None:
+    """Raise TensorError if a format cannot store all tensors.
+
+    `obstacle` returns why it cannot store a tensor, None if it can. `hint` gets the reasons by
+    name.
+    """
+    reasons = {name: why for name, each in tensors.items() if (why := obstacle(name, each))}
+    if reasons:
+        named = some((f"{shown(name)} ({why})" for name, why in reasons.items()), 3)
+        raise TensorError(f"{format} cannot store {named}", hint=hint(reasons))
 
 
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:

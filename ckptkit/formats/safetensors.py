@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter, sub
 from typing import Any, NamedTuple
 
@@ -41,7 +42,6 @@ from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
     FormatError,
-    TensorError,
     TruncatedError,
     UnsafeGlobalError,
 )
@@ -49,7 +49,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import flatten, owners, shown, some, typed, typed_value, without
+from ckptkit.core.text import flatten, owners, shown, typed, typed_value, without
 from ckptkit.formats import strict_json, table
 from ckptkit.formats.format import Probe
 from ckptkit.formats.record import (
@@ -62,6 +62,7 @@ from ckptkit.formats.record import (
     record,
     refuse_objects,
     refuse_pieces,
+    refuse_tensors,
     restore,
     shared_bytes,
     values,
@@ -382,7 +383,7 @@ def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
-    _check_holdable(checkpoint, tensors)
+    refuse_tensors(tensors, "safetensors", _obstacle, partial(_way_out, checkpoint))
     ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
     stored = without(tensors, ties)
     extra, notes = leftovers(checkpoint)
@@ -438,17 +439,9 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
     return OutputFile("", (header, *extents))
 
 
-def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
-    if refused:
-        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
-        raise TensorError(
-            f"safetensors cannot store {named}",
-            hint=_way_out({why for _, why in refused}, checkpoint),
-        )
-
-
-def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
+def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
+    """Return the hint for tensors that safetensors cannot store, for these reasons by name."""
+    obstacles = {*reasons.values()}
     if obstacles == {"complex128"}:
         return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):

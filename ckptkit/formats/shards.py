@@ -55,7 +55,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import flatten, merge_all, owners
+from ckptkit.core.text import and_more, flatten, merge_all, owners, some
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats import safetensors, strict_json, table, torch_zip
@@ -298,7 +298,7 @@ class _Shards:
         """Check that the shards exist and their numbers agree; two downloads may be mixed."""
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
-            what = f"{len(missing):,} of {len(names):,} shards are missing: {_some(missing)}"
+            what = f"{len(missing):,} of {len(names):,} shards are missing: {some(missing)}"
             self._refuse(CorruptError, what, _FETCH_THEM)
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
@@ -316,8 +316,9 @@ class _Shards:
         known = set(numbers)
         missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
         if missing:
-            count = f"{total - len(known):,} of {total:,}"
-            what = f"{count} shards are missing: number {_some(map(str, missing))}"
+            count = total - len(known)
+            names = some(map(str, missing)) + and_more(count - len(missing))
+            what = f"{count:,} of {total:,} shards are missing: number {names}"
             self._refuse(CorruptError, what, _FETCH_THEM)
         elif len(numbers) != total:
             what = (
@@ -342,11 +343,6 @@ class _Shards:
             else:
                 ties[name] = node
         return ties
-
-
-def _some(names: Iterable[str]) -> str:
-    three = [*islice(names, 4)]
-    return ", ".join(three[:3]) + (", ..." if len(three) > 3 else "")
 
 
 def _entries(shard: Checkpoint) -> Entries:

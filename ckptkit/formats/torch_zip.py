@@ -71,7 +71,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Storage, TypedStorage
-from ckptkit.core.text import shown
+from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Node
 from ckptkit.formats import strict_json, table
 from ckptkit.formats.format import Probe
@@ -252,8 +252,8 @@ class Archive:
         ]
         if not unused:
             return []
-        some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
-        return [f"nothing refers to {len(unused):,} of its records, which are not copied: {some}"]
+        names = some(map(shown, unused))
+        return [f"nothing refers to {len(unused):,} of its records, which are not copied: {names}"]
 
 
 # Writing

@@ -157,7 +157,7 @@ def _search(
 ) -> Iterator[Claim]:
     """Yield local headers and directory entries in file order.
 
-    Skip the bytes of a member if another header or the directory follows them. `sizes` are the
+    Skip the bytes of a member if a header or the directory follows them. `sizes` are the
     bytes of stored members whose headers lack the size.
     """
     window = HeaderWindow(source)

@@ -1,6 +1,6 @@
 """Explain what a file or zip archive contains: an unsupported file, pickles, a program.
 
-`refusal` returns the error for a file without a supported format: what it is and what to do.
+`refusal` returns the error for a file without a supported format: its kind, and the advice.
 `pickles` classifies every member of a zip archive by its content, whether the loader of the archive
 reads it or not; names only tell which loader reads a member. `check` yields the members with their
 CRC-32. `without_program` replaces a program by its state_dict, which other formats can store.

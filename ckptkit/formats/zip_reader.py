@@ -171,7 +171,7 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
 def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
     """Return the names as strings. Raises if a name is unsafe or not unique.
 
-    All names are checked at once; only if that finds anything is each name checked by itself.
+    One pass checks all names together. If it finds a problem, each name is checked separately.
     """
     if not names:
         return []

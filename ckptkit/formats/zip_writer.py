@@ -73,7 +73,7 @@ class _Text:
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Return the segments of a zip file that contains `members`, in order.
 
-    If a member has no CRC, the number of its checksum is its position.
+    The checksum of a member without a CRC has the member's position as its number.
     """
     segments: list[Segment] = []
     text, directory = _Text(), _Text()

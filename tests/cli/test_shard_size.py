@@ -129,7 +129,7 @@ def test_a_folder_that_is_not_empty(ckptkit: Ckptkit, model: Path, tmp_path: Pat
         (["out.safetensors"], "name a folder"),
         (["out.pth"], "name a folder"),
         (["out", "--format", "npz"], "sharded, sharded-bin"),
-        (["out", "--all"], "cannot hold a whole checkpoint"),
+        (["out", "--all"], "cannot store a whole checkpoint"),
         (["--in-place"], "the output is a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -69,7 +69,7 @@ def test_the_state_of_a_training_is_named_or_taken(ckptkit: Ckptkit, tmp_path: P
     (folder / "trainer_state.json").write_text("{}")
     done = ckptkit("convert", folder, tmp_path / "out")
     assert "optimizer.bin, scheduler_1.bin, trainer_state.json" in done.stderr
-    assert "--all takes the training state" in done.stderr
+    assert "--all adds the training state" in done.stderr
     taken = ckptkit("convert", folder, tmp_path / "all", "--all", "--verify")
     assert taken.exit_code == 0 and "with optimizer.bin, scheduler_1.bin" in taken.stdout
     assert "trainer_state.json" in taken.stderr

@@ -158,8 +158,8 @@ def test_everything_that_is_wrong_with_shards_is_told(tmp_path: Path) -> None:
         shards[second]["a"] = torch.ones(2)
 
     found = whats(verify(sharded(tmp_path / "net", change)))
-    assert "puts 'nowhere' into model-00001-of-00002.safetensors, which does not hold it" in found
-    assert "holds 'unlisted', which the index does not have" in found
+    assert "maps 'nowhere' to model-00001-of-00002.safetensors, which does not contain it" in found
+    assert "contains 'unlisted', which the index does not list" in found
     assert (
         "'a' is in model-00002-of-00002.safetensors and in model-00001-of-00002.safetensors"
         in found
@@ -174,7 +174,7 @@ def test_a_missing_shard_does_not_hide_what_is_wrong_with_the_others(tmp_path: P
     (path / "model-00002-of-00002.safetensors").unlink()
     found = whats(verify(path))
     assert "1 of 2 shards are missing: model-00002-of-00002.safetensors" in found
-    assert "puts 'x' into model-00001" in found
+    assert "maps 'x' to model-00001" in found
 
 
 def test_a_shard_that_is_cut_and_one_that_is_a_pointer(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_total_that_is_wrong(tmp_path: Path) -> None:
     path = sharded(tmp_path / "net")
     index = path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"total_size": 36', '"total_size": 40'))
-    assert "the index says 40 bytes in all, the tensors have 36" in whats(verify(path))
+    assert "the index's total_size is 40 bytes, but the tensors have 36" in whats(verify(path))
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_the_file_in_a_folder(tmp_path: Path) -> None:
 def test_several_files_in_a_folder_are_no_damage(tmp_path: Path) -> None:
     for name in ("a.pth", "b.pth"):
         torch.save({}, tmp_path / name)
-    with pytest.raises(CkptkitError, match="holds 2 checkpoints"):
+    with pytest.raises(CkptkitError, match="contains 2 checkpoints"):
         verify(tmp_path)
 
 

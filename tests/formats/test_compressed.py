@@ -170,7 +170,7 @@ def test_archives_that_are_refused(
         ckptkit.open(path)
     assert isinstance(raised.value, CkptkitError)
     if "readme.txt" in files:
-        assert raised.value.hint == f"`tar -tf '{path}'` lists it"
+        assert raised.value.hint == f"`tar -tf '{path}'` lists its files"
     elif error is not InputError:
         assert raised.value.hint == f"unpack it first: `tar -xf '{path}'`"
 

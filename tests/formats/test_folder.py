@@ -87,7 +87,7 @@ def test_safetensors_rather_than_torch(tmp_path: Path, other: str) -> None:
     """Of one model, as transformers does, and with a word about it."""
     checkpoint = ckptkit.open(make(tmp_path / "x", ["model.safetensors", other]))
     assert list(checkpoint.weights) == ["model.safetensors"]
-    assert checkpoint.warnings == (f"the folder also holds {other}, not read",)
+    assert checkpoint.warnings == (f"the folder also contains {other}, not read",)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,7 @@ def test_one_revision_without_a_name(tmp_path: Path) -> None:
 def test_several_revisions_without_a_name(tmp_path: Path) -> None:
     names = ["model.safetensors"]
     folder = cache(tmp_path / "models--me--net", {"aaa": names, "bbb": names}, None)
-    with pytest.raises(
-        AmbiguousError, match="2 revisions and none called main: aaa, bbb"
-    ) as caught:
+    with pytest.raises(AmbiguousError, match="2 revisions, none called main: aaa, bbb") as caught:
         ckptkit.open(folder)
     assert str(folder / "snapshots") in str(caught.value.hint)
 
@@ -238,7 +236,7 @@ def test_a_cache_with_other_refs_than_main(tmp_path: Path) -> None:
     for revision in ("aaa", "bbb"):
         (folder / "snapshots" / revision).mkdir(parents=True)
         torch.save({revision: torch.ones(1)}, folder / "snapshots" / revision / "model.pt")
-    with pytest.raises(AmbiguousError, match="2 revisions and none called main: aaa, bbb"):
+    with pytest.raises(AmbiguousError, match="2 revisions, none called main: aaa, bbb"):
         read(folder)
     shutil.rmtree(folder / "snapshots" / "bbb")
     assert list(read(folder).weights) == ["aaa"]

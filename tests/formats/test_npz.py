@@ -62,16 +62,16 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         tmp_path, {"model": {"w": torch.ones(2)}, "epoch": 3, "note": "x", "optimizer": optimizer}
     )
     assert write(path, tmp_path / "y.npz").plan.notes == (
-        "left out: epoch, note, for which npz has no place",
-        "left out: optimizer (1 tensor, 40 bytes)",
+        "dropped: epoch, note, which npz cannot store",
+        "dropped: optimizer (1 tensor, 40 bytes)",
     )
     module = saved(tmp_path, torch.nn.Linear(2, 2).state_dict())
     assert write(module, tmp_path / "z.npz").plan.notes == (
-        "left out: _metadata of the state_dict, for which npz has no place",
+        "dropped: _metadata of the state_dict, which npz cannot store",
     )
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", {"author": "me"})
     assert write(tmp_path / "x.safetensors", tmp_path / "a.npz").plan.notes == (
-        "left out: author (metadata), for which npz has no place",
+        "dropped: author (metadata), which npz cannot store",
     )
 
 
@@ -127,7 +127,7 @@ def test_objects(tmp_path: Path) -> None:
     assert checkpoint.warnings[0] == "array 'config' holds objects of Python: a pickle"
     done = write(tmp_path / "x.npz", tmp_path / "y.npz")
     assert (
-        done.plan.notes[0] == "left out: name, for which npz has no place"
+        done.plan.notes[0] == "dropped: name, which npz cannot store"
         and "config" in done.plan.notes[1]
     )
     with np.load(tmp_path / "y.npz") as got:

@@ -166,7 +166,7 @@ def test_bytes_in_front_of_a_zip(save: Save, front: bytes, tmp_path: Path) -> No
 def test_a_zip_inside_a_pickle_is_not_taken_for_the_file(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "inner.pth")
     (tmp_path / "in.pkl").write_bytes(pickle.dumps({"net": (tmp_path / "inner.pth").read_bytes()}))
-    with pytest.raises(UnsupportedError, match="not of a format"):
+    with pytest.raises(UnsupportedError, match="has a format that cannot"):
         recover(tmp_path / "in.pkl")
 
 
@@ -244,7 +244,7 @@ def test_a_save_that_stopped_within_an_older_one(tmp_path: Path) -> None:
     path.write_bytes(new[:half] + old[half : old.index(b"PK\1\2") - 200])
     (warning,) = recover(path).checkpoint.warnings
     assert "nothing proves that its tensors are of one save" in warning
-    assert "tensors may be of that: model.layer" in warning
+    assert "tensors may be from that: model.layer" in warning
 
 
 def test_the_serialization_id_proves_one_save_without_a_directory(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def refused() -> Iterator[Row]:
         odd = member(name, b"", type, link=b"/etc/passwd")
         yield "TR_01", archive(odd, *kept), (PathError, UnsupportedError, FormatError), ""
         if name != "sys_info":
-            yield "TR_04", archive(*kept), CorruptError, f"no record '{name}'"
+            yield "TR_04", archive(*kept), CorruptError, f"lacks the record '{name}'"
     for name in ("pickle2", "data/pickle", "storages.bak", "README"):
         yield "TR_04", with_records(member(name, b"x")), AmbiguousError, "does not write"
     for name, whole in RECORDS.items():
@@ -285,7 +285,7 @@ def refused() -> Iterator[Row]:
         made_of(storages=ONE * 2), made_of(tensor(2, 1), tensor(2, 1)), made_of(tensor(1, 1)),
         made_of(views=[(1, 1, 0, 1)]),
     ):  # fmt: skip
-        yield "TR_05", data, AmbiguousError, "described twice"
+        yield "TR_05", data, AmbiguousError, "have the key"
     for numel in (-1, -(2**63), 5, 2**62, 2**63 - 1, 3):
         data = made_of(tensor(2, 1, [3]), storages=[storage(1, DATA, numel=numel)])
         yield "TR_05", data, CkptkitError, ""

@@ -67,7 +67,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.text import flatten, merge_all, without
+from ckptkit.core.text import flatten, merge_all, some, without
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import table, whats_inside
@@ -77,7 +77,6 @@ from ckptkit.formats.distributed.reading import (
     FlatRow,
     RankReader,
     is_flat,
-    listed,
     shared_out,
 )
 from ckptkit.formats.distributed.zero_ranks import (
@@ -154,12 +153,12 @@ class Model:
                 taken.append(name)
         if taken:
             self.warnings.append(
-                f"not among the fp32 weights, copied unchanged from {MODULE}: {listed(taken)}"
+                f"not among the fp32 weights, copied unchanged from {MODULE}: {some(taken)}"
             )
         if missing:
             self.warnings.append(
                 f"dropped, because {MODULE} only has their names (perhaps aliases of a weight): "
-                f"{listed(missing)}"
+                f"{some(missing)}"
             )
         order = dict.fromkeys([*module, *found])
         state = getattr(self.states.node.get(MODULE), "state", None)
@@ -233,7 +232,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _alias(node: Node) -> Node:
-    """Return another tensor over the same memory."""
+    """Return a new tensor object over the same memory."""
     return replace(node) if isinstance(node, Tensor) else node
 
 
@@ -267,7 +266,7 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
     if universal and files.optims:
         raise AmbiguousError(
             f"contains a universal checkpoint ({UNIVERSAL}) and files of ranks: "
-            f"{listed(files.optims.values())}",
+            f"{some(files.optims.values())}",
             hint="move either of them into another folder",
         )
     states = reader.fields(files.model)

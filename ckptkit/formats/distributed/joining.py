@@ -129,7 +129,7 @@ class Held(NamedTuple):
 
 
 class Joiner:
-    """Assembles tensors. Tensors that are made of the same bytes share a storage."""
+    """Assemble tensors. Tensors that consist of the same bytes share a storage."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -231,7 +231,7 @@ class Ranked(NamedTuple):
 
 
 class Merger:
-    """Walks the trees of all ranks in parallel. Errors name the entry and the files."""
+    """Merge the trees of all ranks, walked in parallel. Errors name the entry and the files."""
 
     def __init__(self, ranks: Sequence[Ranked], joiner: Joiner, known: Mapping[int, Piece]) -> None:
         self.ranks = ranks

@@ -245,7 +245,7 @@ def _named(root: Node, path: str) -> PartOf | None:
 _LOOKS = (_fairscale, _megatron, _deepspeed, _llama, _named)
 
 
-# Known folders of shards that ckptkit cannot join: what they are, and what to do
+# Folders of shards that ckptkit recognizes and cannot join
 
 
 _COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
@@ -256,7 +256,7 @@ _LOOKED_AT = 4  # subfolders that are listed
 
 
 class RefusedLayout(NamedTuple):
-    """A refused layout: a test for a folder, what it is, and what to do."""
+    """A refused layout: a test for folders, a description, and the advice."""
 
     matches: Callable[[Probe], bool]
     what: str

@@ -19,12 +19,12 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.text import flatten, without
+from ckptkit.core.text import flatten, some, without
 from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import table, zero_ranks
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.meshes import attributes
-from ckptkit.formats.distributed.reading import RankReader, listed
+from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.distributed.table import (
     COLUMNS,
     MEAN,
@@ -46,7 +46,6 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-_EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
 # The regular expressions of a file may only consist of these, because an arbitrary expression can
 # take very long.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
@@ -63,7 +62,7 @@ def matches(probe: Probe) -> bool:
     except CkptkitError:
         return False
     names = folder.list()
-    if zero_ranks.UNIVERSAL in names or any(map(_EXPERT.fullmatch, names)):
+    if zero_ranks.UNIVERSAL in names or any(map(zero_ranks.EXPERT.fullmatch, names)):
         return False
     return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
 
@@ -119,7 +118,7 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
         rows_here = _neox_rows({**known, **args, **configs})
     merged = merge(parts, axes, ParallelLayout(rows_here), joiner)
     left = [name for name in names if _ZERO.fullmatch(name)]
-    warning = f"dropped the optimizer and its fp32 weights: {listed(left)}"
+    warning = f"dropped the optimizer and its fp32 weights: {some(left)}"
     kept = without(first, ("module", INFO, "mp_world_size"))
     what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
     return Checkpoint(

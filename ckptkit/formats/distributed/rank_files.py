@@ -23,7 +23,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
 from ckptkit.core.limits import check
-from ckptkit.core.text import flatten
+from ckptkit.core.text import flatten, some
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
 from ckptkit.formats.distributed import fsdp_flat
@@ -38,16 +38,15 @@ from ckptkit.formats.distributed.meshes import (
     piece_of,
     pieces_in,
 )
-from ckptkit.formats.distributed.reading import RankGroup, RankReader, groups, listed, reader_of
+from ckptkit.formats.distributed.reading import RankGroup, RankReader, groups, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
 _TRIED = 16  # groups whose first file is opened
-_SHOWN = 4  # names in a message
 
 
-Known = dict[int, Piece]  # parsed pieces by id of their node; the nodes live as long
+Known = dict[int, Piece]  # parsed pieces by the id of their node, which the reader keeps alive
 
 
 class RankKind(NamedTuple):
@@ -131,7 +130,7 @@ class _Reading:
             worlds = {each.group.world for each in found}
             what = "saves of different numbers of ranks" if len(worlds) > 1 else "models"
             raise AmbiguousError(
-                f"contains the rank files of {len(found)} {what}: {listed(names)}",
+                f"contains the rank files of {len(found)} {what}: {some(names)}",
                 hint="move the files of each into a folder of its own",
             )
         return found[0] if found else None
@@ -167,7 +166,7 @@ class _Reading:
         except CorruptError as error:
             raise _missing(missing, names, world) from error
         self.warnings.append(
-            f"{listed(names)} missing: their shards are replicated in the files of other ranks"
+            f"{some(names)} missing: their shards are replicated in the files of other ranks"
         )
         return root
 
@@ -179,7 +178,7 @@ class _Reading:
             return {OPTIMIZER: self._merged(kind.group, ranked, world)}
         if {each.rank for each in ranked} != {each.rank for each in model}:
             raise CorruptError(
-                f"{listed(list(kind.group.files.values()))} are not from the ranks of the model"
+                f"{some(list(kind.group.files.values()))} are not from the ranks of the model"
             )
         try:
             return {OPTIMIZER: fsdp_flat.merged(ranked, model, self.joiner)}
@@ -248,19 +247,17 @@ def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> Wo
     others = [each.file for each in ranked if each.rank not in every]
     if others:
         raise CorruptError(
-            f"was written by {count:,} ranks, but contains files of others: {listed(others)}"
+            f"was written by {count:,} ranks, but contains files of others: {some(others)}"
         )
     return World(tuple(sorted(every)), count)
 
 
 def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> CorruptError:
-    some = ", ".join(f"{rank:,}" for rank in missing[:_SHOWN]) + (
-        ", ..." if len(missing) > _SHOWN else ""
-    )
     what = "rank" if len(missing) == 1 else "ranks"
     are = "is" if len(missing) == 1 else "are"
     return CorruptError(
-        f"{what} {some} of {world.size:,} {are} missing: there is no {listed(names)}",
+        f"{what} {some(f'{rank:,}' for rank in missing)} of {world.size:,} {are} missing: "
+        f"there is no {some(names)}",
         hint="every rank wrote its own file: copy the missing files from the same source",
     )
 

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, within
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import NAMES, some
+from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Probe
@@ -301,9 +301,3 @@ def groups(names: Iterable[str]) -> list[RankGroup]:
         promised = int(world[1]) if world else None
         found.append(RankGroup(pattern, dict(sorted(files.items())), pattern in certain, promised))
     return found
-
-
-def listed(names: Iterable[str]) -> str:
-    """Format the first few names, in order."""
-    first = list(islice(names, NAMES + 1))
-    return ", ".join(first[:NAMES]) + (", ..." if len(first) > NAMES else "")

@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import NAMES, and_more, shell_word, some
 from ckptkit.core.tree import Node, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.reading import (
@@ -30,7 +30,6 @@ from ckptkit.formats.distributed.reading import (
     FlatRow,
     RankReader,
     is_flat,
-    listed,
     own,
     shared_out,
 )
@@ -48,7 +47,7 @@ _MODEL = re.compile(
 _OPTIM = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_optim_states\.pt"
 )
-_EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
+EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
 _NAMES = "zero_pp_rank_{}_mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _MODEL_FILE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
 _MERGE = "merge the ranks with DeepSpeed's ds_to_universal.py; ckptkit reads its output"
@@ -97,12 +96,12 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     tags = [named[1]] if named else tag_folders(folder)
     if len(tags) != 1:
         raise AmbiguousError(
-            f"contains {len(tags)} training states, no file names the latest: {listed(tags)}",
+            f"contains {len(tags)} training states, no file names the latest: {some(tags)}",
             hint=f"name one, e.g. {shell_word(os.path.join(folder.name, tags[0]))}",
         )
     if named and not _holds_states(folder, named[1]):
         others = tag_folders(folder)
-        hint = f"name one of these folders: {listed(others)}"
+        hint = f"name one of these folders: {some(others)}"
         raise CorruptError(
             f"{named[0]} names {named[1][:80]!r}, which is not the folder of a training state",
             hint=hint if others else "download the whole folder again",
@@ -112,7 +111,7 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     if model_files:
         paths = [os.path.join(folder.name, name) for name in (tags[0], model_files[0])]
         raise AmbiguousError(
-            f"contains the training state {tags[0]} and also a model, {listed(model_files)}",
+            f"contains the training state {tags[0]} and also a model, {some(model_files)}",
             hint=f"name either {paths[0]} or {paths[1]}",
         )
     return folder.sub(tags[0])
@@ -131,7 +130,7 @@ class RankFiles:
         models: dict[int, str] = {}
         optims: dict[int, str] = {}
         for name in sorted(filter(_STATES.fullmatch, names)):
-            if _EXPERT.fullmatch(name):
+            if EXPERT.fullmatch(name):
                 raise UnsupportedError(
                     f"has files of single experts, e.g. {name}, which ckptkit cannot join",
                     hint=_SAVE_WHOLE,
@@ -152,14 +151,14 @@ class RankFiles:
             held[rank] = name
         if others and not merged:
             raise UnsupportedError(
-                f"has several model-parallel ranks ({listed(others)})", hint=_MERGE
+                f"has several model-parallel ranks ({some(others)})", hint=_MERGE
             )
         self.parallel = bool(others)
         self.models, self.optims = dict(sorted(models.items())), dict(sorted(optims.items()))
         if -1 in self.models and len(self.models) > 1:
             raise AmbiguousError(
                 f"contains {self.models[-1]} and files of ZeRO stage 3: "
-                f"{listed(list(self.models.values())[1:])}",
+                f"{some(list(self.models.values())[1:])}",
                 hint="the files of two runs are mixed: move those of either run away",
             )
 
@@ -187,20 +186,21 @@ class RankFiles:
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
     absent = (rank for rank in count() if rank not in found)  # `ranks` may be a huge wrong number
-    missing = [name.format(rank) for rank in islice(absent, 5) if rank < ranks]
+    missing = [name.format(rank) for rank in islice(absent, NAMES) if rank < ranks]
     if missing:
-        raise _incomplete(missing)
+        raise _incomplete(missing, ranks - sum(rank < ranks for rank in found))
     stale = [name for rank, name in found.items() if rank >= ranks]
     if stale:
         raise CorruptError(
-            f"has {ranks:,} ranks, but contains files of others: {listed(stale)}",
+            f"has {ranks:,} ranks, but contains files of others: {some(stale)}",
             hint="they are from another run: move them away",
         )
 
 
-def _incomplete(missing: Collection[str]) -> CorruptError:
+def _incomplete(missing: Collection[str], total: int = 1) -> CorruptError:
+    names = some(missing) + and_more(total - len(missing))
     return CorruptError(
-        f"is incomplete: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+        f"is incomplete: {names} {'is' if total == 1 else 'are'} missing",
         hint="copy the missing files; every rank wrote its own, perhaps on its own machine",
     )
 

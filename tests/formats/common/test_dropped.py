@@ -66,5 +66,5 @@ def test_what_python_adds_to_tensors_is_said_to_be_left_out(tmp_path: Path, suff
         {"weight": weight, "parameter": parameter, "plain": torch.ones(1)}, tmp_path / "x.pth"
     )
     done = ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / f"x{suffix}")
-    said = "left out: the Python class or attributes of tensors: 'weight', 'parameter'"
+    said = "dropped: the Python class or attributes of tensors: 'weight', 'parameter'"
     assert said in done.plan.notes

@@ -228,9 +228,9 @@ def test_formats_that_are_none() -> None:
         formats.for_writing("a.pth", "odd")
     with pytest.raises(UsageError, match="cannot be written"):
         formats.for_writing("a.pth", "torch-tar")
-    with pytest.raises(UsageError, match="suffix does not say"):
+    with pytest.raises(UsageError, match="suffix does not name a format"):
         formats.for_writing("a.odd")
-    with pytest.raises(UsageError, match="cannot hold a whole checkpoint"):
+    with pytest.raises(UsageError, match="cannot store a whole checkpoint"):
         npz = formats.by_name("npz")
         assert npz is not None
         formats.layout(read(archive(pickle_of(b"N"))), npz, Options(all=True))

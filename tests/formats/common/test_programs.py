@@ -24,7 +24,7 @@ from tests.formats.torchscript.scripts import (
 from tests.test_imports import spied
 
 pytestmark = QUIET
-BEHIND = "left out: the program, and everything in it but its state_dict"
+BEHIND = "dropped: the program, and everything in it except its state_dict"
 
 
 def net() -> nn.Module:

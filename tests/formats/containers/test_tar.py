@@ -233,7 +233,7 @@ def refused() -> Iterator[Row]:
         odd = archive(records((key, b"9"), type=b"g"), a)
         yield "TR_04", odd, UnsupportedError, "does not support"
     odd = archive(records((b"path", b"a"), (b"path", b"b")), member("c", DATA))
-    yield "TR_04", odd, AmbiguousError, "two ways"
+    yield "TR_04", odd, AmbiguousError, "ambiguously"
     for second in ("a", "A"):
         renamed = records((b"path", second.encode())), member("c", DATA)
         for last in ([member("b", b""), member(second, DATA)], renamed):

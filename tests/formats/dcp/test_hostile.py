@@ -409,7 +409,7 @@ def test_DC_09_ranks_that_contradict_each_other(tmp_path: Path) -> None:
     for size in ((4, 4), (5, 3)):
         other = two(tmp_path / f"y{size[0]}", [((0, 0), size)], size).write()
         shutil.copy(other / ".metadata", folder / "__1.metadata")
-        with pytest.raises(AmbiguousError, match="'w' is described differently"):
+        with pytest.raises(AmbiguousError, match="several ranks describe 'w' differently"):
             read(folder)
 
 
@@ -425,7 +425,7 @@ def test_DC_09_values_of_each_rank(tmp_path: Path) -> None:
         shutil.move(made.folder / ".metadata", folder / f"__{rank}.metadata")
     checkpoint = read(folder)
     assert checkpoint.root == {"seed": 0}
-    assert "1 are taken from the first rank" in checkpoint.warnings[0]
+    assert "1 of them are read from the first rank" in checkpoint.warnings[0]
 
 
 # DC-10: names and paths
@@ -486,7 +486,7 @@ def test_DC_10_what_lightning_keeps_beside_twice(tmp_path: Path) -> None:
     with pytest.raises(AmbiguousError, match="'epoch' is in two files"):
         read(folder)
     torch.save([1], folder / "meta.pt")
-    with pytest.raises(FormatError, match="does not hold a dict"):
+    with pytest.raises(FormatError, match="does not contain a dict"):
         read(folder)
     (folder / "meta.pt").write_bytes(b"x")
     with pytest.raises(FormatError) as caught:
@@ -505,7 +505,7 @@ def test_DC_01_a_chunk_without_its_fields(tmp_path: Path) -> None:
     described = made.metadata.state_dict_metadata["w"]
     assert isinstance(described, TensorStorageMetadata)
     described.chunks = [object.__new__(ChunkStorageMetadata)]
-    with pytest.raises(FormatError, match="'w': holds ChunkStorageMetadata without its fields"):
+    with pytest.raises(FormatError, match="'w': contains ChunkStorageMetadata without its fields"):
         read(made.write())
 
 
@@ -531,5 +531,5 @@ def test_DC_09_a_value_to_one_rank_and_a_tensor_to_another(tmp_path: Path, first
     value.value("w", archive(1))
     os.rename(folder / ".metadata", folder / f"__{first}.metadata")
     shutil.copy(value.write() / ".metadata", folder / f"__{1 - first}.metadata")
-    with pytest.raises(AmbiguousError, match="'w' is described differently"):
+    with pytest.raises(AmbiguousError, match="several ranks describe 'w' differently"):
         read(folder)

@@ -220,7 +220,7 @@ def test_metadata_of_a_container(tmp_path: Path) -> None:
         {"a": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "x"}
     )
     done = ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), tmp_path / "x", format="dcp")
-    assert done.plan.notes == ("left out: the metadata of the container (author)",)
+    assert done.plan.notes == ("dropped: the metadata of the container (author)",)
 
 
 def test_a_whole_module_becomes_its_weights(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_shard_that_holds_more_than_tensors(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     name = "shard-00001-model-00001-of-00001.safetensors"
     ckptkit_convert(tmp_path / "a.pth", tmp_path / "x" / name, options=Options(all=True))
-    with pytest.raises(FormatError, match="holds 'epoch', which is not a tensor") as caught:
+    with pytest.raises(FormatError, match="contains 'epoch', which is not a tensor") as caught:
         formats.by_name("dcp").read(Probe(Folder(tmp_path / "x")))  # type: ignore[union-attr]
     assert caught.value.where == str(tmp_path / "x" / name)
 

@@ -173,7 +173,7 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     assert checkpoint.weights["again"].storage is checkpoint.weights["a"].storage
     assert checkpoint.root["module"]["a_extra_state"] == {"scale": 2}
     assert checkpoint.warnings == (
-        "not among the fp32 weights, taken unchanged from module: fixed, none",
+        "not among the fp32 weights, copied unchanged from module: fixed, none",
     )
 
 
@@ -184,7 +184,7 @@ def test_names_that_stage_3_has_no_values_for(tmp_path: Path) -> None:
     checkpoint = read(tag)
     assert list(checkpoint.weights) == ["a"]
     (warning,) = checkpoint.warnings
-    assert warning.startswith("left out") and warning.endswith("again")
+    assert warning.startswith("dropped, because") and warning.endswith("again")
 
 
 def test_weights_of_the_run_in_16_bits(tmp_path: Path) -> None:
@@ -296,9 +296,7 @@ def test_state_that_is_not_one_value_per_weight(tmp_path: Path) -> None:
         state[1] = {"step": state[1]["step"]}
         torch.save(content, path)
     checkpoint = read(tag)
-    assert checkpoint.warnings == (
-        "not one value per weight, so left out of the optimizer: absmax",
-    )
+    assert checkpoint.warnings == ("dropped from the optimizer, not one value per weight: absmax",)
     state = checkpoint.root["optimizer"]["state"]
     assert list(state["a"]) == ["step", *MOMENTS] and list(state["b"]) == ["step"]
 

@@ -77,8 +77,8 @@ def deepspeed(folder: Path) -> Path:
 
 PARTS = {
     fsdp: "rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor",
-    megatron: "part TP 0 of 2 of a Megatron-LM checkpoint",
-    llama: "part 1 of 2 of a Llama release",
+    megatron: "TP rank 0 of 2, of a Megatron-LM checkpoint",
+    llama: "shard 1 of 2 of a Llama release",
     neox: "layer 2, tensor rank 1, of a DeepSpeed pipeline",
     fairscale: "shard 0 of a fairscale checkpoint",
     deepspeed: "tensor rank 0 of 2 of a DeepSpeed checkpoint",
@@ -100,7 +100,7 @@ def test_a_part_is_known_and_not_converted(make: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
 def test_the_part_alone_is_for_those_who_mean_it(make: Any, tmp_path: Path) -> None:
     done = convert(make(tmp_path / "x"), tmp_path / "out.pth", keep_format=False, part_only=True)
-    assert any("no whole checkpoint" in each for each in done.warnings)
+    assert any("not a complete checkpoint" in each for each in done.warnings)
     assert dict(flat(torch.load(tmp_path / "out.pth", weights_only=make not in (megatron,))))
 
 
@@ -185,11 +185,11 @@ def test_a_missing_rank_is_named_like_the_others(tmp_path: Path) -> None:
 def test_unequal_copies_are_refused_or_the_first_is_taken(run: Run, tmp_path: Path) -> None:
     folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
     with pytest.raises(
-        CorruptError, match=r"'b' should be the same in rank0\.pt and rank1\.pt, and 1 of 1"
+        CorruptError, match=r"'b' should be equal in rank0\.pt and rank1\.pt, but 1 of 1"
     ):
         ckptkit.open(folder)
     done = run("convert", "--copies", "first", folder, tmp_path / "out.pth")
-    assert done.code == 0 and "copies differ" in done.stderr
+    assert done.code == 0 and "replicas differ" in done.stderr
     assert_same(ckptkit.load(tmp_path / "out.pth"), {"w": WHOLE, "b": torch.ones(1)})
 
 

@@ -71,7 +71,7 @@ def nemo(folder: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "vllm": (vllm, "vLLM", "model that it was made of"),
+    "vllm": (vllm, "vLLM", "model that it was made from"),
     "zarr": (zarr, "zarr", "torch_dist"),
     "olmo": (olmo, "OLMo", "unshard.py"),
     "colossalai": (colossalai, "ColossalAI", "gather_dtensor=True"),
@@ -166,4 +166,4 @@ def test_a_table_is_taken_by_commands_that_read(command: str, tmp_path: Path, ru
 
 def test_the_doctor_names_what_was_put_together(tmp_path: Path, run: Run) -> None:
     folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
-    assert "Llama release of Meta: 2 of 2 parts" in run("doctor", folder).stdout
+    assert "Llama release of Meta: 2 of 2 shards" in run("doctor", folder).stdout

@@ -105,7 +105,7 @@ def test_the_optimizer_beside_the_model_is_named(tmp_path: Path) -> None:
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     folder = making.megatron(tmp_path / "x", making.mcore(2), [[[0]], [[1]]], tp=2)
     shutil.rmtree(folder / "iter_0000003" / "mp_rank_01_000")
-    with pytest.raises(CorruptError, match="1 of 4 parts are missing: TP 1 PP 0"):
+    with pytest.raises(CorruptError, match="1 of 4 rank files are missing: TP 1 PP 0"):
         ckptkit.open(folder)
 
 
@@ -119,7 +119,7 @@ def test_parts_that_are_all_equal_are_not_cut(tmp_path: Path) -> None:
     for rank in range(2):
         path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
         change(path, edited(QKV, lambda t: torch.arange(t.numel()).float().view(t.shape)))
-    with pytest.raises(CorruptError, match="equal in all 2 parts"):
+    with pytest.raises(CorruptError, match="equal in all 2 shards"):
         ckptkit.open(folder)
 
 
@@ -201,12 +201,12 @@ def test_parts_of_llama_4(tmp_path: Path) -> None:
     assert any("running_gate_stats_3E: counts of one process" in w for w in checkpoint.warnings)
     (folder / "consolidated.01.pth").unlink()
     part = ckptkit.open(folder / "consolidated.00.pth").part
-    assert part is not None and part.name == "part 0 of 2 of a Llama release"
+    assert part is not None and part.name == "shard 0 of 2 of a Llama release"
 
 
 def test_the_last_part_of_llama_alone_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"layers.0.attention.wo.weight": torch.ones(4, 2)}, tmp_path / "consolidated.01.pth")
-    with pytest.raises(CorruptError, match="1 of 2 parts are missing: consolidated 0"):
+    with pytest.raises(CorruptError, match="1 of 2 rank files are missing: consolidated 0"):
         ckptkit.open(tmp_path)
 
 

@@ -222,11 +222,11 @@ RANKS = {
     "a missing rank": Row(a_missing_rank, CorruptError, "rank 1 of 2 is missing"),
     "a rank too many": Row(a_rank_too_many, CorruptError, "written by rank 1"),
     "a rank too many, by its name": Row(a_rank_too_many_without_ranks, CorruptError, "files of others: rank2"),
-    "another world in the name": Row(another_world_in_the_name, CorruptError, "one of 4 ranks"),
+    "another world in the name": Row(another_world_in_the_name, CorruptError, "gives 4 ranks"),
     "renamed ranks": Row(renamed, CorruptError, "was written by rank 1"),
     "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "pieces of several ranks"),
-    "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "not of the ranks of the model"),
-    "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is a piece of a tensor"),
+    "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "not from the ranks of the model"),
+    "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's piece of a tensor"),
     "another shape": Row(ranks(updated(w=piece(1, torch.ones(8, 2)))), CorruptError, r"float32 (8, 2)"),
     "a copy that differs": Row(ranks(updated(b=torch.zeros(3))), CorruptError, "3 of 3 elements differ"),
     "a copy of another shape": Row(ranks(updated(b=torch.ones(4))), CorruptError, "(3,) in model_world"),
@@ -235,37 +235,37 @@ RANKS = {
     "a value for a dict": Row(
         ranks(lambda held: held.update(names={})), CorruptError, "2 values in"
     ),
-    "fewer values": Row(ranks(updated(names=["a"])), CorruptError, "not as many in"),
+    "fewer values": Row(ranks(updated(names=["a"])), CorruptError, "another number in"),
     "a name that is missing": Row(ranks(without("b")), CorruptError, "'b' is in"),
     "a rank that saved no dict": Row(
         lambda folder: (ranks()(folder), torch.save([1], folder / "model_world_size_2_rank_1.pt"),
                         ckptkit.open(folder)), CorruptError, "a dict in",
     ),
     "flat parameters": Row(local_state, UnsupportedError, "LOCAL_STATE_DICT"),
-    "quantized parts": Row(quantized, UnsupportedError, "are not put together"),
-    "a flat optimizer by name": Row(flat_optimizer({"w": FLAT}), None, "is not numbered"),
+    "quantized parts": Row(quantized, UnsupportedError, "cannot join shards"),
+    "a flat optimizer by name": Row(flat_optimizer({"w": FLAT}), None, "are not numbers"),
     "a flat optimizer of more": Row(flat_optimizer(dict.fromkeys(range(3), FLAT)), None, "3 entries, the model 1"),
     "a flat optimizer of other sizes": Row(
-        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no way to lay 1 parameters"
+        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no way to group 1 parameters"
     ),
     "a flat optimizer of which a rank has none": Row(
         ranks(optimizer=lambda rank: {"state": {0: {"step": torch.tensor(1.0), "a": torch.ones(6),
                                                     **({} if rank else {"b": torch.ones(6)})}}}),
-        None, "not every rank holds a flat piece",
+        None, "some ranks have no flat shard",
     ),
     "a flat optimizer of other groups": Row(
-        flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "groups name parameters",
+        flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "groups refer to missing parameters",
     ),
     "a flat optimizer of another step": Row(
         ranks(optimizer=lambda rank: {"state": {0: {**FLAT, "step": torch.tensor(float(rank))}}}),
-        CorruptError, "'optimizer.state.0.step' should be the same",
+        CorruptError, "'optimizer.state.0.step' should be equal",
     ),
     "a flat optimizer of another rate": Row(
         ranks(optimizer=lambda rank: {"state": {0: FLAT}, "param_groups": [{"params": [0], "lr": 0.5 + rank}]}),
         CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in",
     ),
     "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several dimensions"),
-    "a flat optimizer of a model without names": Row(no_weights, None, "no pieces of a model"),
+    "a flat optimizer of a model without names": Row(no_weights, None, "no shard of the model"),
 }  # fmt: skip
 
 
@@ -370,33 +370,33 @@ def two_shards_alone(folder: Path) -> Any:
 
 PIECES = {
     "two boxes of one tensor alone": Row(two_shards_alone, UnsupportedError, "several boxes"),
-    "a form of no known torch": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "no known torch"),
-    "a local tensor of another type": Row(
+    "a form of in a form that ckptkit does not know": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "in a form that ckptkit does not know"),
+    "a local tensor of another dtype": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),
-        FormatError, "or of another type"),
+        FormatError, "or of another dtype"),
     "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, "2 placements"),
     "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
-    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "dimension that it does not have"),
+    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "dimension that it lacks"),
     "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
-    "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not say"),
+    "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not record"),
     "another shape than the placements say": Row(
-        pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements say (3, 2)"),
+        pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements give (3, 2)"),
     "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
-    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "not on it"),
+    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "outside it"),
     "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not integers"),
     "a mesh of many ranks": Row(
-        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not in a row"),
+        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not contiguous"),
     "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh that is compressed"),
-    "a piece of no rank": Row(of_no_rank, CorruptError, "nothing says which rank"),
+    "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
     "a shard of another rank": Row(of_another_rank, CorruptError, "written by rank 0, not by rank 1"),
-    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "its shard says (3, 2)"),
+    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "its shard (3, 2)"),
     "a shard that is not listed": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "not among those"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "does not list the shard"),
     "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not a tensor"),
     "another size in the metadata": Row(
-        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata say"),
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has"),
     "offsets below 0": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not numbers from 0"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers below 2**63"),
 }  # fmt: skip
 
 
@@ -496,7 +496,7 @@ def mamba_parts(folder: Path) -> Any:
 
 
 MEGATRON = {
-    "a name is missing": Row(megatron(lambda held: held["model"].pop(QKV)), CorruptError, "has no part of it"),
+    "a name is missing": Row(megatron(lambda held: held["model"].pop(QKV)), CorruptError, "has no shard of it"),
     "another dtype": Row(megatron(edited(QKV, lambda t: t.half())), CorruptError, "float16"),
     "another width": Row(megatron(edited(QKV, lambda t: t[:, :4].clone())), CorruptError, "(8, 4)"),
     "a dimension that is not there": Row(
@@ -505,10 +505,10 @@ MEGATRON = {
     "a norm that differs": Row(megatron(edited(NORM, lambda t: t + 1)), CorruptError, "8 of 8 elements"),
     "a name without a rule": Row(
         megatron(lambda held: held["model"].update({"decoder.odd": torch.ones(2)}), every=True),
-        UnsupportedError, "nothing says how 'decoder.odd' was cut --parts names your own"),
+        UnsupportedError, "how 'decoder.odd' was split is unknown write a table for --parts"),
     "a rule that refuses": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.0.mixer.A_log": torch.ones(2)}), every=True),
-        UnsupportedError, "layers of Mamba"),
+        UnsupportedError, "Mamba layers"),
     "another iteration": Row(megatron(lambda held: held.update(iteration=4)), CorruptError, "iteration is 4"),
     "another grid": Row(megatron(argument(tensor_model_parallel_size=4)), CorruptError, "of two runs"),
     "layers that do not begin at 0": Row(
@@ -517,39 +517,39 @@ MEGATRON = {
     "more layers on a rank": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)})),
         CorruptError, "has 2 layers, another file of the same stage 1"),
-    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "arguments say 3"),
+    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "its arguments 3"),
     "no tensor": Row(megatron(lambda held: held["model"].update({NORM: [1.0]})), UnsupportedError, "not a plain tensor"),
     "a tied head that is no tensor": Row(
         megatron(lambda held: held["model"].update({"output_layer.weight": 3}), every=True, made={"tied": True},
                  untie_embeddings_and_output_weights=False), UnsupportedError, "is not a plain tensor"),
     "parts that are all equal": Row(
         megatron(edited(QKV, lambda t: torch.arange(float(t.numel())).view(t.shape)), every=True),
-        CorruptError, "equal in all 2 parts"),
+        CorruptError, "equal in all 2 shards"),
     "experts cut in another way": Row(
         megatron(made={"experts": 2}, num_experts=2, expert_tensor_parallel_size=1),
-        UnsupportedError, "experts are cut for 1 ranks"),
-    "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "arguments say 20"),
+        UnsupportedError, "experts are split over 1 ranks"),
+    "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "arguments have 20"),
     "a part without its file": Row(
         moved(megatron(), lambda folder: (folder / PART / FILE).unlink()), CorruptError, "has no model_optim"),
     "a part without a model": Row(
-        moved(megatron(), lambda folder: torch.save({"a": 1}, folder / PART / FILE)), FormatError, "no model"),
+        moved(megatron(), lambda folder: torch.save({"a": 1}, folder / PART / FILE)), FormatError, "no Megatron-LM model"),
     "a part of more axes": Row(
         moved(megatron(), lambda folder: (folder / PART).rename(folder / "iter_0000003/mp_rank_01_000")),
-        CorruptError, "does not name a part of"),
+        CorruptError, "is not the name of a rank of"),
     "a missing part": Row(
         moved(megatron(layers=2, stages=2), lambda folder: (folder / f"{PART}_001/{FILE}").rename(folder / "x")
               and (folder / f"{PART}_001").rmdir()), CorruptError, "TP 1 PP 1"),
     "a part of a larger grid": Row(
         moved(megatron(), lambda folder: files(folder / "iter_0000003/mp_rank_02", {
-            FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "files of others"),
+            FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "files of other"),
     "two names of one rank": Row(
         moved(megatron(), lambda folder: files(folder / "iter_0000003/mp_rank_001", {
             FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "same rank as another"),
     "heads of unknown width": Row(
-        legacy(0, kv_channels=None, hidden_size=None), UnsupportedError, "how wide a head is"),
+        legacy(0, kv_channels=None, hidden_size=None), UnsupportedError, "the width of a head"),
     "rows that are no heads": Row(legacy(0, torch.ones(7, 2)), CorruptError, "7 rows are not divisible by t*h*d"),
-    "what cannot be cut": Row(mamba_parts, UsageError, "has no place in parts: layers of Mamba"),
-    "no arguments to cut by": Row(megatron_parts, UsageError, "no arguments of Megatron-LM"),
+    "what cannot be cut": Row(mamba_parts, UsageError, "cannot be split: ckptkit cannot merge Mamba layers"),
+    "no arguments to cut by": Row(megatron_parts, UsageError, "no Megatron-LM arguments"),
 }  # fmt: skip
 
 
@@ -602,21 +602,21 @@ def averaged(folder: Path) -> Any:
 LLAMA = {
     "params.json is a list": Row(llama(params("[]")), FormatError, "JSON object"),
     "params.json is large": Row(llama(params(" " * (1 << 20) + "{}")), FormatError, "bytes"),
-    "a part is a list": Row(llama(lambda folder: torch.save([], folder / "consolidated.01.pth")), FormatError, "no dict"),
-    "another width": Row(llama(params('{"dim": 32}')), CorruptError, "says dim 32"),
+    "a part is a list": Row(llama(lambda folder: torch.save([], folder / "consolidated.01.pth")), FormatError, "not contain a dict"),
+    "another width": Row(llama(params('{"dim": 32}')), CorruptError, "has dim 32"),
     "other layers": Row(llama(params('{"dim": 16, "n_layers": 2}')), CorruptError, "has 1 layers"),
     "key heads that stand twice": Row(
         llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')), UnsupportedError, "MP16"),
     "fewer rows of keys": Row(
-        llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 8, "n_layers": 1}')), CorruptError, "a part is missing"),
+        llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 8, "n_layers": 1}')), CorruptError, "a shard is missing"),
     "parts of an unknown number": Row(llama_parts(None), UsageError, "ranks=2"),
-    "parts that are not even": Row(llama_parts(3), UsageError, "does not come out even in 3 parts"),
-    "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "along which dimension"),
+    "parts that are not even": Row(llama_parts(3), UsageError, "is not divisible by 3 ranks"),
+    "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "the dimension along"),
     "a sparse weight": Row(llama_parts(2, sparse), TensorError, "not a plain tensor"),
     "a vector in place of a matrix": Row(
         llama_parts(2, lambda state: state.update({"layers.0.attention.wo.weight": torch.ones(16)})),
         UsageError, "it has 1 dimension"),
-    "what was averaged": Row(averaged, UsageError, "cannot be cut"),
+    "what was averaged": Row(averaged, UsageError, "cannot be split"),
 }  # fmt: skip
 
 
@@ -663,27 +663,27 @@ DEEPSPEED = {
         layered(lambda step: None, None), UnsupportedError, "gpt_j_residual"),
     "biases of different shapes": Row(
         layered(lambda step: change(step / "layer_02-model_01-model_states.pt", lambda held: held.update(
-            {"attention.dense.bias": torch.ones(4)}))), CorruptError, "cannot be added up"),
+            {"attention.dense.bias": torch.ones(4)}))), CorruptError, "cannot be added"),
     "a configuration that is no YAML": Row(
         layered(lambda step: (step / "configs/a.yml").write_text("{a: [")), UsageError, "is not YAML"),
     "a rank without a module": Row(universal(lambda held: held.update(module=None)), FormatError, "no module"),
     "pipeline stages in ranks": Row(
         universal(lambda held: held.update(args={"pipeline_model_parallel_size": 2})), UnsupportedError, "2 pipeline"),
-    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "there are 4"),
+    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "written by 4"),
     "a parameter that AutoTP cannot describe": Row(
         universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
         UnsupportedError, "fused by hand"),
     "widths that are no lists": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "no lists"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists"),
     "widths that are no counts": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "no counts"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
     "widths of another tensor": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "no blocks of [1, 2]"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "not make blocks of [1, 2]"),
     "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, and p o"),
-    "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "in a way that is not known"),
+    "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
     "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
     "a pattern that takes long": Row(
-        universal(tp_replicated_parameter_patterns=["(a+)+$"]), UnsupportedError, "the pattern"),
+        universal(tp_replicated_parameter_patterns=["(a+)+$"]), UnsupportedError, "the unsupported pattern"),
 }  # fmt: skip
 
 
@@ -761,62 +761,62 @@ FROZEN = {"frozen": {"c": torch.ones(5)}}
 ZERO = {
     "two steps and no latest": Row(
         zero(lambda tag: (shutil.copytree(tag, tag.with_name("global_step8")), (tag.parent / "latest").unlink())),
-        AmbiguousError, "global_step7, global_step8 name one of them"),
+        AmbiguousError, "global_step7, global_step8 name one"),
     "latest leads elsewhere": Row(
         zero(lambda tag: (tag.parent / "latest").write_text("global_step8")), CorruptError, "latest names"),
     "a model beside it": Row(
-        zero(lambda tag: (tag.parent / "model.safetensors").write_bytes(b"{}")), AmbiguousError, "a model of its own"),
+        zero(lambda tag: (tag.parent / "model.safetensors").write_bytes(b"{}")), AmbiguousError, "also a model"),
     "files of experts": Row(
         zero(copied(ZERO_MODEL, "expert_3_mp_rank_00_model_states.pt")), UnsupportedError, "single experts"),
     "files of another kind": Row(
-        zero(copied(ZERO_MODEL, "another_model_states.pt")), UnsupportedError, "does not know"),
+        zero(copied(ZERO_MODEL, "another_model_states.pt")), UnsupportedError, "an unsupported kind"),
     "two files of a rank": Row(zero(copied(ZERO_OPTIM, f"bf16_{ZERO_OPTIM}")), AmbiguousError, "two files of rank"),
     "model-parallel ranks": Row(
         zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("mp_rank_00", "mp_rank_01"))), UnsupportedError, "model-parallel"),
     "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "files of ZeRO stage 3"),
-    "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "not of one stage"),
-    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "another stage"),
-    "no model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
+    "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "of different ZeRO stages"),
+    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "its stage differs"),
+    "no Megatron-LM model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
     "a missing rank": Row(zero(lambda tag: (tag / ZERO_OPTIM).unlink()), CorruptError, f"{ZERO_OPTIM} is missing"),
     "a rank too many": Row(
-        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("rank_0_", "rank_2_"))), CorruptError, "files of others"),
+        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("rank_0_", "rank_2_"))), CorruptError, "files of other"),
     "groups of other ranks": Row(
         zero(optims(lambda state: state.update(partition_count=[2, 1])), groups=[["a"], ["b"]]),
         UnsupportedError, "expert parallelism"),
     "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
-    "another stage": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
-    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file has 1"),
+    "its stage differs": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
+    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file 1"),
     "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
-    "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "of different types"),
+    "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
     "other gaps": Row(
         zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "0 in param_alignment"),
     "fewer gaps": Row(
-        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "1 gaps after"),
+        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "1 gaps"),
     "a parameter of two groups": Row(
         zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in groups 0 and 1"),
-    "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "take 90 elements"),
+    "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "need 90 elements"),
     "another shape": Row(
         zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held["module"].update(a=torch.ones(5, 7)))),
-        CorruptError, "'a' is of shape"),
+        CorruptError, "'a' has the shape"),
     "no module": Row(
         zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held.pop("module"))), FormatError, "has no module"),
-    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "is not in"),
+    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "is missing in"),
     "a frozen one of another shape": Row(
         zero(models(frozen_param_fragments={"c": torch.ones(2)}), **FROZEN), CorruptError, "not (5,)"),
     "a frozen piece of another size": Row(
         zero(models(frozen_param_fragments={"c": torch.ones(2)}), stage=3, **FROZEN), CorruptError, "3 elements in each"),
     "a file of another kind": Row(
-        zero(lambda tag: (tag / ZERO_OPTIM).write_bytes(b"nothing")), FormatError, "not a file of torch.save"),
+        zero(lambda tag: (tag / ZERO_OPTIM).write_bytes(b"nothing")), FormatError, "not a torch.save file"),
     "an optimizer that is a list": Row(
         zero(lambda tag: change(tag / ZERO_OPTIM, lambda held: held.update(optimizer_state_dict=[]))),
         FormatError, "is not a dict"),
     "no count": Row(zero(optims(lambda state: state.pop("partition_count"))), FormatError, "has no partition_count"),
     "flat tensors that are none": Row(zero(optims(lambda state: state.update({FLATS: 1}))), FormatError, "not a list"),
-    "flat tensors of numbers": Row(zero(optims(lambda state: state.update({FLATS: [1]}))), FormatError, "than flat"),
+    "flat tensors of numbers": Row(zero(optims(lambda state: state.update({FLATS: [1]}))), FormatError, "not flat"),
     "names that are none": Row(zero(models(param_shapes=[{1: (3,)}])), FormatError, "is not a name"),
     "a shape that is none": Row(zero(models(param_shapes=[{"a": "x"}])), FormatError, "is not a list of sizes"),
     "a count that is none": Row(
-        zero(optims(lambda state: state.update(partition_count=["x"]))), FormatError, "other than counts"),
+        zero(optims(lambda state: state.update(partition_count=["x"]))), FormatError, "not counts"),
     "a universal checkpoint among ranks": Row(
         zero(lambda tag: shutil.copytree(Run({"a": torch.ones(4)}).universal(tag.parent / "u") / "zero", tag / "zero")),
         AmbiguousError, "universal"),
@@ -825,10 +825,10 @@ ZERO = {
     "no weights of a parameter": Row(
         universal_zero(lambda tag: (tag / "zero" / "b" / "fp32.pt").unlink()), CorruptError, "has no fp32.pt"),
     "weights that are none": Row(
-        universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), FormatError, "does not hold"),
+        universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), FormatError, "does not contain"),
     "weights of another shape": Row(
         universal_zero(lambda tag: torch.save(torch.ones(5), tag / "zero" / "b" / "fp32.pt")),
-        CorruptError, "the parameter of (2,)"),
+        CorruptError, "the parameter (2,)"),
 }  # fmt: skip
 
 
@@ -871,11 +871,11 @@ FAIRSCALE = {
         fairscale(lambda folder: (folder / OF_SHARD.format(1)).rename(folder / "checkpoint_best-model_part-0-shard1.pt")),
         CorruptError, "2 saves"),
     "a missing shard": Row(
-        fairscale(lambda folder: (folder / OF_SHARD.format(0)).unlink()), CorruptError, "1 of 2 parts"),
-    "other numbers": Row(fairscale(described(lambda held: held.update(numels=[1]))), CorruptError, "elements, its metadata"),
+        fairscale(lambda folder: (folder / OF_SHARD.format(0)).unlink()), CorruptError, "1 of 2 rank files"),
+    "other numbers": Row(fairscale(described(lambda held: held.update(numels=[1]))), CorruptError, "elements, but its metadata"),
     "other shapes": Row(
         fairscale(described(lambda held: held.update(shapes=[(1, 1)] * len(held["shapes"])))),
-        CorruptError, "is said to be"),
+        CorruptError, "its recorded shape"),
     "a name that is shared and not there": Row(
         fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=[("a", "b")]))),
         CorruptError, "shares 'decoder.a'"),
@@ -883,10 +883,10 @@ FAIRSCALE = {
         fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=["a"]))), FormatError, "of pairs"),
     "a flat parameter that nothing describes": Row(
         fairscale(every_shard(lambda modules: modules[0].update(params={}, shared_param_info=[]))),
-        FormatError, "does not say what is in"),
+        FormatError, "does not record the contents of"),
     "fewer modules in a shard": Row(
         fairscale(lambda folder: change(folder / OF_SHARD.format(1), lambda held: held["shard_metadata"].update(
-            param_metadata=[]))), FormatError, "describes 0 modules"),
+            param_metadata=[]))), FormatError, "lists 0 modules"),
     "no flat parameter": Row(
         fairscale(lambda folder: change(folder / OF_SHARD.format(0), lambda held: held["model"].clear())),
         FormatError, "no flat parameter"),
@@ -970,10 +970,10 @@ def no_table(folder: Path) -> Checkpoint:
 
 OWN = {
     "another key": Row(replaced("files: '", "file: '"), UsageError, "files and rules"),
-    "another verb": Row(replaced("cut 1", "slice 1"), UsageError, "no verb"),
+    "another verb": Row(replaced("cut 1", "slice 1"), UsageError, "not a verb"),
     "a line without the parts": Row(
         first_rule("x", "[i] -> [i]"), UsageError, "index tp occurs on one side only"),
-    "no rank in the names": Row(replaced("(?P<tp>[0-9]+)", "[0-9]+"), UsageError, "names no rank"),
+    "no rank in the names": Row(replaced("(?P<tp>[0-9]+)", "[0-9]+"), UsageError, "have no rank"),
     "a broken expression": Row(replaced("'.*norm': same", "'.*(norm': same"), UsageError, "regular expression"),
     "no file": Row(replaced("part_", "other_"), UsageError, "no file"),
     "an axis that is not there": Row(replaced("by: [pp]", "by: [vp]"), UsageError, "axes"),
@@ -981,11 +981,11 @@ OWN = {
     "no YAML": Row(replaced("layers: {", "layers: ["), UsageError, "not YAML"),
     "a table that is not there": Row(no_table, PathError, "cannot be read"),
     "a large table": Row(by_table("#" * (1 << 20) + "#"), UsageError, "larger than"),
-    "rules are no list": Row(instead(rules={"a": "same"}), UsageError, "no list"),
+    "rules are no list": Row(instead(rules={"a": "same"}), UsageError, "not a list"),
     "a rule of two": Row(instead(rules=[{"a": "same", "b": "same"}]), UsageError, "not a rule"),
     "layers are a word": Row(instead(layers="blocks"), UsageError, "layers are not"),
     "a rank of letters": Row(
-        instead(files=r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"), UsageError, "than numbers"),
+        instead(files=r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"), UsageError, "than digits"),
     "more blocks than rows": Row(first_rule(".*up", "cut 0 blocks 5"), CorruptError, "6 rows are not divisible by g*o with g=5"),
     "sizes of another tensor": Row(first_rule(".*up", "cut 0 sizes 7 4"), CorruptError, "7 is not divisible by 2"),
     "a dimension that is not there": Row(first_rule(".*scale", "cut 1"), CorruptError, "has 1 dimension"),

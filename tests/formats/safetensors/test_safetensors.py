@@ -558,7 +558,7 @@ def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
         {"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth"
     )
     with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
-        assert ours.layout(checkpoint, Options()).notes == ("left out: args (argparse.Namespace)",)
+        assert ours.layout(checkpoint, Options()).notes == ("dropped: args (argparse.Namespace)",)
         with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
             ours.layout(checkpoint, Options(objects="error"))
 
@@ -621,7 +621,7 @@ def test_other_overlaps_are_written_for_each(tmp_path: Path) -> None:
         name: each.tolist() for name, each in load_file(tmp_path / "x.safetensors").items()
     } == {name: each.tolist() for name, each in state.items()}
     assert plan.notes == (
-        "tensors that share memory with others: 3; their bytes are written for each",
+        "tensors that share memory with other tensors: 3; each is written in full",
     )
 
 
@@ -674,8 +674,8 @@ def test_attributes_that_cannot_be_kept_are_named(tmp_path: Path) -> None:
     state.colour = "red"  # type: ignore[attr-defined]
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
     assert plan.notes == (
-        "left out: _metadata of the state_dict",
-        "left out: colour of the state_dict",
+        "dropped: _metadata of the state_dict",
+        "dropped: colour of the state_dict",
     )
     assert read_file(tmp_path / "x.safetensors").root.state is None
 
@@ -738,8 +738,8 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
     moments = [each for state in optimizer.state.values() for each in state.values()]
     size = sum(each.nbytes for each in moments)
     assert plan.notes == (
-        f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)",
-        "left out: tags (set)",
+        f"dropped: optimizer ({len(moments)} tensors, {size:,} bytes)",
+        "dropped: tags (set)",
     )
     kept = record_of(tmp_path / "x.safetensors")["values"]
     assert kept.pop("args") == {
@@ -778,7 +778,7 @@ def test_values_that_are_not_plain_are_named(tmp_path: Path, value: object) -> N
     plan = written(
         saved({"odd": value, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors"
     )
-    assert len(plan.notes) == 1 and plan.notes[0].startswith("left out: odd (")
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("dropped: odd (")
     assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
 
 
@@ -786,13 +786,13 @@ def test_values_whose_names_are_not_text_are_named(tmp_path: Path) -> None:
     plan = written(
         saved({"\ud800": 3, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors"
     )
-    assert plan.notes == ("left out: \ud800 (int)",)
+    assert plan.notes == ("dropped: \ud800 (int)",)
 
 
 def test_extra_states_are_counted(tmp_path: Path) -> None:
     state = {"a": torch.ones(1), "l._extra_state": None, "m._extra_state": {"x": 1}}
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
-    assert plan.notes == ("left out: 2 entries of the weights called _extra_state",)
+    assert plan.notes == ("dropped: 2 entries of the weights called _extra_state",)
 
 
 def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:
@@ -800,7 +800,7 @@ def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:
     plan = written(saved(model, tmp_path), tmp_path / "x.safetensors")
     assert set(load_file(tmp_path / "x.safetensors")) == {"weight", "bias"}
     assert plan.notes == (
-        "left out: the module itself (torch.nn.modules.linear.Linear); written as its state_dict",
+        "dropped: the module itself (torch.nn.modules.linear.Linear); written as its state_dict",
     )
     assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
 
@@ -852,7 +852,7 @@ def test_a_record_that_is_not_understood_is_left_alone(record: object) -> None:
     assert isinstance(checkpoint.root, dict) and not isinstance(
         checkpoint.root, tree.OrderedMapping
     )
-    assert "not understood" in checkpoint.warnings[0] and "ckptkit" in checkpoint.extras
+    assert "cannot be read" in checkpoint.warnings[0] and "ckptkit" in checkpoint.extras
     assert set(checkpoint.weights) == {"a", "b", "l.a"}  # the hub's convention still holds
 
 

@@ -51,7 +51,7 @@ def test_names() -> None:
 
 
 def test_a_name_that_is_no_text() -> None:
-    with pytest.raises(TensorError, match="cannot hold the name"):
+    with pytest.raises(TensorError, match="cannot contain the name"):
         index_file("model.safetensors", {"\ud800": "a"}, {})
 
 

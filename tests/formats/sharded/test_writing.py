@@ -148,7 +148,7 @@ def test_what_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
     optimizer = {"state": {0: {"m": torch.ones(10)}}, "param_groups": []}
     path = saved(tmp_path, {"model": sample(), "optimizer": optimizer, "epoch": 3})
     done = write(path, tmp_path / "out", kind, 800)
-    assert done.plan.notes == ("left out: optimizer (1 tensor, 40 bytes)",)
+    assert done.plan.notes == ("dropped: optimizer (1 tensor, 40 bytes)",)
     metadata = ckptkit.open(tmp_path / "out").extras
     assert json.loads(metadata["ckptkit"])["values"] == {"epoch": 3}
 
@@ -205,9 +205,9 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
         == "sharded-bin"
     )
     assert ckptkit.save(ckptkit.open(tmp_path / "a"), tmp_path / "d").format == "sharded"
-    with pytest.raises(UsageError, match="name of a file") as caught:
+    with pytest.raises(UsageError, match="name of a safetensors file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "a.safetensors", options=small)
-    assert "leave out shard_size" in str(caught.value.hint)
-    with pytest.raises(UsageError, match="is a single file") as caught:
+    assert "omit shard_size" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="writes a single file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "e", format="safetensors", options=small)
     assert "sharded, sharded-bin" in str(caught.value.hint)

@@ -98,5 +98,5 @@ def test_hostile_code_takes_no_time() -> None:
 
 
 def test_names_in_code_that_are_not_spelled() -> None:
-    with pytest.raises(FormatError, match="spells a name"):
+    with pytest.raises(FormatError, match="contains the malformed name"):
         _unquoted("'a")

@@ -195,16 +195,16 @@ for _ in range(200):
 @pytest.mark.parametrize(
     ("edit", "error", "said"),
     [
-        (change("mainModule", to=[]), FormatError, "no 'mainModule'"),
-        (change("tensors", to={}), FormatError, "no 'tensors'"),
-        (change("tensors", to=[3]), FormatError, "something other than objects"),
-        (change("tensors", 0, "dims", to=["x"]), FormatError, "where an integer must be"),
-        (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "where an integer must be"),
+        (change("mainModule", to=[]), FormatError, "lacks the required field 'mainModule'"),
+        (change("tensors", to={}), FormatError, "lacks the required field 'tensors'"),
+        (change("tensors", to=[3]), FormatError, "values that are not objects"),
+        (change("tensors", 0, "dims", to=["x"]), FormatError, "instead of an integer"),
+        (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "instead of an integer"),
         (change("tensors", 0, "dims", to=["-2", "-3"]), TensorError, "not all non-negative"),
         (change("tensors", 0, "dims", to=["200", "3"]), TensorError, "storage of 24"),
         (change("tensors", 0, "dataType", to="STRING"), UnsupportedError, "STRING"),
         (change("tensors", 0, "isQuantized", to=True), UnsupportedError, "FLOAT"),
-        (change("tensors", 0, "offset", to="x"), FormatError, "where an integer must be"),
+        (change("tensors", 0, "offset", to="x"), FormatError, "instead of an integer"),
         (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "missing"),
         (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "missing"),
         (change("tensors", 2, "device", to="cuda:0"), CorruptError, "two devices"),
@@ -214,7 +214,11 @@ for _ in range(200):
             "entry 4 of a table of 4",
         ),
         (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
-        (change("mainModule", "parameters", 0, "name", to=3), FormatError, "no 'name'"),
+        (
+            change("mainModule", "parameters", 0, "name", to=3),
+            FormatError,
+            "lacks the required field 'name'",
+        ),
         (
             change("mainModule", "attributes", 0, "id", to="2"),
             CorruptError,
@@ -233,7 +237,7 @@ def test_refused(
 
 
 def test_attributes_that_are_no_tuple() -> None:
-    with pytest.raises(FormatError, match=r"attributes\.pkl does not hold a tuple"):
+    with pytest.raises(FormatError, match=r"attributes\.pkl does not contain a tuple"):
         read(archive(model(), {"a": 1}))
 
 
