@@ -258,7 +258,7 @@ def _doubt(place: Range, shifted: str, zeros: int) -> str:
     """Return why the bytes of a tensor may be damaged; "" if there is no evidence."""
     source, end = place.source, place.offset + place.length
     if end > source.size:
-        return f"the file is truncated: {end - source.size:,} of its bytes are missing"
+        return f"the file is truncated: {end - source.size:,} bytes are missing"
     if place.length and not shifted and end > zeros:
         return f"the file ends in {source.size - zeros:,} zeros; it was not written to its end"
     return shifted if place.length else ""

@@ -707,7 +707,7 @@ class _DamagedArchive:
         for header in self.headers.get(name, ()):
             if header.method == 0 and header.stop + size > self.source.size:
                 lacking = header.stop + size - self.source.size
-                return f"the file is truncated: {lacking:,} of its bytes are missing"
+                return f"the file is truncated: {lacking:,} bytes are missing"
         return "its record is missing, or its header is damaged"
 
     # The rest
