@@ -104,7 +104,7 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("inspect pointer.pth", 3, ["pointer.pth", "git lfs pull"]),
         ("inspect page.pth", 3, ["page.pth", "html"]),
         ("inspect denied.pth", 3, ["denied.pth", "xml"]),
-        ("inspect foreign.pth", 3, ["foreign.pth", "is text"]),
+        ("inspect foreign.pth", 3, ["foreign.pth", "is a text file"]),
         ("inspect readme.zip", 3, ["readme.zip", "zip archive without a data.pkl"]),
         ("inspect packed.zip", 3, ["packed.zip", "unpack it first: `unzip packed.zip`"]),
         ("inspect arrays.npz", 3, ["arrays.npz", "array 'a'"]),

@@ -144,7 +144,7 @@ def test_compressed_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="is text"):
+    with pytest.raises(FormatError, match="is a text file"):
         ckptkit.open(put(tmp_path, "notes.gz", gzip.compress(b"Dear all,\nplease find")))
 
 

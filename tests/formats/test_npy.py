@@ -178,7 +178,12 @@ def refused() -> Iterator[Row]:
     ):  # fmt: skip
         yield "NP_05", saved(array), UnsupportedError, "for which torch has no dtype"
     for descr in ("'|V2'", "'<V2'", "'|V1'"):  # numpy.save writes ml_dtypes' bfloat16 and float8 so
-        yield "NP_05", made(text_of(descr), bytes(12)), UnsupportedError, "does not know the type"
+        yield (
+            "NP_05",
+            made(text_of(descr), bytes(12)),
+            UnsupportedError,
+            "whose type numpy did not record",
+        )
     one, objects = saved(np.ones(3)), saved(np.array([{}], dtype=object))
     for data in (one + b"\0", one + one):
         yield "NP_06", data, AmbiguousError, "follow the array"

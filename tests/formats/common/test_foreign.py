@@ -148,12 +148,12 @@ FILES = [
     ("x.pth", "  <html><title>Zugriff verweigert für".encode("latin-1"), "HTML page", "download"),
     ("x.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "XML document", "download"),
     ("config.json", b'{\n  "architectures": ["BertModel"],\n  "model_type": "bert"\n}\n', "configuration", "another file"),
-    ("tokenizer.json", b'{"version": "1.0"}', "JSON text", "index file"),
-    ("x.pth", b"Entry not found", "is text", "'Entry not found'"),
+    ("tokenizer.json", b'{"version": "1.0"}', "is a JSON file", "index file"),
+    ("x.pth", b"Entry not found", "is a text file", "'Entry not found'"),
     ("x.pth", b"", "is empty", "again"),
-    ("x.pth", bytes(5000), "zeros only", "again"),
+    ("x.pth", bytes(5000), "begins with zeros", "again"),
     ("x.bin", NOISE.normal(0, 0.02, 4000).astype("<f4").tobytes(), "float32 numbers", "numpy.fromfile"),
-    ("x.bin", NOISE.bytes(4000), "not in a format", "ckptkit formats"),
+    ("x.bin", NOISE.bytes(4000), "a format that ckptkit supports", "ckptkit formats"),
     ("x.tar", b"readme" + bytes(251) + b"ustar\0" + bytes(300), "tar archive", "again"),
 ]  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_commands_on_each_folder(name: str, tmp_path: Path) -> None:
     assert ckptkit("convert", folder, tmp_path / "a.safetensors").exit_code == 0
     assert ckptkit("diff", "--values", folder, tmp_path / "a.safetensors").exit_code == 0
     done = ckptkit("strip-module", "--in-place", folder)
-    assert done.exit_code == 2 and "single file" in done.stderr
+    assert done.exit_code == 2 and "single local file" in done.stderr
 
 
 @pytest.mark.parametrize("name", REFUSED)

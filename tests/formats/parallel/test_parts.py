@@ -205,7 +205,7 @@ def test_copies_without_checksums_are_read_where_they_are_asked_for(
     finally:
         torch.serialization.set_crc32_options(True)
     monkeypatch.setattr(joining, "READ", 0)
-    assert any("1 copies" in each for each in ckptkit.open(folder).warnings)
+    assert any("1 replicas" in each for each in ckptkit.open(folder).warnings)
     with pytest.raises(CorruptError, match="'b'"):
         ckptkit.open(folder, copies="check")
 

@@ -679,7 +679,7 @@ DEEPSPEED = {
         universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "not make blocks of [1, 2]"),
-    "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, and p o"),
+    "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but p o"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
     "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
     "a pattern that takes long": Row(
