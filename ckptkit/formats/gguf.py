@@ -290,8 +290,9 @@ class GgufCursor:
 
     def _skip(self, number: int, count: int) -> None:
         """Skip `count` values of an array."""
-        if number != _STRING:
-            self._at += count * self._structs[_NUMBERS[number]].size
+        _, code = _VALUES[number]
+        if code:
+            self._at += count * self._structs[code].size
             return
         form, data, at = self._structs[self.wide], self._data, self._at
         for _ in range(count):
@@ -445,7 +446,7 @@ def _files(
         else:
             raise CorruptError(
                 f"{other} is missing, one of the {count} files of the model",
-                where=first.source.name, hint=f"copy it from the same source as the rest; {_ALONE}",
+                where=first.source.name, hint=f"copy it from the source of the rest; {_ALONE}",
             )  # fmt: skip
         for key, expected in (("split.no", number - 1), ("split.count", count)):
             value = header.values.get(key)

@@ -72,5 +72,5 @@ def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
     packed = model(tmp_path / "packed.zip", saved({"a": torch.zeros(999)}), zipfile.ZIP_DEFLATED)
     with pytest.raises(UnsupportedError, match="compressed"):
         ckptkit.open(packed)
-    with pytest.raises(FormatError, match="not a torch.save file"):
+    with pytest.raises(FormatError, match=r"not a torch\.save file"):
         ckptkit.open(model(tmp_path / "other.zip", b"text"))
