@@ -53,7 +53,7 @@ GAP = re.compile(r"\s*[fr]*")  # between strings, or comments, that are one text
 
 # The rooms that are still to be read.
 ROOMS_TO_DO = {
-    "analysis", "deltas", "diagnosis", "edits", "formats", "run", "trainer", "views",
+    "analysis", "deltas", "diagnosis", "edits", "run", "trainer", "views",
 }  # fmt: skip
 
 
