@@ -210,3 +210,16 @@ def test_no_tensor_is_read(
     monkeypatch.setattr(LocalFile, "read", lambda *args: (read.append(args[2]), original(*args))[1])
     assert ckptkit("report", tmp_path / "big.pth", "-o", tmp_path / "x.html").exit_code == 0
     assert sum(read) < 1 << 18
+
+
+def test_values_of_two_files_are_compared_unless_it_is_declined(
+    ckptkit: Ckptkit, file: Path, tmp_path: Path
+) -> None:
+    other, out = made.other(tmp_path / "b.pth"), tmp_path / "x.html"
+    for options, compared, valued in (((), True, False), (("--no-values",), False, False)):
+        assert ckptkit("report", file, other, out, "--force", *options).exit_code == 0
+        found = told(out.read_bytes())
+        assert (found["diff"]["values"], found["tensors"]["valued"]) == (compared, valued)
+        assert bool(found["diff"]["parts"]) == compared and found["diff"]["layers"]
+    alone = ckptkit("report", file, out, "--force", "--no-values")
+    assert alone.exit_code == 2 and "--no-values needs OTHER" in alone.stderr
