@@ -130,7 +130,7 @@ EDITS = (
         (Option("checkpoints", "files"),
          Option("last_wins", "flag", "--last-wins", None,
                 "On duplicate names, use the last tensor instead of failing.", recipe=None)),
-        "Combine the weights of several checkpoints into one state_dict.",
+        "Combine several checkpoints into one state_dict.",
         command="join", several="first", has_key=True,
         help="For models saved in parts: an encoder and a decoder, or the stages of a pipeline.",
         examples=("stage0.pt stage1.pt model.safetensors",),

@@ -278,7 +278,7 @@ def _bomb(folder: Path) -> None:
     [
         (_second_file, "is not in its index"),
         (_garbage, "damaged|gives more"),
-        (_bomb, "gives more than"),
+        (_bomb, "returns more than"),
         (lambda folder: next(folder.glob("*.safetensors")).unlink(), "is missing|does not exist"),
     ],
 )
