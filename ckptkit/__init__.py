@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     open = open_checkpoint
 
-# What methods of Checkpoint and Tensor call, and the check of byte strings that look like files.
+# Hooks: functions that methods of Checkpoint and Tensor call, and the check of embedded files.
 _HOOKS = {
     "html": ("views.notebook", "html"),
     "inside": ("scanning.find", "inside"),

@@ -1,7 +1,7 @@
-"""The command line: the program ``ckptkit``, and ``python -m ckptkit``.
+"""Run the command line: the program ``ckptkit``, and ``python -m ckptkit``.
 
-Python puts the working directory first among the places to import from with ``-m``. A checkpoint's
-folder may contain a ``torch.py``, so that is undone; the package itself has been found by now.
+With ``-m``, Python puts the working directory first into sys.path. The folder of a checkpoint may
+contain a ``torch.py``, so this module removes it. The package itself is already found by then.
 """
 
 import os
@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Run the command line. An interrupt while modules are imported ends it without a traceback."""
+    """Run the command line. An interrupt during imports exits without a traceback."""
     try:
         from ckptkit.cli import main as command
 
@@ -24,7 +24,7 @@ def main() -> NoReturn:
 def _forget_folder() -> None:
     try:
         here = os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         here = ""
     if sys.path and sys.path[0] in ("", here):
         del sys.path[0]

@@ -48,8 +48,8 @@ class Conversion:
     plan: Plan | Patch
     format: str
     path: str
-    published: Published | None  # None: a dry run
-    copied: tuple[str, ...] = ()  # files copied beside the weights: config.json, tokenizer.json...
+    published: Published | None  # None for a dry run
+    copied: tuple[str, ...] = ()  # other files of the folder that were copied: config.json...
 
     def __repr__(self) -> str:
         done = "planned" if self.published is None else "written"
@@ -108,7 +108,7 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
 
 @contextmanager
 def reading(source: Source, options: Options | None = None, **changes: Any) -> Iterator[Checkpoint]:
-    """Open a checkpoint to report on its content, and close it again.
+    """Open a checkpoint to report on its content, and close it afterwards.
 
     Raises InputChangedError at the end if its files changed since they were opened, because the
     report may mix old and new bytes. So print a report after this context. A Checkpoint stays open.
@@ -307,7 +307,7 @@ def _format(path: str, keep: str | None, options: Options) -> Format:
 
 
 def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
-    """Raise UsageError for a file with the suffix of another kind of file: ``run.txt``.
+    """Raise UsageError if the output has the suffix of another kind of file: ``run.txt``.
 
     A name without a suffix, with that of the source, or with a longer known one (``run.pth2``) gets
     the format of the source.
@@ -334,7 +334,7 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return the checkpoint with the sidecars of its folder, and their names.
+    """Add the sidecar files of its folder to the checkpoint; also return their names.
 
     Files that a step generated are kept.
     """
@@ -350,7 +350,7 @@ def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, 
 
 
 def _dtype_of(checkpoint: Checkpoint) -> str | None:
-    """Return the dtype that most weights have."""
+    """Return the most common dtype of the weights."""
     from ckptkit.formats.sidecars import of_weights
 
     return of_weights(checkpoint)
@@ -403,7 +403,7 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Optio
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> Checkpoint:
-    """Return the checkpoint after the steps. Every error names the checkpoint.
+    """Apply the steps to the checkpoint. Errors contain its name.
 
     Raises UsageError if no tensor remains, except for an extracted entry. If `strict`, also raises
     UsageError if a step is a no-op.
@@ -462,7 +462,7 @@ def _publish(
 
 
 def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
-    """Return the error with the names of the tensors, and a hint."""
+    """Return the error with the names of the damaged tensors, and a hint."""
     from ckptkit.formats.recovering import damaged_in
 
     if names := damaged_in(checkpoint, error.damaged):

@@ -154,7 +154,7 @@ def test_wrong_input(command: str, code: int, phrases: list[str], folder: Path, 
 def test_another_wrapper_than_the_one_to_strip_is_1(folder: Path, run: Run) -> None:
     done = run("strip-module", FIXTURES / "torch-zip/orig_mod.pth", "out.pth", cwd=folder)
     assert done.code == 1
-    assert "no key begins with 'module.'" in done.stderr and "--prefix _orig_mod." in done.stderr
+    assert "no key starts with 'module.'" in done.stderr and "--prefix _orig_mod." in done.stderr
     assert not (folder / "out.pth").exists()
 
 

@@ -1,5 +1,5 @@
-"""Checkpoint -> facts: summary, diff, matching of names, statistics, verification, digests.
+"""Collect facts about checkpoints: summary, diff, name matching, statistics, verification, digests.
 
-In: checkpoints or files. Out: small dataclasses, which commands and views turn into words, JSON or
-pictures. Uses core, compute, pickles, quantized, formats, scanning, api and lora.
+Input: checkpoints or files. Output: small dataclasses. Commands and views print them as text, JSON
+or pictures. Uses core, compute, pickles, quantized, formats, scanning, api and lora.
 """

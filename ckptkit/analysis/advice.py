@@ -1,4 +1,4 @@
-"""The command that helps, ready to paste."""
+"""Suggest commands that are ready to paste."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
-MOST = 8  # wrappers inside one another
-WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
+MAX_WRAPPERS = 8  # nested prefixes to look for
+MIN_UNUSED = 1 << 20  # fewer unused bytes are not reported
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Return sentences with a command, for what stops it from loading or makes it too large."""
+    """Return a sentence with a command for each problem: it does not load, or is too large."""
     if summary.part is not None:
         return (summary.part.hint,)
-    # Some values run code: without dropping them no command writes the file.
+    # If loading would run code, commands write the file only with --objects drop.
     drop = ("--objects", "drop") if coded(summary.warnings, RUNS_CODE) else ()
     found: list[str] = []
     if not drop or summary.survives_dropping():
@@ -29,11 +29,11 @@ def advise(summary: Summary) -> tuple[str, ...]:
 
 
 def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
-    """Yield the edits that help: other keys, other devices, fewer bytes, weights of numbers."""
+    """Yield advice to rename keys, change devices, drop unused bytes, or dequantize."""
     path, names = summary.path, [row.name for row in summary.rows if row.name is not None]
     if found := wrappers(names):
-        having = sum(name.startswith(found[0]) for name in names)
-        how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
+        count = sum(name.startswith(found[0]) for name in names)
+        how_many = "all" if count == len(names) else f"{count:,} of {len(names):,}"
         command = strip_module(path, found, *summary.chosen, *drop)
         yield f"{how_many} keys start with {''.join(found)!r}: {command}"
     held = [row.tensor.storage for row in summary.rows]
@@ -41,21 +41,21 @@ def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
         command = edit("remap", path, "cpu", *drop, "--to", "cpu", *summary.words)
-        yield f"saved on {some(away)}; to load without: {command}"
+        yield f"saved on {some(away)}; to load it without that device: {command}"
     unused = summary.totals.unused_nbytes
-    if unused > max(WASTE, summary.totals.nbytes // 10):
+    if unused > max(MIN_UNUSED, summary.totals.nbytes // 10):
         command = convert(path, "compact", *drop, "--compact", *summary.words)
-        yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
+        yield f"{unused:,} bytes of its storages belong to no tensor; to drop them: {command}"
     if number := packed(summary):
         command = convert(path, "float", *summary.chosen, *drop, "--dequantize")
         yield (
-            f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
+            f"{number:,} quantized tensors are not in the state_dict; to dequantize them into it: "
             f"{command}"
         )
 
 
 def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: str) -> str:
-    """The command that removes `prefixes`, the outer ones first, from the keys of `path`."""
+    """Return the command that removes `prefixes`, outermost first, from the keys of `path`."""
     return edit("strip-module", path, "stripped", *options, *prefix_options(prefixes))
 
 
@@ -66,9 +66,9 @@ def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
 
 
 def wrappers(names: Sequence[str]) -> list[str]:
-    """Return the prefixes of wrappers before more than half of the names, from the outside in."""
+    """Return the wrapper prefixes that more than half of the names have, outermost first."""
     found: list[str] = []
-    while len(found) < MOST and (prefix := _common(names)):
+    while len(found) < MAX_WRAPPERS and (prefix := _common(names)):
         found.append(prefix)
         names = [name.removeprefix(prefix) for name in names]
     return found
@@ -81,23 +81,23 @@ def _common(names: Sequence[str]) -> str:
 
 
 def add_module(path: str, prefix: str = "module.", *options: str) -> str:
-    """The command that puts `prefix` before the keys of the file `path`."""
+    """Return the command that adds `prefix` to the keys of the file `path`."""
     option = () if prefix == "module." else ("--prefix", prefix)
     return edit("add-module", path, "wrapped", *options, *option)
 
 
 def rename(path: str, mapping: str, *options: str) -> str:
-    """The command that renames the weights in `path` by the file `mapping`."""
+    """Return the command that renames the weights in `path` as the file `mapping` lists."""
     return edit("rename", path, "renamed", "--map", mapping, *options)
 
 
 def recover(path: str, unverified: bool = False) -> str:
-    """The command that saves the intact tensors of the file `path`."""
+    """Return the command that saves the intact tensors of the file `path`."""
     return edit("recover", path, "recovered", *(("--unverified",) if unverified else ()))
 
 
 def fixed(path: str) -> str:
-    """The name of a fixed copy of `path`."""
+    """Return the name of a fixed copy of `path`."""
     return output_name(
         path,
         "fixed",
@@ -106,33 +106,34 @@ def fixed(path: str) -> str:
 
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
-    """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
+    """Return a command that reads ``run.pth`` and writes ``run-<mark>.pth``.
+
+    `suffix` replaces the suffix of the output.
+    """
     output = output_name(path, mark, suffix)
     words = (command, *options, *argument(path), output)
     return shell_command(("ckptkit", *words))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """Return a `convert` command; a folder, or a file without a suffix of torch, becomes a .pth."""
+    """Return a `convert` command; its output is a .pth unless `path` has a suffix of torch.save."""
     return edit("convert", path, mark, *options, suffix=suffix_for_torch(path))
 
 
 def suffix_for_torch(path: str) -> str | None:
-    """Return the suffix of a file of torch.save made from `path`, None to keep that of `path`."""
+    """Return ``.pth``, or None if `path` already has a suffix of torch.save."""
     return None if path.lower().endswith(TORCH_SUFFIXES) else ".pth"
 
 
 def packed(summary: Summary) -> int:
-    """The number of quantized tensors that are not in the state_dict."""
-    others = [row for row in summary.rows if row.name is None]
-    return sum(row.tensor.dtype.kind == "quantized" for row in others)
+    """Return the number of quantized tensors that are not in the state_dict."""
+    return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
 
 
 def _objects(summary: Summary) -> Iterator[str]:
-    """Yield what torch.load refuses by default, and the command that leaves it out.
+    """Yield the classes that torch.load refuses by default, with the command that drops them.
 
-    Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
-    get no such advice.
+    Formats that torch.load does not read (safetensors, folders, plain pickles) get no such advice.
     """
     format, path = BY_NAME.get(summary.format, NONE), summary.path
     refused = summary.refused if format.loaded_by_torch else []
@@ -147,22 +148,22 @@ def _objects(summary: Summary) -> Iterator[str]:
         yield f"{refusal}; for the weights alone: {edit(*words, suffix='.safetensors')}"
     elif summary.objects and summary.survives_dropping() and not has_subclass:
         command = convert(path, "plain", "--objects", "drop", *summary.words)
-        yield f"{refusal}; to leave such values out: {command}"
+        yield f"{refusal}; to drop these values: {command}"
     else:
         yield refusal
 
 
 def _others(summary: Summary) -> Iterator[str]:
-    """Yield how to look into byte strings that are files, and into other weights."""
+    """Yield the commands that show files inside byte strings, and other state_dicts."""
     path = argument(summary.path)
-    if summary.inner:  # checkpoints that a library packed into its own
+    if summary.inner:  # a library stored a checkpoint as a byte string of its own checkpoint
         places = [
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
         yield (
-            f"byte strings that are files of their own, not looked into here: {some(places)}; "
-            f"{shell_command(('ckptkit', 'scan', *path))} does"
+            f"byte strings that contain whole files, not shown here: {some(places)}; "
+            f"to scan them: {shell_command(('ckptkit', 'scan', *path))}"
         )
     for key in map(join, summary.others[:NAMES]):
         command = shell_command(("ckptkit", "inspect", "--key", key, *path))
-        yield f"{key} holds weights too: {command}"
+        yield f"{key} also contains weights: {command}"

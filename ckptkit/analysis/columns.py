@@ -1,4 +1,4 @@
-"""The facts about a tensor, one line for each, in the order in which every view shows them.
+"""Define the facts about a tensor, in the order in which every view shows them.
 
 Tables of tensors fold rows whose names differ only in an index. To add a fact, add a line to FACTS.
 """
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Table(NamedTuple):
-    """Rows of escaped text below headings; the columns named in `right` are right-aligned.
+    """Rows of escaped text below headers; the columns named in `right` are right-aligned.
 
-    `things` is the number of things in it, which may be more than the folded rows.
+    `total` is the number of items before rows were folded.
     """
 
     title: str
     headers: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     right: tuple[str, ...] = ()
-    things: int = 0
+    total: int = 0
 
     def without_empty(self) -> Table:
-        """Return the table without the columns that are empty in every row."""
+        """Drop the columns that are empty in every row."""
         used = [n for n in range(len(self.headers)) if any(row[n] for row in self.rows)]
         if len(used) == len(self.headers):
             return self
@@ -46,10 +46,10 @@ class Table(NamedTuple):
 class Fact(NamedTuple):
     """A fact about a tensor.
 
-    `value` is what people see; rows fold where all values are equal. `text` formats it; facts with
-    an empty text are not shown. `json` is its JSON value, None where JSON leaves it out. `phrase`
-    is how the tree says it, as ``on {}``. A fact that is not `brief` is shown only in JSON and
-    where one tensor is described.
+    `value` is the value that tables compare: rows fold if all their values are equal. `text`
+    formats it; an empty text hides the fact. `json` returns its JSON value; without it, JSON omits
+    the fact. `phrase` is its format in the tree, such as ``on {}``. Only JSON and the details of a
+    single tensor show facts that are not `brief`.
     """
 
     name: str
@@ -62,17 +62,17 @@ class Fact(NamedTuple):
 
 
 def remark(row: TensorRow) -> str:
-    """Return a remark on a tensor that is not plain, strided and alone in its storage."""
+    """Return a remark on a tensor that is not plain; empty for a plain one (see `_is_plain`)."""
     tensor, group = row.tensor, row.group
     if row.local is not None:
         from ckptkit.formats.distributed.parts import extent
 
         local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
         place = extent(row.local)
-        return f"here {local}" + (f": {place}" if place else "")
+        return f"this rank has {local}" + (f": {place}" if place else "")
     is_part = group is not None and (group.reason or group.label != tensor.dtype.name)
     if group is not None and is_part and not row.is_logical:
-        return f"{group.label}, not read" if group.reason else f"part of {group.label}"
+        return f"{group.label}, not dequantized" if group.reason else f"part of {group.label}"
     if group is not None or _is_plain(row):
         return ""
     found = []
@@ -92,7 +92,10 @@ def remark(row: TensorRow) -> str:
 
 
 def _is_plain(row: TensorRow) -> bool:
-    """Return whether there is nothing to remark, as for almost all tensors."""
+    """Return whether the tensor is dense, unsharded, unquantized and alone in its storage.
+
+    Almost all tensors are.
+    """
     _, _, tensor, _, nbytes, local, _, group, is_shared = row
     storage = tensor.storage
     return (
@@ -108,7 +111,7 @@ def _is_plain(row: TensorRow) -> bool:
 
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
-    """Return how the weight is quantized that a tensor stands for, or is a part of."""
+    """Return QUANTIZATION of the JSON schema: how this weight is quantized."""
     return {
         "weight": group.name,
         "family": group.family,
@@ -128,7 +131,7 @@ SIZE = Fact("nbytes", "size", lambda row: row.nbytes, size, lambda row: number(r
 
 
 def _attribute(name: str, usual: object = None, text: Callable[[Any], str] = str) -> Fact:
-    """Return a fact in JSON, and where one tensor is described; not shown if it is `usual`."""
+    """Return a fact that JSON and the details of a single tensor show, unless it is `usual`."""
 
     def value(row: TensorRow) -> Any:
         found = getattr(row.tensor, name)
@@ -145,7 +148,7 @@ FACTS: tuple[Fact, ...] = (
     SIZE,
     Fact("device", "device", lambda row: row.device, escape, lambda row: row.device, "on {}"),
     Fact("remark", "", remark),
-    # In JSON, and where one tensor is described:
+    # Only JSON and the details of a single tensor show the following:
     Fact(
         "stride",
         "stride",
@@ -189,19 +192,19 @@ def as_json(row: TensorRow) -> dict[str, Any]:
 
 
 def sentence(row: TensorRow) -> str:
-    """Return the tensor in a few words: ``float32 [2, 3] on cpu``."""
+    """Return a short description of the tensor: ``float32 [2, 3] on cpu``."""
     return " ".join([fact.phrase.format(fact.text(fact.value(row))) for fact in _PHRASED])
 
 
 def details(row: TensorRow) -> list[tuple[str, str]]:
-    """Return every fact that has a text, with its title."""
+    """Return pairs (title, text) of every fact whose text is not empty."""
     found = [(fact.title or fact.name, fact) for fact in FACTS if fact.title or fact.brief]
     texts = [(title, fact.text(fact.value(row))) for title, fact in found]
     return [(title, text) for title, text in texts if text]
 
 
 def brief(row: TensorRow) -> dict[str, str]:
-    """Return the texts of the facts that tables have, by name."""
+    """Map the name of each fact that tables show to its text."""
     return {fact.name: fact.text(fact.value(row)) for fact in BRIEF}
 
 
@@ -212,10 +215,10 @@ def tables(
     sort: str = "file",
     among: Sequence[TensorRow] = (),
 ) -> Iterator[Table]:
-    """Yield the table of the weights, and that of the other tensors, as far as there are any.
+    """Yield the table of the weights and the table of the other tensors; empty ones are skipped.
 
-    Tensors that differ only in an index are one row unless `flat`, if their modules are of one
-    kind. `among` are all tensors, where the rows are selected ones.
+    Unless `flat`, tensors whose names differ only in an index fold into one row if their modules
+    have the same structure. If `rows` are a selection, `among` are all tensors of the checkpoint.
     """
     from ckptkit.core.text import fold, unfolded
 
@@ -227,7 +230,8 @@ def tables(
     if flat:
         folded = unfolded(items)
     else:
-        # Dtype and number of dimensions tell parts of modules apart, also of tensors in no part.
+        # Modules have the same structure if their tensors agree in name, dtype and number of
+        # dimensions. Tensors outside the selection count too.
         shown = set(map(id, rows)) if len(rows) != len(among) else set()
         hidden = [row for row in among if id(row) not in shown] if shown else []
         folded = fold(
@@ -242,11 +246,11 @@ def tables(
 def _items(
     rows: Iterable[TensorRow], title: str | None
 ) -> Iterator[tuple[str, tuple[Hashable, ...], int]]:
-    """Yield the name of each tensor, what must be equal where rows fold, and its bytes."""
+    """Yield (name, values that must be equal for rows to fold, bytes) of each tensor."""
     known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
     for row in rows:
         name, _, tensor, _, nbytes, *_ = row
-        # Nothing else is shown of a plain one: of many, few differ in that.
+        # Of a plain tensor, tables show only these three; most tensors share a few combinations.
         kind = (tensor.dtype.name, tensor.shape, tensor.device) if _is_plain(row) else None
         columns = None if kind is None else known.get(kind)
         if columns is None:
@@ -284,16 +288,16 @@ def fold_pairs(
     pairs: Iterable[tuple[str, str, Hashable]],
     rows_of: Callable[[list[Item]], list[Folded]] = fold,
 ) -> list[tuple[Folded, Folded]]:
-    """Fold pairs (name, other name, value) whose values are equal and whose indices run in step.
+    """Fold pairs (name, other name, value) whose values are equal and indices differ equally.
 
-    `rows_of` is `fold`, or `unfolded` for a row of each. The two sides fold alike, since their
-    names differ by the same steps wherever rows join.
+    Pass `unfolded` as `rows_of` to get one row for each pair. Both sides fold into the same rows,
+    because the difference of the indices is part of what must be equal.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:
         ours, theirs = _INDEX.split(name), _INDEX.split(other)
         if len(ours) != len(theirs):
-            theirs = [other]  # nothing goes along: such a pair stands alone
+            theirs = [other]  # the numbers of indices differ: such a pair never folds
         steps = tuple([int(b) - int(a) for a, b in zip(ours[1::2], theirs[1::2], strict=False)])
         columns = tuple(ours[::2]), tuple(theirs[::2]), steps, value
         sides[0].append(Item(name, columns, 0))

@@ -1,8 +1,8 @@
-"""Compare config.json with the tensors beside it: layers, experts, vocabulary, heads, head, dtype.
+"""Compare config.json with the tensors: layers, experts, vocabulary, heads, LM head, dtype.
 
-Headers only. A field that is missing, or a tensor whose name is not one of those known here, is not
-compared. Source of the fields: PreTrainedConfig of transformers and the configurations of its
-models; for the models of diffusers their constructors, by ``_class_name``.
+Only tensor headers are read. Missing fields and tensors with unknown names are not compared.
+Source of the fields: PreTrainedConfig of transformers and the configurations of its models; for
+diffusers, the constructor of the model that ``_class_name`` names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _EMBEDDINGS = (
 )  # fmt: skip
 _HEAD = ("lm_head.weight", "output.weight")
 _TEXT = ("text_config", "llm_config", "language_config")
-_OTHERS = ("vision", "visual", "audio", "image", "mtp", "encoder")  # parts that are not the text's
+_NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")  # not in the text model
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A field of the configuration beside the tensors.
+    """A field of the configuration, compared with the tensors.
 
-    ``found`` is what the tensors have instead, None where they have what the field says.
+    ``found`` describes what the tensors have instead; None if they agree with the field.
     """
 
     code: str
@@ -47,7 +47,7 @@ class Compared:
     found: object | None = None
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.expected}, and the tensors have {self.found}"
+        return f"{self.field} is {self.expected}, but the tensors have {self.found}"
 
 
 def compare(config: Config, tensors: Tensors) -> list[Compared]:
@@ -64,11 +64,11 @@ def _field(config: Config, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def _is_text(name: str) -> bool:
-    return not any(word in name for word in _OTHERS)
+    return not any(word in name for word in _NOT_TEXT)
 
 
 def _counts(pattern: re.Pattern[str], tensors: Tensors) -> list[int]:
-    """Count the different numbers that follow each beginning of a name."""
+    """Count the distinct indices below each prefix that `pattern` matches."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)
@@ -127,7 +127,7 @@ def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
         ("self_attn.q_proj.weight", heads),
         ("self_attn.k_proj.weight", keys),
     ):
-        allowed = (count * size, 2 * count * size)  # twice: with a gate
+        allowed = (count * size, 2 * count * size)  # twice as many with an output gate
         rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
         wrong = [f"{n} rows of {size} in {name}" for n, name in rows if n not in allowed]
         if rows:
@@ -159,10 +159,11 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 
 
 class _ConfigRow(NamedTuple):
-    """A field of a model.
+    """A field of the configuration of a diffusers model, and where the tensors show it.
 
-    It is a dimension of the tensors of a name (or of an ending, with a dot), divided by `factor`;
-    without a `dim`, the number or the list of the numbered modules below a prefix.
+    With `dim`, the field times `factor` is the size of that dimension of the tensor `names` (a
+    suffix if it starts with a dot). Without `dim`, the field is the number of modules below the
+    prefix `names`, or a list with one entry for each module.
     """
 
     field: str
@@ -227,7 +228,7 @@ def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
     rows = _CLASSES.get(kind, ()) if isinstance(kind, str) else ()
     for row in rows:
         yield from _row(row, config.get(row.field), tensors)
-    if _BLOCKS in rows:  # the rows of the first query are those of all heads
+    if _BLOCKS in rows:  # a query projection has heads * head size rows
         heads, size = config.get("num_attention_heads"), config.get("attention_head_dim")
         counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
         if type(heads) is int and type(size) is int and counts:
@@ -256,14 +257,14 @@ def _row(row: _ConfigRow, value: object, tensors: Tensors) -> Iterator[Compared]
     expected = len(value) if isinstance(value, list) else value
     inside = (name.removeprefix(names) for name in tensors if name.startswith(names))
     count = len({name.partition(".")[0] for name in inside})
-    # A list of layers_per_block has one number for each block.
+    # layers_per_block may be a list with one number per block, not per module.
     if type(expected) is int and count and (not is_list or field == "block_out_channels"):
         found = None if count == expected else f"{count} {names[:-1]}"
         yield Compared(field, field, value, found)
 
 
 def _channels(value: object, tensors: Tensors) -> Iterator[Compared]:
-    """Compare the channels of each block; those on the way up are in reverse order."""
+    """Compare the channels of each block; up blocks are in reverse order."""
     if not isinstance(value, list):
         return
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The differences of two sets of weights, or of one and what a model expects."""
+"""Compare two sets of weights, or weights with the state_dict that a model expects."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Progress = Callable[[int], None]
 Matches = Callable[[str], bool]
 T = TypeVar("T")
 
-LEVELS = 4  # dotted parts that a prefix may have
+MAX_PREFIX_PARTS = 4  # between dots
 
 
 class Mismatch(NamedTuple):
-    """`name` is on both sides, but not the same kind of tensor.
+    """A key that both sides have with another dtype or shape.
 
-    Where only the dtypes differ and values were compared, `tolerance` is the relative one, and
-    `difference` what is beyond it.
+    If only the dtypes differ and values were compared, `tolerance` is the relative tolerance, and
+    `difference` the difference beyond it (None if the values agree).
     """
 
     name: str
@@ -50,26 +50,26 @@ class Mismatch(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """`name` is the same kind of tensor on both sides, with other values."""
+    """A key whose dtype and shape are the same on both sides, and whose values differ."""
 
     name: str
     difference: Difference
 
 
 class Explanation(NamedTuple):
-    """The type that explains how a GGUF weight differs from its original, up to a limit.
+    """Whether the quantization type of a GGUF weight explains its difference from the original.
 
-    ``reordered``: rows of the one are near rows of the other that have other places.
+    ``reordered``: the rows of both sides agree, but in another order.
     """
 
     type: str
-    limit: float  # of the norm of the difference by that of the weight
+    limit: float  # largest norm of the difference, relative to the norm of the weight
     explained: bool
     reordered: bool = False
 
 
 class Entry(NamedTuple):
-    """A value that is no tensor and differs: its path, and its text on each side if it is there."""
+    """A value other than a tensor that differs: its path and text; None where it is missing."""
 
     path: str
     a: str | None
@@ -77,10 +77,11 @@ class Entry(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """The effects of `load_state_dict(strict=False)` that it does not report.
+    """The effects that `load_state_dict(strict=False)` does not report.
 
-    It leaves out `skipped` tensors of the file with so many `parameters`, and leaves `kept` tensors
-    of the model, with `kept_parameters` of `all_parameters`, as they were."""
+    It ignores `skipped` tensors of the file, which have `parameters` elements. `kept` tensors of
+    the model, with `kept_parameters` of its `all_parameters` elements, keep their initial values.
+    """
 
     skipped: int
     parameters: int
@@ -93,15 +94,17 @@ class Silent(NamedTuple):
 class Diff:
     """The differences of two sets of weights, A and B.
 
-    They are what A lacks (`missing`), what it has too much (`unexpected`), what is there on both
-    sides and differs in dtype or shape (`mismatched`) or in its values alone (`changed`, if they
-    were compared). `common` counts the names that both sides have; `advice` are commands that help.
-    `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
-    lists as well. `silent` is None unless B is a model. `entries` are values beside the tensors
-    that differ, `uncompared` names what was not compared, and `unread` tensors whose values cannot
-    be compared, each with the reason. `modules` are the kinds of modules, for
-    views that fold names. `explanations` are those of `changed`, of a GGUF file and its original,
-    whose dtypes are not compared.
+    - `missing`: keys that only B has. `unexpected`: keys that only A has.
+    - `mismatched`: keys whose dtype or shape differs. `changed`: keys whose values alone differ, if
+      values were compared. `common`: the number of keys that both sides have.
+    - `renamed` and `reshaped` (of `matching`): pairs of an unexpected and a missing key. These keys
+      are also in `unexpected` and `missing`.
+    - `entries`: other values that differ. `uncompared`: descriptions of what was not compared.
+      `unread`: tensors whose values cannot be compared, each with the reason.
+    - `advice`: sentences with commands. `silent`: None unless B is a model.
+    - `modules`: the structure of the modules, for views that fold names.
+    - `explanations`: for a GGUF file and its original, by key of `changed`. Their dtypes are not
+      compared.
     """
 
     missing: tuple[str, ...] = ()
@@ -122,36 +125,36 @@ class Diff:
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
-        """Keys that have another name in B, of the same shape."""
+        """Pairs of keys with one shape that look like one tensor under two names."""
         return self.matching.renamed
 
     @property
     def reshaped(self) -> tuple[Renamed, ...]:
-        """Keys that may have another name in B, and have another shape."""
+        """Pairs of keys with different shapes that may be one tensor under two names."""
         return self.matching.reshaped
 
     @property
     def equal(self) -> bool:
-        """Return whether nothing differs that was compared."""
+        """Whether all that was compared is equal."""
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
     @property
     def explained(self) -> bool:
-        """Return whether nothing differs, or only as the types of a GGUF file explain."""
+        """Whether nothing differs beyond the quantization error of a GGUF file."""
         others = (self.missing, self.unexpected, self.mismatched, self.entries, self.unexplained)
         return not any(others)
 
     @property
     def unexplained(self) -> list[Changed]:
-        """The changed tensors that no type of a GGUF file explains."""
+        """The changed tensors whose difference is more than a GGUF type explains."""
         explained = {name for name, each in self.explanations.items() if each.explained}
         return [each for each in self.changed if each.name not in explained]
 
     def as_json(self) -> DiffFacts:
-        """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
+        """Return the object of ``ckptkit diff --json``, without the names of the two sides."""
 
-        def moved(found: Difference) -> dict[str, Any]:
+        def measured(found: Difference) -> dict[str, Any]:
             return {name: json_number(value) for name, value in asdict(found).items()}
 
         def paired(found: Sequence[Renamed]) -> list[dict[str, Any]]:
@@ -174,12 +177,12 @@ class Diff:
                     "a": a._asdict(),
                     "b": b._asdict(),
                     "tolerance": tolerance,
-                    "difference": None if difference is None else moved(difference),
+                    "difference": None if difference is None else measured(difference),
                 }
                 for name, a, b, tolerance, difference in self.mismatched
             ],
             "changed": [
-                {"name": name, **moved(each), **explanation(name)} for name, each in self.changed
+                {"name": name, **measured(each), **explanation(name)} for name, each in self.changed
             ],
             "renamed": paired(self.renamed),
             "reshaped": paired(self.reshaped),
@@ -192,7 +195,7 @@ class Diff:
 
     @property
     def summary(self) -> str:
-        """Return the result in one line."""
+        """The result in one line."""
         keys = plural(self.common, "key")
         if self.equal and self.silent is not None:
             return f"equal: {keys} (names and shapes)"
@@ -204,8 +207,8 @@ class Diff:
         if self.equal:
             return f"equal: {keys} (names,{' dtypes,' * dtypes} shapes and values)"
         if self.explained:
-            few = plural(len(self.changed), "tensor")
-            return f"the same model: {keys}; the types of the GGUF file explain {few} that differ"
+            differing = plural(len(self.changed), "differing tensor")
+            return f"the same model: {keys}; the types of the GGUF file explain {differing}"
         counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
         counts.append(f"{len(self.mismatched):,} mismatched")
         if self.values_compared:
@@ -226,12 +229,12 @@ class Diff:
         return f"<Diff {self.summary}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return HTML for a notebook."""
         html: str = hooks.call("html", self)
         return html
 
     def __str__(self) -> str:
-        """The summary, the first names of each kind, and what to type."""
+        """Return the summary, the first keys of each kind of difference, and the advice."""
         lines = [self.summary]
         for kind in ("missing", "unexpected", "mismatched", "changed"):
             names = [name if isinstance(name, str) else name[0] for name in getattr(self, kind)]
@@ -254,20 +257,19 @@ def compare(
     chosen: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
-    by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
-    `chosen` the options that name its weights, for the advice, `progress` gets the bytes that were
-    read.
+    """Compare two dicts of tensors: names, dtypes, shapes, and with `values` the elements.
 
-    Tensors of different dtypes are compared in float64, with the precision of the narrower dtype
-    as the tolerance unless one is given. Raises TensorError for values that cannot be compared
-    within a tolerance.
+    Elements are compared by their bytes, or with a tolerance: |a - b| <= atol + rtol * |b|.
+    Different dtypes are compared in float64; the default tolerance is the precision of the narrower
+    dtype. The advice uses `name`, the file of A, and `chosen`, the options that select its weights.
+    `progress` is called with the number of bytes read. Raises TensorError for values that cannot be
+    compared with a tolerance.
     """
     found = _common(a, b, values, atol, rtol, progress)
     return named(found, kinds(a), kinds(b), name, chosen)
 
 
-# Relative precision and smallest step of the narrow floating-point types: torch.finfo.
+# Relative precision (eps) and smallest subnormal of the floating-point types, from torch.finfo.
 PRECISION = {
     "float64": (2**-52, 0.0), "float32": (2**-23, 2**-149), "float16": (2**-10, 2**-24),
     "bfloat16": (2**-7, 2**-133), "float8_e4m3fn": (2**-3, 2**-9), "float8_e5m2": (2**-2, 2**-16),
@@ -282,7 +284,7 @@ def _common(
     rtol: float | None,
     progress: Progress | None,
 ) -> Diff:
-    """Compare the tensors that both sides have; several are read at a time."""
+    """Compare the tensors that both sides have; threads read several at a time."""
     values = values or atol is not None or rtol is not None
     tell = progress or (lambda nbytes: None)
     mismatched, changed, alike, unread = [], [], [], []
@@ -300,7 +302,7 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
-            assert not isinstance(difference, TensorError)  # which only bytes return
+            assert not isinstance(difference, TensorError)  # with a tolerance it is raised
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
         mismatched.append(found)
@@ -327,9 +329,9 @@ def _common(
 def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
 ) -> Difference | TensorError | None:
-    """Return how the values differ; the error for bytes that are not read.
+    """Return how the values differ, or the error if these values cannot be compared.
 
-    Raises it if a tolerance is given.
+    Raises this error if a tolerance is given.
     """
     try:
         return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
@@ -348,10 +350,10 @@ def against(
     name: str | None = None,
     chosen: tuple[str, ...] = (),
 ) -> Diff:
-    """Compare A with the state_dict of a model, given as name -> (dtype, shape).
+    """Compare A with the state_dict of a model. `shapes` maps each of its keys to (dtype, shape).
 
-    Only shapes count: `load_state_dict` casts to the dtypes of the model. `ties` are the names that
-    are one tensor of the model: a value for one of them is the value of all.
+    Dtypes are not compared: `load_state_dict` casts to the dtypes of the model. Each item of `ties`
+    lists the names of one tied tensor; loading one of these names fills all of them.
     """
     ours, theirs = kinds(a), {key: Kind(*kind) for key, kind in shapes.items()}
     mismatched = tuple(
@@ -363,7 +365,7 @@ def against(
     taken = [each for each in found.renamed if is_taken_by_torch(each)]
     skipped = {*found.unexpected} - {each.old for each in taken}
     lacking = {*found.missing} - {each.new for each in taken}
-    # Each tied tensor counts once, and is filled if one of its names is.
+    # A tied tensor counts once. It is filled if the file has one of its names.
     first = {name: same[0] for same in ties for name in same}
     once = {first.get(key, key): kind for key, kind in theirs.items()}
     filled = {first.get(key, key) for key in theirs if key not in lacking}
@@ -394,15 +396,19 @@ def named(
     name: str | None,
     chosen: tuple[str, ...],
 ) -> Diff:
-    """Return what is found, with the differences of the names and what helps."""
+    """Add the differences of the names, the pairs of renamed keys and the advice to `found`.
+
+    `a` and `b` map the keys of both sides to their dtype and shape; `name` and `chosen` are those
+    of `compare`.
+    """
     unexpected = {key: kind for key, kind in a.items() if key not in b}
     missing = {key: kind for key, kind in b.items() if key not in a}
     matching = pairs(unexpected, missing, a.keys() & b.keys())
     helpful = _prefix_advice(a, b, missing, unexpected, name, chosen)
     if matching.renamed and helpful is None:
         helpful = (
-            "if these are the same, --write-map map.json writes their names to a file, and prints "
-            "the command that renames them"
+            "if these pairs are right, --write-map map.json writes them to a file and prints "
+            "the command that renames the keys"
         )
     made = replace(
         found,
@@ -414,7 +420,7 @@ def named(
     )
     if made.equal:
         return made
-    # The kinds of the modules of both sides; dtypes, which may differ, do not count.
+    # Dtypes may differ between the sides, so the structure of modules ignores them.
     parts = {(key, len(kind.shape)): None for side in (a, b) for key, kind in side.items()}
     return replace(made, modules=Modules(parts))
 
@@ -427,12 +433,12 @@ def _prefix_advice(
     name: str | None,
     chosen: tuple[str, ...],
 ) -> str | None:
-    """Return the command after which A lacks nothing, if only a prefix differs from B."""
+    """Return advice to strip or add a prefix, if A then has all keys of B; None otherwise."""
     for strips, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
-        # The prefixes (``module.``) without which one of the names is one of the others.
+        # Collect the prefixes (``module.``) that turn a longer name into one of the shorter ones.
         others, prefixes = set(shorter), dict[str, None]()
         for key in longer:
-            parts = key.split(".", LEVELS)
+            parts = key.split(".", MAX_PREFIX_PARTS)
             starts = (".".join(parts[:n]) + "." for n in range(1, len(parts)))
             prefixes |= {start: None for start in starts if key[len(start) :] in others}
         for prefix in prefixes:
@@ -441,27 +447,27 @@ def _prefix_advice(
                 continue
             if not name:
                 command = f"`{'strip' if strips else 'add'}-module` of {prefix!r}"
-                return f"no key is missing after {command}"
+                return f"this makes all keys match: {command}"
             if strips:
                 command = advice.strip_module(name, [prefix], *chosen)
             else:
                 command = advice.add_module(name, prefix, *chosen)
-            return f"no key is missing after: {command}"
+            return f"this makes all keys match: {command}"
     return None
 
 
-SHOWN = 6  # entries of the root that are named as not compared
+SHOWN = 6  # entries of the root to list as not compared
 
 
 class Rest(NamedTuple):
-    """The content of a checkpoint beside its weights, by path: tensors, and values as text."""
+    """The content of a checkpoint outside its weights, by path: tensors, and values as text."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, str]
     objects: Mapping[str, str]
 
     def selected(self, matches: Matches | None) -> Rest:
-        """Return what has a matching path."""
+        """Return the content whose path matches."""
         parts = selected(self.values, matches), selected(self.objects, matches)
         return Rest(selected(self.tensors, matches), *parts)
 
@@ -478,11 +484,11 @@ def compare_checkpoints(
     matches: Matches | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the weights of two checkpoints, and with `everything` what is beside them.
+    """Compare the weights of two checkpoints, and with `everything` the rest of them too.
 
-    The rest is compared path by path: optimizers, averages, settings. So is all of two checkpoints
-    without weights. `matches` selects keys and paths. See :func:`compare` for the other arguments.
-    What is not compared is named in ``uncompared``.
+    The rest (optimizers, averages, settings) is compared path by path. Two checkpoints without
+    weights are compared with `everything`. `matches` selects keys and paths. See :func:`compare`
+    for the other arguments. ``uncompared`` of the result lists what was not compared.
     """
     weights: tuple[Tensors, Tensors] = ({}, {})
     if has_weights(a, b):
@@ -496,7 +502,7 @@ def compare_checkpoints(
     found = named(found, kinds(weights[0]), kinds(weights[1]), name, a.chosen)
     ours, theirs = rest_of(a, everything), rest_of(b, everything)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
-        found = replace(found, values_compared=True)  # of no tensor
+        found = replace(found, values_compared=True)  # there is no tensor to compare
     left = [] if found.values_compared else ["the values of tensors (--no-values)"]
     if found.values_compared and (pairs := len(found.renamed)):
         left.append(f"the values of {plural(pairs, 'key')} that look renamed")
@@ -559,7 +565,7 @@ def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
 
 
 def selected(values: Mapping[str, T], matches: Matches | None) -> Mapping[str, T]:
-    """Return the values whose names match; all of them without `matches`."""
+    """Return the values whose names match; None matches all."""
     if matches is None:
         return values
     return {name: value for name, value in values.items() if matches(name)}
@@ -571,16 +577,19 @@ def has_weights(*sides: Checkpoint) -> bool:
 
 
 def entire(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of which the key ``""`` selects all: an optimizer has no weights."""
+    """Drop the key ``""`` of a checkpoint without weights, such as a saved optimizer.
+
+    The key ``""`` selects the whole file.
+    """
     if checkpoint.key == "" and locate(checkpoint.root) is None:
         return checkpoint.with_key(None)
     return checkpoint
 
 
 def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
-    """Return what is beside the weights; of a pickled module, without the attributes inside it.
+    """Return the content outside the weights, without the attributes of a pickled module.
 
-    Texts of values are different where these are; of long arrays, only if `exact`.
+    Different values have different strings. For long arrays that holds only if `exact`.
     """
     summary = summarize(checkpoint)
     values = {
@@ -598,7 +607,7 @@ def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
 
 
 def _beside(ours: Rest, theirs: Rest) -> str:
-    """Return the entries beside the weights, with what is in them: ``optimizer (24 tensors)``."""
+    """Return the root entries outside the weights, with counts: ``optimizer (24 tensors)``."""
     counts: dict[str, list[set[str]]] = {}
     for side in (ours, theirs):
         for number, paths in enumerate((list(side.tensors), list(side.values), list(side.objects))):

@@ -1,26 +1,25 @@
-r"""Digests of tensors, their manifest, and the checksums that a file has of its parts.
+r"""Compute tensor digests, read and write their manifest, and check the CRC-32 of file parts.
 
-Digests are equal wherever the elements are, in whatever format. The SHA-256 of a tensor is over its
-elements alone: contiguous, row-major, little-endian. The id of a tensor is SHA-256 over one line of
-ASCII text, the dtype as torch calls it, a space, the sizes joined by commas, a newline; and then
-those same bytes::
+A digest does not depend on the file format. The SHA-256 of a tensor covers its elements alone:
+contiguous, row-major, little-endian. The id of a tensor is a SHA-256 over a line of ASCII text
+and these same bytes. The line is the dtype in torch's notation, a space, the sizes joined by
+commas, and a newline::
 
     (printf 'float32 16,3,3,3\n'; cat elements.bin) | sha256sum
 
-The manifest has the ids of a checkpoint's tensors, in the form of ``sha256sum``::
+The manifest lists the ids of a checkpoint's tensors in the format of ``sha256sum``::
 
     # ckptkit.digest/1 tensors=2 sha256=<64 hex>
     <64 hex>  conv1.weight
     \<64 hex>  a name with a backslash: \\
 
-Each line after the first is the id of a tensor, two spaces, its name. As in a list of
-``sha256sum``, a name that holds a backslash or a line break is written with escapes, and its line
-begins with a backslash. What else cannot be printed is escaped likewise, as Python does it
-(``\x1b``, ``\u202e``), and read back.
+Each line after the first is the id of a tensor, two spaces and its name. As in a list of
+``sha256sum``, backslashes and line breaks in a name are escaped, and a line with escapes starts
+with a backslash. Other characters that cannot be printed have the escapes of Python (``\x1b``,
+``\u202e``).
 
-The digest of the whole is SHA-256 over these lines, of all escapes only those of ``sha256sum`` in
-them (``\\``, ``\n``, ``\r``), as UTF-8, in the order of their bytes, whatever the order of the
-tensors::
+The digest of all tensors is the SHA-256 over these lines as UTF-8, sorted by their bytes. They
+contain only the escapes of ``sha256sum`` (``\\``, ``\n``, ``\r``)::
 
     grep -v '^#' net.manifest | LC_ALL=C sort | sha256sum
 """
@@ -57,7 +56,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import CheckedPart, Defect, open_place
 from ckptkit.formats.recovering import located, overlap
 
-Progress = Callable[[int, int], None]  # bytes since the last time, and in all
+Progress = Callable[[int, int], None]  # bytes since the last call, bytes in total
 Matches = Callable[[str], bool]
 Named = tuple[str, Tensor]
 
@@ -67,11 +66,11 @@ Named = tuple[str, Tensor]
 def sha256_each(
     tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[str | None]:
-    """Yield the SHA-256 of the elements of each tensor, in order, several at a time.
+    """Yield the SHA-256 of the elements of each tensor, in order; threads hash several at a time.
 
-    It is None where they have no plain bytes: on meta, in a sparse layout, with elements smaller
-    than a byte that are out of order, or with a sign that their dtype does not have. Errors name
-    the tensor; `progress` gets bytes.
+    Yield None for tensors without contiguous bytes: on meta, sparse, strided with elements smaller
+    than a byte, or negated with an unsigned dtype. Errors name the tensor. `progress` is called
+    with the number of bytes hashed.
     """
     for _, tensor, found in _hashed(tensors, lambda _: b""):
         progress(tensor.nbytes)
@@ -79,7 +78,7 @@ def sha256_each(
 
 
 def tensor_ids(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor, str | TensorError]]:
-    """Yield the id of each tensor, or the reason why it has none, in order."""
+    """Yield (name, tensor, id or the error that explains why it has none), in order."""
     return _hashed(
         tensors, lambda each: f"{each.dtype} {','.join(map(str, each.shape))}\n".encode()
     )
@@ -113,7 +112,7 @@ def _hashed(
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Tensor ids by name, the tensors, and the reasons for those that have no bytes to read."""
+    """Tensor ids by name, the tensors, and for tensors without an id the reason (`without`)."""
 
     ids: dict[str, str]
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -121,7 +120,7 @@ class Digests:
 
     @property
     def whole(self) -> str:
-        """The digest of all of them, whatever their order."""
+        """The digest of all tensors, independent of their order."""
         return whole_digest(self.ids)
 
 
@@ -134,11 +133,11 @@ def digest(
     sums: bool = True,
     progress: Progress | None = None,
 ) -> Digests:
-    """Return tensor ids by name: of the weights, or with `everything` of all by dotted path.
+    """Return the tensor ids of the weights by name, or with `everything` of all tensors by path.
 
-    `matches` says which names are wanted; with `sums` their bytes must have the checksums that the
-    file has of them. Raises UsageError where there are no weights, CorruptError where bytes are
-    damaged, CollisionError where two paths are spelled alike.
+    `matches` selects names. With `sums`, bytes are checked against the CRC-32 stored in the file.
+    Raises UsageError if there are no weights, CorruptError if bytes are damaged, CollisionError if
+    two paths are spelled alike.
     """
     checkpoint = open_checkpoint(source, key=key)
     tensors: dict[str, Tensor] = {} if everything else {**checkpoint.weights}
@@ -147,7 +146,7 @@ def digest(
         if tensor is not None and tensors.setdefault(join(path), tensor) is not tensor:
             raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
     rows = [(name, tensor) for name, tensor in tensors.items() if matches is None or matches(name)]
-    # Each storage once, by the first of its names.
+    # Check each storage once. Messages name the first tensor in it.
     storages = {id(each.storage): (name, each.storage) for name, each in reversed(rows)}
     parts = [
         CheckedPart(f"{name}: its storage", storage.record, storage.crc32)
@@ -184,7 +183,7 @@ _PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 def whole_digest(ids: Mapping[str, str]) -> str:
-    """Return the digest of all tensors, given their ids by name, in any order."""
+    """Return the digest of all tensors from their ids by name; the order does not matter."""
 
     def only_breaks(name: str) -> str:
         return name.replace("\\", "\\\\").replace("\n", r"\n").replace("\r", r"\r")
@@ -197,7 +196,7 @@ def whole_digest(ids: Mapping[str, str]) -> str:
 def manifest_lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> list[str]:
     """Return the lines of the manifest, sorted by name.
 
-    `printable` escapes what must not reach a terminal.
+    `printable` escapes characters that must not reach a terminal.
     """
 
     def escape(name: str) -> str:
@@ -213,7 +212,7 @@ def _line(name: str, id: str, escape: Callable[[str], str]) -> str:
 
 
 def read_manifest(path: PathLike) -> dict[str, str]:
-    """Return the ids by name that a file of `ckptkit digest` holds.
+    """Read a manifest written by `ckptkit digest`; return its ids by name.
 
     Raises FormatError, CorruptError, LimitError.
     """
@@ -232,7 +231,7 @@ def read_manifest(path: PathLike) -> dict[str, str]:
 def parse_manifest(data: bytes) -> dict[str, str]:
     """Return the ids of a manifest by name.
 
-    Raises FormatError for what is none, CorruptError where it is cut or was changed.
+    Raises FormatError if `data` is not a manifest, CorruptError if it is truncated or edited.
     """
     try:
         first, *rest = data.decode("utf-8").replace("\r\n", "\n").split("\n")
@@ -244,7 +243,7 @@ def parse_manifest(data: bytes) -> dict[str, str]:
     ids: dict[str, str] = {}
     for number, line in enumerate(rest, 2):
         if line.startswith("# ckptkit.digest/"):
-            raise FormatError(f"line {number:,}: the manifest of another file begins")
+            raise FormatError(f"line {number:,}: another manifest starts here")
         if not line or line.startswith("#"):
             continue
         found = _LINE.fullmatch(line)
@@ -256,11 +255,12 @@ def parse_manifest(data: bytes) -> dict[str, str]:
         except ValueError as error:
             raise FormatError(f"line {number:,}: {error}") from error
         if name in ids:
-            raise FormatError(f"line {number:,}: the name is there twice")
+            raise FormatError(f"line {number:,}: duplicate name")
         ids[name] = id
     if len(ids) != int(heading[1]) or whole_digest(ids) != heading[2]:
         raise CorruptError(
-            f"is not whole: its first line says {int(heading[1]):,} tensors of another digest"
+            f"was truncated or edited: it does not match the digest of {int(heading[1]):,} tensors "
+            "in its first line"
         )
     return ids
 
@@ -270,20 +270,24 @@ def _unescaped(found: re.Match[str]) -> str:
     if text in _PLAIN:
         return _PLAIN[text]
     if len(text) < 3:
-        raise ValueError(f"there is no escape {found[0]}")
+        raise ValueError(f"unknown escape {found[0]}")
     return chr(int(text[1:], 16))
 
 
 class ManifestDifferences(NamedTuple):
-    """Names that only the manifest has, only the checkpoint has, or that have another digest."""
+    """Names only in the manifest, names only in the checkpoint, names with different digests."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     differing: tuple[str, ...]
 
     def findings(self) -> Iterator[Defect]:
-        said = ("missing: the manifest has it", "not in the manifest", "not as in the manifest")
-        for names, what in zip(self, said, strict=True):
+        findings = (
+            "missing: only in the manifest",
+            "not in the manifest",
+            "differs from the manifest",
+        )
+        for names, what in zip(self, findings, strict=True):
             for name in names:
                 yield Defect(what, tensors=(name,))
 
@@ -291,24 +295,24 @@ class ManifestDifferences(NamedTuple):
 def compare_ids(
     ids: Mapping[str, str], expected: Mapping[str, str], matches: Matches | None = None
 ) -> ManifestDifferences:
-    """Return how tensors differ from a manifest, among those that are wanted."""
-    wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
+    """Compare tensor ids with those of a manifest; `matches` selects names of the manifest."""
+    listed = {name: id for name, id in expected.items() if matches is None or matches(name)}
     return ManifestDifferences(
-        tuple(name for name in wanted if name not in ids),
-        tuple(name for name in ids if name not in wanted),
-        tuple(name for name, id in ids.items() if wanted.get(name, id) != id),
+        tuple(name for name in listed if name not in ids),
+        tuple(name for name in ids if name not in listed),
+        tuple(name for name, id in ids.items() if listed.get(name, id) != id),
     )
 
 
-# Checksums of parts, large ones in pieces
+# Checksums of parts; large parts are split into pieces for several threads
 
-PIECE = 64 << 20  # bytes of a part that one thread sums up
-DAMAGE = (FormatError, AmbiguousError, TensorError)  # wrong in a file; others are about reading it
+PIECE = 64 << 20  # bytes of a piece
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # the file is wrong, not the disk or a limit
 _NOTHING = Range(Memory(b""), 0, 0)
 
 
 class PartPiece(NamedTuple):
-    """Bytes `start` to `stop` of part `number`, or the reason why they cannot be read."""
+    """Bytes `start` to `stop` of part `number`, or the error if they cannot be located."""
 
     number: int
     extent: Extent
@@ -324,7 +328,7 @@ class PartPiece(NamedTuple):
 def summed(
     parts: list[CheckedPart], tell: Callable[[int], None]
 ) -> Iterator[tuple[CheckedPart, str | None]]:
-    """Yield each part, and what is wrong with it."""
+    """Yield (part, problem or None) for each part; `tell` is called with the number of bytes."""
     found = ordered(_sum, _pieces(parts), lambda piece: piece.nbytes)
     for number, pieces in groupby(found, key=lambda result: result[0].number):
         part, total, wrong = parts[number], 0, None
@@ -354,9 +358,9 @@ def _pieces(parts: Iterable[CheckedPart]) -> Iterator[PartPiece]:
 
 
 def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
-    """Return the CRC-32 of a piece, or what is wrong with it.
+    """Return the CRC-32 of a piece, or the error if its bytes are damaged.
 
-    Raises InputError where the bytes cannot be read: by the disk, the network or a limit.
+    Raises InputError if the disk or the network fails, or a limit is exceeded.
     """
     if piece.error is not None:
         return piece, piece.error
@@ -370,7 +374,7 @@ def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
 
 
 def with_tensors(damaged: list[tuple[CheckedPart, str]], tensors: list[Named]) -> Iterator[Defect]:
-    """Yield findings about damaged parts, with the names of all tensors in them."""
+    """Yield a finding for each damaged part, with the names of all tensors in it."""
     places = []
     for name, tensor in tensors if damaged else ():
         places += [(name, found) for found in located(tensor)]

@@ -1,7 +1,7 @@
-"""The differences of a GGUF model from its original, and whether its types explain them.
+"""Compare a GGUF model with its original, and tell quantization errors from other differences.
 
-A block type explains differences up to 1.5 times the largest that the quantizers of ggml made of
-usual weights; rows in another order, or norms without their 1, differ by more.
+The limit of each quantization type is 1.5 times the largest error measured with the quantizers of
+ggml on usual weights. Conversion errors, such as permuted rows, differ by more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptkit.core.text import plural
 if TYPE_CHECKING:
     import numpy as np
 
-# The most that a type explains: the norm of the difference by that of the dequantized weight.
+# The largest quantization error of each type: norm of the difference / norm of the weight.
 LIMITS = {
     "Q8_0": 0.0125, "Q6_K": 0.04, "Q5_K": 0.07, "Q5_1": 0.075, "Q5_0": 0.1, "Q4_K": 0.14,
     "Q4_1": 0.15, "IQ4_NL": 0.15, "IQ4_XS": 0.15, "Q4_0": 0.19, "NVFP4": 0.2, "MXFP4": 0.22,
@@ -45,13 +45,13 @@ LIMITS = {
     "IQ2_XXS": 0.7, "IQ1_M": 0.72, "IQ1_S": 0.85, "TQ1_0": 1.05, "TQ2_0": 1.05, "Q2_0": 1.05,
     "Q1_0": 1.2,
 }  # fmt: skip
-COMPUTED = 1e-6  # the most that arithmetic in float32 explains
-SAMPLES = 8  # rows that are looked for elsewhere
-REORDERED = 8  # tensors in which they are
+COMPUTED = 1e-6  # the largest relative rounding error of float32 arithmetic
+SAMPLES = 8  # rows to search for at other positions
+REORDERED = 8  # tensors to search
 
 
 class Origin(NamedTuple):
-    """The origin of a tensor: types of the file, the expression that computes it, and names."""
+    """How a tensor was made: its types in the GGUF file, whether it was computed, its names."""
 
     types: tuple[str, ...]
     computed: str = ""  # of `INVERSES`
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """The largest relative difference that is explained."""
+        """The largest relative difference that these types and the computation explain."""
         computed = COMPUTED if self.computed else 0.0
         return max((*(LIMITS.get(each, 0.0) for each in self.types), computed))
 
@@ -73,9 +73,10 @@ def compare_with_original(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the original (A), in the file `name`, with a GGUF file under its names, dequantized.
+    """Compare the original (A, the file `name`) with the dequantized tensors of a GGUF file (B).
 
-    Dtypes that differ are no difference: floats of the original are rounded to those of the file.
+    `gguf` has the names of the original. Dtypes are not compared: floats of the original are
+    rounded to the dtype in the GGUF file.
     """
     tell = progress or (lambda nbytes: None)
     both = [key for key in gguf if key in original]
@@ -123,10 +124,10 @@ def compare_with_original(
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
-    """Return how two tensors of one shape differ; of plain types, after rounding to that of A.
+    """Return how two tensors of one shape differ.
 
-    llama.cpp's script computes in float16 for weights of float16. If that explains A, it is what B
-    is compared as.
+    If A is not quantized, B is first rounded to its dtype. If a computed B in float16 differs, it is
+    computed again in float32, because llama.cpp computes in either dtype.
     """
     try:
         if origin.limit > COMPUTED:
@@ -158,7 +159,7 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return whether some rows of A are near rows of B that have other places."""
+    """Return whether sampled rows of A are near rows of B, and some at other positions."""
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False
     import numpy as np
@@ -185,7 +186,7 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
 
 
 def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -> list[str]:
-    """Return a sentence for each type that explains differences, and for each that is not."""
+    """Return a sentence for each type that explains differences, and for each other tensor."""
     by_type: dict[str, list[tuple[float, Explanation]]] = {}
     others = []
     for name, difference in changed:
@@ -193,21 +194,20 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
         if each.explained and relative is not None:
             by_type.setdefault(each.type, []).append((relative, each))
             continue
-        apart = "not comparably" if relative is None else f"by {_percent(relative)}"
+        differs = "differs" if relative is None else f"differs by {_percent(relative)}"
         why = f"more than {each.type} explains ({_percent(each.limit)})" if each.limit else ""
-        text = f"{name}: differs {apart}, {why or f'and {each.type} is stored exactly'}"
-        others.append(text + "; its rows in another order would agree" * each.reordered)
+        text = f"{name}: {differs}, {why or f'but {each.type} is a lossless type'}"
+        others.append(text + "; its rows agree in another order" * each.reordered)
     found = []
     for type, pairs in by_type.items():
         low, high = min(pairs)[0], max(pairs)[0]
         limit = _percent(pairs[0][1].limit)
         count = plural(len(pairs), "tensor")
         verb = "differs" if len(pairs) == 1 else "differ"
-        apart = _percent(high)
-        if _percent(low) != apart:
-            apart = f"{_percent(low).removesuffix(' %')} to {apart}"
-        apart += f", limit {limit}"
-        found.append(f"{count} {verb} as {type} explains ({apart})")
+        errors = _percent(high)
+        if _percent(low) != errors:
+            errors = f"{_percent(low).removesuffix(' %')} to {errors}"
+        found.append(f"{count} {verb} as {type} explains ({errors}, limit {limit})")
     return [*found, *others]
 
 

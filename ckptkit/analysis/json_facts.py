@@ -1,4 +1,4 @@
-"""The facts of commands as JSON values; `ckptkit help json` documents the schemas."""
+"""Convert the results of commands to JSON values; `ckptkit help json` documents the schemas."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def file(
     *,
     is_selection: bool = False,
 ) -> Json:
-    """Return FILE of `inspect`, its lists as iterators; with the SHA-256 of each row if given.
+    """Return FILE of `inspect`; its lists are iterators. `digests` has the SHA-256 of each row.
 
-    `is_selection`: the rows are those that globs select, and their totals are given too.
+    If globs selected the rows (`is_selection`), the totals of the selection are added.
     """
     tensors: Iterator[Json] = map(columns.as_json, rows)
     if digests is not None:
@@ -85,7 +85,7 @@ def _adapter(each: Adapter) -> Json:
 
 
 def _value(each: Value) -> Json:
-    """Return VALUE of the JSON schema; of an array the first values alone."""
+    """Return VALUE of the JSON schema; for an array, only its first values."""
     facts = {"path": join(each.path), "keys": key_list(each.path), "type": each.type}
     if each.array is None:
         return {**facts, "value": json_number(each.value)}
@@ -99,7 +99,7 @@ def _totals(tensors: int, *sizes: int) -> Json:
 
 
 def failure(error: CkptkitError, file: str | None = None) -> Json:
-    """Return a file that could not be read, or a command that failed: what, and what to type."""
+    """Return the error of a file or command, with the command of its hint."""
     command = _COMMAND.search(error.hint or "")
     facts = {
         "code": error.code,
@@ -128,7 +128,7 @@ def verdict(found: Verdict) -> Json:
 
 
 def digests(path: str, format: str, found: Digests) -> Json:
-    """Return FILE of `digest`, its tensors as an iterator."""
+    """Return FILE of `digest`; its tensors are an iterator."""
     return {
         "file": path,
         "format": format,
@@ -149,7 +149,11 @@ def digests(path: str, format: str, found: Digests) -> Json:
 def statistics(
     path: str | None, format: str, found: Statistics, rows: Iterable[TensorStats]
 ) -> Json:
-    """Return the object of `stats`; totals come last, since they are only known then."""
+    """Return the object of `stats`.
+
+    Its values are iterators. Totals and skipped tensors are complete after `rows` has ended, so
+    they come last.
+    """
 
     def totals() -> Iterator[Json]:
         yield from map(_statistics, found.totals)

@@ -1,17 +1,17 @@
-"""Matching: keys that only one side has, paired where they are one key with two names.
+"""Match keys that only one side has: pair those that look like one key under two names.
 
-In this order, each on what is left by those before:
+The methods run in this order; each gets the keys that the previous ones left:
 
-``suffix``   the longest common dotted suffix: what stands before it gives a rule
-             (``encoder.layer`` -> ``blocks``), and the rules that explain most are used first,
-             and everywhere
-``shape``    no other key on either side has that shape and dtype
-``order``    as many keys of that shape and dtype on both sides, taken in order
-``edit``     the nearest names of that shape
+``suffix``   longest common dotted suffix. The parts before it give a rename rule
+             (``encoder.layer`` -> ``blocks``). Rules that explain the most keys are applied first,
+             to all keys.
+``shape``    no other key on either side has this shape and dtype
+``order``    both sides have equally many keys of this shape and dtype; pair them in order
+``edit``     most similar names of equal shape
 
-Keys that differ in their numbers alone go together wherever they can: what happens to one layer
-happens to all. Each key is used once, and shapes are equal. A bound on the work keeps it linear: of
-two files with nothing in common, only some names are compared (``unsearched``).
+Keys that differ only in their numbers form a family, and families are paired whole: all layers are
+renamed alike. Each key is in at most one pair, and the shapes of a pair are equal. The work is
+bounded: if two files have nothing in common, only some names are compared (see ``unsearched``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import NamedTuple, TypeVar
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, without
 
-# Which numbers count, from those that are most surely an index: alone between dots (``layers.3``),
-# any (``layer_3``).
+# Which numbers are indices: those between dots (``layers.3``), any (``layer_3``), none. They are
+# tried in this order.
 INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
 
-MOST = 64  # dots of a name that are looked at; one with more stands for itself
+MAX_DOTS = 64  # a name with more dots is a family of its own
 
 Parts = tuple[str, ...]  # of a name, between dots
 Numbers = tuple[str, ...]
@@ -53,9 +53,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 class KeyPattern:
-    """Names with the same parts, their numbers aside.
+    """A family: names that differ only in their numbers.
 
-    ``members`` are by these numbers, in order of the file.
+    ``members`` maps the numbers of each name to the name, in order of the file.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -64,7 +64,7 @@ class KeyPattern:
 
     @cached_property
     def ranked(self) -> dict[tuple[int, ...], str]:
-        """Return the members by the rank of each number among all in its position.
+        """Map ranks to members. A rank is the position of a number among the sorted numbers.
 
         ``layers.1`` to ``layers.12`` and ``blocks.0`` to ``blocks.11`` have equal ranks.
         """
@@ -81,7 +81,7 @@ class KeyPattern:
             for numbers, name in self.members.items()
         }
 
-    def meets(self, other: KeyPattern) -> Iterable[Mapping[str, str]]:
+    def renamings(self, other: KeyPattern) -> Iterable[Mapping[str, str]]:
         """Yield ways to rename this family to the other: by equal numbers, by equal ranks."""
         same = {
             name: other.members[key] for key, name in self.members.items() if key in other.members
@@ -94,11 +94,11 @@ class KeyPattern:
 
 
 def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[Parts, KeyPattern]:
-    """The families of `names`, by their parts; `numbers` finds what may differ."""
+    """Return the families of `names` by their parts; `numbers` matches the numbers."""
     found: dict[Parts, KeyPattern] = {}
     for name in names:
-        pieces = [name] if name.count(".") >= MOST else numbers.split(name)
-        parts = tuple("{}".join(pieces[::2]).split(".", MOST))
+        pieces = [name] if name.count(".") >= MAX_DOTS else numbers.split(name)
+        parts = tuple("{}".join(pieces[::2]).split(".", MAX_DOTS))
         family = found.get(parts)
         if family is None:
             family = found[parts] = KeyPattern(parts)
@@ -106,14 +106,14 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # characters of a part, and parts of a name, that are looked at
+LONGEST = 64  # characters of a part, and parts of a name, to compare
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
 def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """One minus the edit distance of two sequences of parts, by the length of the longer one.
+    """Return 1 - (edit distance / length of the longer sequence of parts), from 0 to 1.
 
-    Exchanging a part for another costs what these two have not in common.
+    Replacing a part costs 1 minus the similarity of the two parts.
     """
     ours, theirs = ours[:LONGEST], theirs[:LONGEST]
     row = [float(n) for n in range(len(theirs) + 1)]
@@ -127,21 +127,21 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _alike(one: str, other: str) -> float:
-    """Return half for what an edit leaves, half for a common beginning (``q``, ``query``)."""
+    """Return the mean of the edit similarity and of the common word prefix (``q``, ``query``)."""
     if one == other:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]
-    left, begun = 1 - _distance(one, other) / max(len(one), len(other)), 0.0
+    edited, begun = 1 - _distance(one, other) / max(len(one), len(other)), 0.0
     words = ([word.lower() for word in _WORD.findall(part)][:8] for part in (one, other))
-    for a, b in product(*words):  # the share of the shorter word that the longer one begins with
+    for a, b in product(*words):  # length of the common prefix / length of the shorter word
         shorter = min(len(a), len(b))
         same = next((n for n in range(shorter) if a[n] != b[n]), shorter)
         begun = max(begun, same / shorter)
-    return min(0.99, (left + begun) / 2)
+    return min(0.99, (edited + begun) / 2)
 
 
 def _distance(one: str, other: str) -> int:
-    """Return the number of characters to insert, delete or exchange."""
+    """Return the Levenshtein distance."""
     row = list(range(len(other) + 1))
     for number, char in enumerate(one, 1):
         before, row[0] = row[0], number
@@ -150,24 +150,26 @@ def _distance(one: str, other: str) -> int:
     return row[-1]
 
 
-# of families with one suffix and shape that are looked at; with more, the suffix says nothing
-PAIRS = 4_096
-COMPARED = 10_000  # rules whose names are compared
-WORK = 3_000_000  # names that are looked at, in all
+# Bounds on the work.
+PAIRS = (
+    4_096  # pairs of families with one suffix; a suffix with more is too common to tell anything
+)
+COMPARED = 10_000  # rules whose similarity is computed
+WORK = 3_000_000  # names to look up in total
 DEEPEST = 24  # parts of a suffix
-MARGIN = 0.05  # of similarity, that makes a name clearly nearer
+MARGIN = 0.05  # difference of similarity that decides between two rules
 
 
 class RenameRule(NamedTuple):
-    """Names that begin with `old` begin with `new` instead; numbers are ``{}``."""
+    """Replace the leading parts `old` of a name by `new`; ``{}`` is a number."""
 
     old: Parts
     new: Parts
 
 
-COMPARISONS = 8_000  # of names, in all
-BUCKET = 2_048  # comparisons among names of one shape
-NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # similarity from which on names may be one
+COMPARISONS = 8_000  # comparisons of names in total
+BUCKET = 2_048  # comparisons of names of one shape
+NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # least similarity of the names of a pair
 
 
 class Kind(NamedTuple):
@@ -176,8 +178,11 @@ class Kind(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """`old` in A is `new` in B. `confidence` is between 0 and 1, `why` one of suffix, shape, order,
-    edit; "torch" where torch itself has changed the name."""
+    """A pair: the key `old` of A is the key `new` of B.
+
+    `confidence` is from 0 to 1. `why` is the method (suffix, shape, order, edit), or "torch" if a
+    version of torch renamed the key.
+    """
 
     old: str
     new: str
@@ -189,10 +194,9 @@ class Renamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching:
-    """`renamed` are of one shape, `reshaped` have names that may be one but are not. Both in the
-    order of A.
+    """Pairs of keys in the order of A: `renamed` with equal shapes, `reshaped` with other shapes.
 
-    `unsearched` counts the keys of A without a partner whose names were not compared with all of B.
+    `unsearched` counts the unpaired keys of A that were not compared with all keys of B.
     """
 
     renamed: tuple[Renamed, ...] = ()
@@ -215,9 +219,9 @@ def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
 
 
 class _Matcher:
-    """The matching in progress: ``old`` and ``new`` are the keys without a partner yet.
+    """The matching in progress: ``old`` and ``new`` are the keys not paired yet.
 
-    ``ours`` and ``theirs`` are their families, which may have members that have one by now.
+    ``ours`` and ``theirs`` are their families. These may still contain keys that are paired by now.
     """
 
     def __init__(self, old: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
@@ -231,7 +235,7 @@ class _Matcher:
         self._comparisons = COMPARISONS
 
     def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        """Pair the unmatched names of two families in the way that pairs most of them."""
+        """Return the pairs of unpaired names of two families, by the way that gives the most."""
         old, new = self.old, self.new
         ways = [
             {
@@ -239,7 +243,7 @@ class _Matcher:
                 for a, b in names.items()
                 if a in old and b in new and old[a].shape == new[b].shape
             }
-            for names in ours.meets(theirs)
+            for names in ours.renamings(theirs)
         ]
         return max(ways, key=len)
 
@@ -250,7 +254,7 @@ class _Matcher:
     # suffix
 
     def by_suffix(self) -> None:
-        """Use the rules that pairs of families propose, those that explain most first."""
+        """Apply the rules that pairs of families suggest; those that explain most come first."""
         self._work = WORK
         self._vote()
         near = {rule: similarity(rule.old, rule.new) for rule in islice(self._votes, COMPARED)}
@@ -266,7 +270,7 @@ class _Matcher:
                 if weight:
                     heappush(heap, (-weight, nearness, number, rule))
                 continue
-            # Rivals explain as much, and some of the same keys.
+            # A rival explains at least as much, and some of the same keys.
             claims = (*self._claims[False, rule.old], *self._claims[True, rule.new])
             rivals = []
             for each in claims:
@@ -282,9 +286,9 @@ class _Matcher:
                 self.rules.append(rule)
 
     def _vote(self) -> None:
-        """Collect the rules, the longest suffixes first, and what they are looked up by."""
+        """Collect the rules with their votes, longest suffixes first, and the indices over them."""
         self._votes: dict[RenameRule, int] = defaultdict(int)
-        # rules by the heads that they exchange
+        # Rules by the head that they replace (False) or insert (True).
         self._claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
 
         def by_suffix(side: Mapping[Parts, KeyPattern]) -> dict[Parts, list[KeyPattern]]:
@@ -317,7 +321,7 @@ class _Matcher:
                     self._heads[parts[:n]].append(family)
 
     def _effect(self, rule: RenameRule) -> tuple[dict[str, str], int]:
-        """Return the names that a rule explains now, and their weight."""
+        """Return the unpaired names that a rule explains, and their weight."""
         names: dict[str, str] = {}
         weight = 0
         for family in self._heads[rule.old]:
@@ -333,7 +337,7 @@ class _Matcher:
     # shape and order
 
     def by_order(self) -> None:
-        """Families of the same shapes and dtypes, those with the same last part first."""
+        """Pair families of equal shapes and dtypes in order, same last part first."""
         self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
             ours = self._alike(self.ours, self.old, leaves, dtypes)
@@ -353,8 +357,10 @@ class _Matcher:
         leaves: bool,
         dtypes: bool,
     ) -> dict[Hashable, list[KeyPattern]]:
-        """Return families by their unmatched members: ranks, shapes, dtypes, last part of the
-        name."""
+        """Group families by their unpaired members: ranks and shapes.
+
+        With `dtypes`, also by dtype; with `leaves`, also by the last part of the name.
+        """
         found: dict[Hashable, list[KeyPattern]] = {}
         for parts, family in side.items():
             left = tuple(
@@ -371,7 +377,7 @@ class _Matcher:
     def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
         """Pair two families, then the rest of the same modules: a bias follows its weight."""
         names = self.joined(ours, theirs)
-        # The shape says little of one vector or number alone.
+        # A single vector or scalar: its shape is no evidence, so the names must be similar.
         vague = len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
         if not names or (vague and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
             return
@@ -388,6 +394,7 @@ class _Matcher:
     # edit distance
 
     def by_edit(self) -> None:
+        """Pair the most similar names of each shape."""
         ours = grouped(self.old, lambda name: self.old[name].shape)
         theirs = grouped(self.new, lambda name: self.new[name].shape)
         for shape in sorted(
@@ -399,7 +406,10 @@ class _Matcher:
     def _nearest(
         self, ours: list[str], theirs: list[str], least: float
     ) -> Iterator[tuple[float, str, str]]:
-        """Names by similarity, each once; none where they are too many to compare."""
+        """Yield (similarity, name, name), most similar first, each name once.
+
+        Yield nothing if there are too many names to compare.
+        """
         number = len(ours) * len(theirs)
         if number > min(BUCKET, self._comparisons):
             self.unsearched += len(ours)
@@ -421,14 +431,14 @@ class _Matcher:
     # other shapes
 
     def reshape(self) -> None:
-        """Pair names that a rule makes equal, or that are near, of other shapes: guesses."""
+        """Guess pairs of other shapes: names that a rule makes equal, then similar names."""
         ours, theirs = families(self.old), families(self.new)
         heads = grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
             for rule in flatten(heads.get(family.parts[:n], ()) for n in range(len(family.parts))):
                 other = theirs.get((*rule.new, *family.parts[len(rule.old) :]))
                 if other is not None:
-                    self._guess(max(family.meets(other), key=len), 0.4, "suffix")
+                    self._guess(max(family.renamings(other), key=len), 0.4, "suffix")
         self.unsearched = 0
         for near, a, b in list(self._nearest(list(self.old), list(self.new), NEAR_RESHAPED)):
             self._guess({a: b}, round(0.3 * near, 2), "edit")
@@ -442,10 +452,10 @@ class _Matcher:
 
 
 def sure(rule: RenameRule, hits: int, alone: bool) -> float:
-    """Return the confidence in a rule, from the keys that it explains, alone or with a rival."""
+    """Return the confidence in a rule that explains `hits` keys; `alone` if it has no rival."""
     if not alone:
         return 0.7
-    if not rule.old or not rule.new:  # a prefix is all there is
+    if not rule.old or not rule.new:  # the rule only adds or removes a prefix
         return 0.99 if hits > 1 else 0.9
     if hits >= 4:
         return 0.95
@@ -453,12 +463,12 @@ def sure(rule: RenameRule, hits: int, alone: bool) -> float:
 
 
 Kinds = Mapping[str, Kind]
-Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
+Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or the shape is unknown
 
-SAMPLE = 500  # names that are looked at to find the prefixes
-PREFIXES = 16  # of each side that are tried
+SAMPLE = 500  # names to sample for prefixes
+PREFIXES = 16  # prefixes of each side to try
 
-CERTAIN = "torch"  # why two names are one: torch.nn.utils called it so, and parametrizations do now
+CERTAIN = "torch"  # torch renamed the key: torch.nn.utils before, parametrizations now
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
 _BEFORE = {
     "original0": "_g", "original1": "_v",  # weight_norm
@@ -466,8 +476,8 @@ _BEFORE = {
 }  # fmt: skip
 
 
-class Way(NamedTuple):
-    """The prefixes to take from the names of one side, and to put before what is left."""
+class PrefixChange(NamedTuple):
+    """Remove the prefix `strip` from a name if it has it, then add the prefix `add`."""
 
     strip: str = ""
     add: str = ""
@@ -476,10 +486,10 @@ class Way(NamedTuple):
         return self.add + name.removeprefix(self.strip)
 
 
-def pair(ours: Kinds, theirs: Kinds, way: Way) -> Matching:
-    """Pair the names that only one side has, after `way` has renamed ours.
+def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
+    """Pair the names that only one side has after `way` has renamed ours.
 
-    `ours` are as they are in the file, and so are the old names of the pairs.
+    `ours` and the old names of the pairs are names of the file, without this change.
     """
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
@@ -495,14 +505,14 @@ def pair(ours: Kinds, theirs: Kinds, way: Way) -> Matching:
 
 
 def pairs(ours: Kinds, theirs: Kinds, common: Iterable[str]) -> Matching:
-    """Pair the names that only one side has; those that both have are `common`."""
+    """Pair the names that only one side has; `common` are the names that both sides have."""
     way = prefixes(shapes_of(ours), shapes_of(theirs), common)
     found = pair(ours, theirs, way)
     renamed, reshaped = [*found.renamed], [*found.reshaped]
-    met = {name: new for name in ours if (new := way(name)) != name and new in theirs}
+    equal = {name: new for name in ours if (new := way(name)) != name and new in theirs}
     rule = RenameRule(*(tuple(each.split(".")[:-1]) for each in way))
-    confidence = sure(rule, len(met), True)
-    for name, new in met.items():
+    confidence = sure(rule, len(equal), True)
+    for name, new in equal.items():
         a, b = ours[name], theirs[new]
         if a.shape == b.shape:
             renamed.append(Renamed(name, new, a, b, confidence, "suffix"))
@@ -526,13 +536,13 @@ def shapes_of(kinds: Kinds) -> dict[str, Shape]:
 
 
 def is_taken_by_torch(pair: Renamed) -> bool:
-    """Return whether the model itself takes the old name, as a hook of today's weight_norm does."""
+    """Return whether the model accepts the old name itself, by a load hook of weight_norm."""
     found = _PARAMETRIZED.fullmatch(pair.new)
     return pair.why == CERTAIN and found is not None and found[3] in ("original0", "original1")
 
 
 def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
-    """Names on both sides that are one because torch changed them, in either direction."""
+    """Return pairs of names that differ because torch renamed them, in either direction."""
     found: dict[str, str] = {}
     for new, old, is_old in ((theirs, ours, True), (ours, theirs, False)):
         for name, shape in new.items():
@@ -545,26 +555,26 @@ def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
 
 
 def fits(ours: Shape | None, theirs: Shape | None) -> bool:
-    """Return whether torch would take it.
+    """Return whether torch loads a tensor of shape `ours` into a parameter of shape `theirs`.
 
-    Before torch 0.4 scalars had the shape (1,).
+    None is an unknown shape. Before torch 0.4, scalars had the shape (1,).
     """
     return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 
-def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
-    """Return the prefixes to strip from the file's names and to add, so that most are the model's.
+def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
+    """Return the change of prefixes after which most names of the file are names of the model.
 
-    Names that both sides have (and those in `common`) are never changed, nothing is added to some
-    names alone, and no two names become one. Both are empty where nothing is better, or where two
-    ways are equally good and give different tensors.
+    It never changes names that both sides have (or that `common` lists), never adds a prefix to
+    only some names, and never makes two names equal. Both prefixes are empty if no change helps, or
+    if two changes help equally and pair different tensors.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]
     sample = {name: ours[name] for name in rest[:: max(1, len(rest) // SAMPLE)]}
     lacking = [name for name in theirs if name not in common]
-    ways = [Way(*each) for each in product(_leading(sample), _leading(lacking))]
-    best, most, unique = Way(), 0, True
+    ways = [PrefixChange(*each) for each in product(_leading(sample), _leading(lacking))]
+    best, most, unique = PrefixChange(), 0, True
     images: list[str | None] = []
     for way in sorted(ways, key=lambda way: len(way.strip) + len(way.add)):
         made = [
@@ -578,10 +588,11 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
         unique = hits > most
         if unique:
             best, most, images = way, hits, made
-    return best if unique else Way()
+    return best if unique else PrefixChange()
 
 
-def _is_harmless(way: Way, ours: Shapes, common: AbstractSet[str]) -> bool:
+def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> bool:
+    """Return whether a change keeps common names, is not partial, and makes no names equal."""
     if any(way(name) != name for name in common):
         return False
     if way.strip and way.add and not all(name.startswith(way.strip) for name in ours):
@@ -591,7 +602,7 @@ def _is_harmless(way: Way, ours: Shapes, common: AbstractSet[str]) -> bool:
 
 
 def _leading(names: Iterable[str]) -> list[str]:
-    """The empty prefix and the most common dotted beginnings of names."""
+    """Return the empty prefix and the most common dotted prefixes of the names."""
     sample = list(names)
     counts: Counter[str] = Counter()
     for name in sample[:: max(1, len(sample) // SAMPLE)]:

@@ -1,4 +1,4 @@
-"""The output of commands with ``--json``, as functions of the library."""
+"""Library functions that return the JSON output of commands as Python objects."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | 
 
 
 def file_of(source: object) -> str:
-    """Return the path or URL of a checkpoint that is a file or folder."""
+    """Return the path or URL of `source`. Raises UsageError for a Checkpoint without a file."""
     if isinstance(source, Checkpoint) and source.name is not None:
         return source.name
     if not isinstance(source, (str, os.PathLike)):
@@ -125,7 +125,7 @@ def file_of(source: object) -> str:
 
 
 def listed(facts: Json) -> Json:
-    """Return a JSON object whose lists are lists: they may be iterators, printed as they come."""
+    """Replace the iterators of a JSON object by lists."""
     return {key: _listed(value) for key, value in facts.items()}
 
 

@@ -1,4 +1,7 @@
-"""Shares of a checkpoint: parameters and bytes of tensors and of common prefixes, counted once."""
+"""Compute how many parameters and bytes each tensor and each prefix of names adds to a checkpoint.
+
+Elements that several tensors share are counted once.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,15 @@ from ckptkit.core.tree import Node, Path, join, key_text, walk
 from ckptkit.core.weights import is_optimizer
 
 WEIGHTS, OPTIMIZER, OTHER = ROLES = ("weights", "optimizer", "other")
-LEVELS = 32  # parts that a name is taken apart into: a file could have one of dots alone
+LEVELS = 32  # a name is split into at most this many parts: it may consist of dots only
 
 
 class Share(NamedTuple):
-    """The share of one tensor.
+    """The share of one tensor: `parameters` (0 outside the weights, if there are any) and `nbytes`.
 
-    It has `parameters` if it is one of the weights (or there are none), `nbytes` of
-    its elements.
-
-    Both are 0 for the same part of the same storage once more: `same` is then the number of the
-    first. `role` is one of ROLES, `place` the dotted path in the file; that of the weights of a
-    whole module is by their names.
+    If an earlier row has the same elements, both are 0 and `same` is the number of that row.
+    `role` is one of ROLES. `place` is the dotted path in the file; for a pickled module, the path
+    of the module and the name of the weight.
     """
 
     row: TensorRow
@@ -34,13 +34,13 @@ class Share(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name among the weights; for other tensors, the path."""
+        """The key in the weights; for other tensors, the path."""
         return self.row.label
 
 
 @dataclass(slots=True)
 class Branch:
-    """Tensors whose places begin alike, and their totals; ``share`` is set where one ends here."""
+    """The totals of all tensors below a dotted path; ``share`` is the tensor at this path."""
 
     label: str
     path: str = ""
@@ -57,7 +57,7 @@ class Branch:
 
 
 def shares(summary: Summary, root: Node) -> list[Share]:
-    """The share of each row of `summary`, which is that of the tree `root`, in order."""
+    """Return the share of each row of `summary`, in order; `root` is the tree of the checkpoint."""
     optimizers = set(_optimizers(root))
     lengths = sorted({len(path) for path in optimizers})
     prefix = join(summary.weights) + "." if summary.weights else ""
@@ -83,13 +83,13 @@ def shares(summary: Summary, root: Node) -> list[Share]:
 
 
 def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence[int]) -> bool:
-    """Return whether a path begins with one of the places, which have these lengths."""
+    """Return whether a path starts with one of `places`; `lengths` are the lengths of these."""
     keys = tuple(map(key_text, path)) if places else ()
     return any(keys[:length] in places for length in lengths)
 
 
-def grown(shares: Iterable[Share]) -> Branch:
-    """Return the tree of the paths of these tensors."""
+def branches(shares: Iterable[Share]) -> Branch:
+    """Return the tree of the dotted paths of these tensors."""
     root = Branch("")
     for share in shares:
         root.add(share)
@@ -99,7 +99,7 @@ def grown(shares: Iterable[Share]) -> Branch:
             branch = _below(branch, part)
             branch.add(share)
         while last in branch.children and branch.children[last].share is not None:
-            last += "'"  # the same place twice: keys that are repeated
+            last += "'"  # a key of the file occurs twice
         branch = _below(branch, last)
         branch.add(share)
         branch.share = share
@@ -107,7 +107,7 @@ def grown(shares: Iterable[Share]) -> Branch:
 
 
 def parts(place: str) -> list[str]:
-    """Return the parts of a place, which dots separate."""
+    """Split a dotted path into at most LEVELS parts."""
     return place.split(".", LEVELS - 1)
 
 
@@ -121,14 +121,14 @@ def _below(branch: Branch, label: str) -> Branch:
 
 
 def joined(branch: Branch) -> Branch:
-    """Return the branch with all that `branch` has and more than one child: ``model.encoder``."""
+    """Skip branches with a single child: return the first one with several, ``model.encoder``."""
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch
 
 
 def _optimizers(root: Node) -> Iterator[tuple[str, ...]]:
-    """The paths of the states of optimizers."""
+    """Yield the paths of the state_dicts of optimizers."""
     inside: Path | None = None
     for path, node in walk(root):
         inside = None if inside is not None and len(path) <= len(inside) else inside

@@ -1,8 +1,6 @@
-"""Parts of a tensor, chosen as in Python: ``[0, :, 3:7]``.
+"""Slice tensors with the syntax of Python: ``[0, :, 3:7]``.
 
-Geometry alone: nothing is read or evaluated.
-
-A part is another view of the same storage, so that reading it reads no more than it spans.
+A slice is another view of the same storage. Slicing reads no bytes and evaluates no code.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ _ITEM = re.compile(
 
 
 class Pick(NamedTuple):
-    """The choice in one dimension: `size` indices from `start`, `step` apart.
+    """The slice of one dimension: `size` indices from `start`, `step` apart.
 
-    One index removes the dimension if it is `single`.
+    `single` removes the dimension, as an integer index does.
     """
 
     start: int
@@ -39,7 +37,7 @@ class Pick(NamedTuple):
         return f"{self.start}:{stop}" + (f":{self.step}" if self.step != 1 else "")
 
     def part(self, start: int, count: int) -> Pick:
-        """`count` of the indices from the `start`-th on, as far as there are so many."""
+        """Return at most `count` of these indices, from the `start`-th on."""
         return Pick(
             self.start + start * self.step, max(0, min(count, self.size - start)), self.step
         )
@@ -49,12 +47,11 @@ Picks = tuple[Pick, ...]
 
 
 def parse(text: str, shape: Shape) -> Picks:
-    """Return what `text` chooses of a tensor of this shape, a Pick for each dimension.
+    """Parse a slice of a tensor of this shape; return a Pick for each dimension.
 
+    `text` contains integers, ``start:stop:step`` and at most one ``...``, separated by commas.
+    Negative integers count from the end; steps are positive. Missing dimensions are taken whole.
     Raises UsageError.
-
-    Integers, ``start:stop:step`` and one ``...``, between commas; negative ones count from the end;
-    what is not named is whole. Steps are positive.
     """
     items = [each.strip() for each in _unwrapped(text).split(",")] if _unwrapped(text) else []
     if items.count("...") > 1:
@@ -64,7 +61,7 @@ def parse(text: str, shape: Shape) -> Picks:
     missing = len(shape) - (len(items) - 1)
     if missing < 0:
         raise UsageError(
-            f"{text!r} names {len(items) - 1} dimensions of a tensor that has {len(shape)}"
+            f"{text!r} has {len(items) - 1} indices, but the tensor has {len(shape)} dimensions"
         )
     at = items.index("...")
     items[at : at + 1] = [":"] * missing
@@ -89,7 +86,7 @@ def _pick(item: str, size: int, dimension: int, text: str) -> Pick:
         index = int(found["at"])
         if not -size <= index < size:
             raise UsageError(
-                f"index {index} is outside of dimension {dimension}, which has {size:,}"
+                f"index {index} is out of range for dimension {dimension} of size {size:,}"
             )
         return Pick(index % size, 1, 1, True)
     start, stop, step = (
@@ -102,14 +99,14 @@ def _pick(item: str, size: int, dimension: int, text: str) -> Pick:
 
 
 def show(picks: Picks) -> str:
-    """``[0, 0:3, 3:7]``"""
+    """Format picks as ``[0, 0:3, 3:7]``."""
     return f"[{', '.join(map(str, picks))}]"
 
 
 def select(tensor: Tensor, picks: Picks) -> Tensor:
-    """Return that part of a tensor.
+    """Return the view of a tensor that `picks` selects.
 
-    Raises TensorError for a tensor whose elements are not in a storage.
+    Raises TensorError for a tensor without a strided storage (on meta, sparse).
     """
     refuse_without_elements(tensor, "elements to show")
     offset = tensor.offset + sum(
@@ -123,14 +120,14 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def _first(pick: Pick, size: int | None) -> Pick:
-    """Return the first `size` indices; without a size the first, which drops the dimension."""
+    """Return the first `size` indices; if `size` is None, the first, without the dimension."""
     if pick.single:
         return pick
     return Pick(pick.start, 1, 1, True) if size is None else pick.part(0, size)
 
 
 def plane(picks: Picks, rows: int, columns: int) -> Picks:
-    """Return a corner with two dimensions: the last two, the first index of those before."""
+    """Return the first `rows` and `columns` of the last two dimensions, at index 0 of the rest."""
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
     return tuple(_first(pick, sizes.get(n)) for n, pick in enumerate(picks))

@@ -1,10 +1,10 @@
-"""Statistics of tensors: of each, of groups with a common label, and of all.
+"""Compute statistics of tensors: of each tensor, of groups with a common label, and of all.
 
-One pass, in memory that does not grow with the tensors.
+One pass reads the tensors; memory does not grow with their size.
 
-NaN and infinities are counted, and left out of everything else. Tensors that are the same part of
-one storage are read once, and count once in groups and totals. Floating-point numbers, integers,
-bools and complex numbers do not mix.
+NaN and infinities are counted, and excluded from all other statistics. Tensors that share all their
+elements are read once, and count once in groups and totals. Floats, integers, bools and complex
+numbers have separate groups and totals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class TensorStats:
-    """A tensor, or `tensors` of one kind under one label (`shape` and `source` are None then)."""
+    """Statistics of one tensor, or of a group of `tensors` (`shape` and `source` are then None)."""
 
     label: str
     kind: str
@@ -49,7 +49,7 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A tensor that has no numbers to look at, and why."""
+    """A tensor without statistics, and the reason."""
 
     name: str
     dtype: str
@@ -57,21 +57,21 @@ class Skipped:
 
 
 def modules(checkpoint: Checkpoint) -> Modules:
-    """Return the kinds of the modules of all tensors of a checkpoint."""
+    """Return the structure of the modules of a checkpoint, from all its tensors."""
     rows = summary.summarize(checkpoint).rows
     return Modules((row.label, (row.dtype, len(row.tensor.shape))) for row in rows)
 
 
 def depth(parts: int) -> Callable[[str], str]:
-    """Return a function that labels names by their first parts, between dots."""
+    """Return a function that labels a name with its first `parts` dotted parts."""
     return lambda name: ".".join(name.split(".")[:parts])
 
 
 class Statistics:
-    """The results of `rows`.
+    """Compute statistics: `rows` yields them; the attributes are complete once it has ended.
 
-    `groups` (if there is a `label`), `totals`, `skipped` and `odd` (tensors that hold NaN or
-    infinities) are complete when it has come to its end.
+    The attributes are `groups` (if a function `label` is given), `totals`, `skipped`, and `odd`:
+    the tensors with NaN or infinities.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Statistics:
 
     @property
     def grouped(self) -> bool:
-        """Return whether there are groups."""
+        """Whether a function `label` was given."""
         return self._label is not None
 
     @property
     def groups(self) -> list[TensorStats]:
-        """Tensors with a common label and kind, in order of the first of each.
+        """The statistics of each group, in order of its first tensor.
 
-        A family of names is labelled with its indices; and so is a group where modules of several
-        kinds have one label.
+        If the label is `family`, or modules of different structure have one label, the label of a
+        group becomes the range of its names: ``layers.{0..11}.weight``.
         """
         times = Counter((each.label, each.kind) for each in self._groups.values())
         found = []
@@ -110,7 +110,7 @@ class Statistics:
 
     @property
     def totals(self) -> list[TensorStats]:
-        """Return the totals of all tensors of each kind, with an empty label."""
+        """The totals of all tensors of each kind (float, int, ...), with an empty label."""
         return list(self._totals.values())
 
     def rows(
@@ -118,10 +118,10 @@ class Statistics:
     ) -> Iterator[TensorStats]:
         """Yield the statistics of each tensor, in order.
 
-        `progress` gets bytes; with `fork`, forked processes may share the work. Raises what reading
-        raises.
+        `progress` is called with the number of bytes read. `fork` allows forked worker processes.
+        Raises the errors of reading.
         """
-        # Tensors that are the same numbers have the same key.
+        # Tensors with the same key share all their elements.
         keys: list[Key] = [
             (number,) if row.tensor.storage is None else row.tensor.elements_key
             for number, row in enumerate(self._sources)
@@ -131,7 +131,7 @@ class Statistics:
         found = _tallies(
             [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress, fork
         )
-        kept: dict[Key, Tally | str] = {}  # of what comes again
+        kept: dict[Key, Tally | str] = {}  # results that a later row needs again
         for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
             tally = next(found) if first[key] == number else kept[key]
             if times[key] > 1:
@@ -166,7 +166,7 @@ Result = tuple[int, Tally | str, int]
 def _tallies(
     rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None], fork: bool
 ) -> Iterator[Tally | str]:
-    """Yield the statistics of each tensor, or why it has none."""
+    """Yield the statistics of each tensor, or the reason why it has none."""
     tasks = list(_tasks(rows)) if fork else []
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
     if workers.should_fork(sum(map(_nbytes, tasks)), sources(places)):
@@ -189,7 +189,7 @@ def _nbytes(task: Task) -> int:
 
 
 def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
-    """Yield the parts of each tensor; None for an empty one; a text for one that has no numbers."""
+    """Yield the parts of each tensor; None for an empty tensor; a reason if it has no numbers."""
     for number, row in rows:
         try:
             parts = list(tallies.parts(row.tensor))
@@ -212,7 +212,10 @@ def _work(task: Task) -> Result:
 
 
 def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
-    """Yield the results of `_work`, in order. Counting numbers keeps the interpreter's lock."""
+    """Yield the results of `_work` from forked processes, in order.
+
+    `_work` holds the interpreter lock most of the time, so threads would not help.
+    """
     some = list(workers.batches(tasks, _nbytes))
 
     def call(number: int) -> list[Any]:

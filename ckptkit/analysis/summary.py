@@ -1,4 +1,4 @@
-"""The values of nodes as text and plain numbers, as reports show them."""
+"""Summarize a checkpoint: its tensors, values, objects and totals, without reading tensor bytes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
-# Integers from here on are described: Python puts no more digits into text.
+BYTES_SHOWN = 1_024  # longest byte string to show as text
+# Larger integers are shown by their number of bits: Python refuses to print their digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
-_HEAD, _LEAST = 4, 64  # bytes that say what a file is, and that a file has at least
+_HEAD, _LEAST = 4, 64  # length of a file signature; shortest byte string to report as a file
 _HEADS = {
     b"PK\3\4": "zip archive",
     **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)},
@@ -59,7 +59,7 @@ _SCALARS = frozenset({bool, float, str, type(None)})
 
 
 def plain(node: Node) -> tuple[str, Plain] | None:
-    """Return type and value of a scalar, a string or what reads as one, None for others."""
+    """Return (type, value) of a node that is shown as one value; None for all others."""
     kind = node.__class__
     if kind in _SCALARS:
         return ("none" if node is None else kind.__name__), node
@@ -73,7 +73,7 @@ def plain(node: Node) -> tuple[str, Plain] | None:
     if isinstance(node, StoredBytes):
         return "bytes", f"{node.extent.length:,} bytes"
     if isinstance(node, (bytes, bytearray)):
-        # Short ones as Python writes them between quotes.
+        # Short byte strings are shown as in Python source, without b'...'.
         text = f"{len(node):,} bytes" if len(node) > BYTES_SHOWN else repr(bytes(node))[2:-1]
         return "bytes", text
     if isinstance(node, StoredList):
@@ -86,7 +86,7 @@ def plain(node: Node) -> tuple[str, Plain] | None:
 
 
 def inner_file(node: Node) -> tuple[str, int] | None:
-    """Return the kind of file that a long byte string is, and its length; None for other bytes."""
+    """Return the kind and length of a byte string that contains a file; None for other nodes."""
     if isinstance(node, StoredBytes):
         size, head, extent = node.extent.length, b"", node.extent
         if isinstance(extent, Range):
@@ -100,7 +100,7 @@ def inner_file(node: Node) -> tuple[str, int] | None:
 
 
 def _object(node: Object) -> tuple[str, Plain] | None:
-    """Return a scalar of numpy, a torch.Size, torch.device or torch.layout; None for all others."""
+    """Return (type, value) of a NumPy scalar, torch.Size, torch.device or torch.layout, or None."""
     made, value = node.global_, cast("Plain | complex", node.value)
     if made is None:
         return None
@@ -122,12 +122,12 @@ def _object(node: Object) -> tuple[str, Plain] | None:
 
 
 def number(value: int) -> int | str:
-    """An integer as such, or what it is where it has too many digits to be printed."""
+    """Return an integer, or a description of one with too many digits to print."""
     return value if -EXACT < value < EXACT else f"<integer of {value.bit_length():,} bits>"
 
 
 def key_list(path: Path) -> list[Key]:
-    """A path as the list of its keys: strings and integers as such, others as text."""
+    """Return the keys of a path for JSON: strings and integers unchanged, others as text."""
     return [
         key
         if key.__class__ is str or (key.__class__ is int and -EXACT < key < EXACT)
@@ -137,7 +137,7 @@ def key_list(path: Path) -> list[Key]:
 
 
 def json_number(value: Any) -> Any:
-    """Replace NaN and infinities by their names, since JSON has neither; return all else as is."""
+    """Replace NaN and infinities by their names: JSON has neither. Return all else unchanged."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -146,32 +146,32 @@ def json_number(value: Any) -> Any:
 
 
 class TensorRow(NamedTuple):
-    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
-    there is none.
+    """A tensor of the checkpoint, and what tables show of it.
 
-    ``group`` is the quantized weight that it stands for (``nbytes`` are then those that are
-    stored), or a part of.
+    `storage` is the number of its storage, from 0 in the order of the file; None without a storage.
+    ``group`` is the quantized weight that this tensor is (dequantized, see `is_logical`), or that
+    it belongs to. In the first case ``nbytes`` counts the stored bytes.
     """
 
-    name: str | None  # in the weights, None elsewhere
+    name: str | None  # key in the weights; None for other tensors
     path: Path
     tensor: Tensor
     storage: int | None
-    nbytes: int  # logical
-    local: Piece | None = None  # of which this file holds a piece: nbytes is that of the piece
-    # Of a tensor subclass: the tensors that it is made of, which have rows of their own.
+    nbytes: int  # number of elements * itemsize; of a sharded tensor, in this file
+    local: Piece | None = None  # the shard of a distributed tensor that this file contains
+    # The tensors that a tensor subclass is made of. They also have rows of their own.
     inside: tuple[Tensor, ...] = ()
     group: QuantizedWeight | None = None
-    is_shared: bool = False  # whether other tensors are in its storage
+    is_shared: bool = False  # whether other tensors use the same storage
 
     @property
     def is_logical(self) -> bool:
-        """True if the row represents all tensors of a quantized weight."""
+        """Whether the row represents a whole quantized weight, dequantized."""
         return self.group is not None and self.storage is None and self.tensor.storage is not None
 
     @property
     def dtype(self) -> str:
-        """The dtype, or how the weight is quantized."""
+        """The dtype, or the quantization of a quantized weight."""
         return (
             self.group.label
             if self.group is not None and self.is_logical
@@ -180,30 +180,33 @@ class TensorRow(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The device tag; for a piece or a subclass, the tag of its first tensor."""
+        """The device tag; for a shard or a tensor subclass, the tag of its first tensor."""
         held = self.inside if self.local is None else self.local.local()
         return held[0].device if held else self.tensor.device
 
     @property
     def place(self) -> str:
-        """The path, its keys joined by dots."""
+        """The path: its keys joined by dots."""
         return join(self.path)
 
     def memory(self, number: int) -> tuple[object, ...]:
-        """Return what rows over the same elements have in common; `number` is that of this row."""
+        """Return a key that is equal for rows with the same elements; `number` is this row's."""
         if self.storage is None:
             return (number,)
         return self.storage, self.tensor.offset, self.tensor.shape
 
     @property
     def label(self) -> str:
-        """The name, or the place of what is not in the weights."""
+        """The key in the weights; for other tensors, the path."""
         return self.place if self.name is None else self.name
 
 
 class Value(NamedTuple):
-    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex,
-    storage, array, or dotted. ``array`` is the list itself, of which `value` is the beginning."""
+    """A value other than a tensor, with its path.
+
+    `type` is none, bool, int, float, str, bytes, complex, storage, array, or a dotted class name.
+    For a long list, ``array`` is the list and `value` a string with its first items.
+    """
 
     path: Path
     type: str
@@ -211,7 +214,7 @@ class Value(NamedTuple):
     array: StoredList | None = None
 
     def exact(self) -> str:
-        """Return a text that no other value has: of a long array, with the SHA-256 of all of it."""
+        """Return a string that differs for different values; a long array adds its SHA-256."""
         if self.array is None:
             return repr(self.value)
         if len(self.array) == len(self.array.first):
@@ -221,14 +224,14 @@ class Value(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A Python object that is not a tensor or plain value, or a class or function itself."""
+    """A Python object that is neither a tensor nor a plain value; or a class or function."""
 
     path: Path
     global_: str
 
 
 class EmbeddedFile(NamedTuple):
-    """A byte string that is a file of its own: a `kind` of so many bytes."""
+    """A byte string that contains a file: its `kind` and its size in bytes."""
 
     path: Path
     kind: str
@@ -236,11 +239,12 @@ class EmbeddedFile(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones
-    counted once.
+    """Totals of all tensors.
 
-    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once;
-    `unused_nbytes` what storages hold beyond the tensors in them.
+    - `parameters`: elements of the weights, or of all tensors if there are no weights. Shared
+      elements count once.
+    - `nbytes`: bytes of all tensors if each were contiguous.
+    - `storage_nbytes`: bytes of all storages. `unused_nbytes`: bytes of storages in no tensor.
     """
 
     tensors: int
@@ -254,7 +258,7 @@ class Totals(NamedTuple):
 class Summary:
     """Everything that `inspect` shows.
 
-    `weights` is the path of the state_dict, None if there is none or several.
+    `weights` is the path of the state_dict; None if there is none, or if there are several.
     """
 
     path: str
@@ -268,22 +272,25 @@ class Summary:
     extras: Mapping[str, str]
     warnings: tuple[str, ...]
     totals: Totals
-    others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
+    others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # whether the weights are those of a whole pickled module
-    part: PartOf | None = None  # which part of a checkpoint of several processes it is
-    about: str = ""  # what a folder was made of
-    chosen: tuple[str, ...] = ()  # the options of a command that takes the same weights
-    words: tuple[str, ...] = ()  # those of them that say how to read a folder
-    adapter: Adapter | None = None  # if it changes a model, and is none
+    part: PartOf | None = None  # the rank, if the file is one rank of a distributed checkpoint
+    about: str = ""  # how a folder was read
+    chosen: tuple[str, ...] = ()  # command line options that select the same weights
+    words: tuple[str, ...] = ()  # those of `chosen` that tell how to read a folder
+    adapter: Adapter | None = None  # set if the checkpoint is a LoRA adapter
 
     @property
     def refused(self) -> list[str]:
-        """The names in its pickles that `torch.load` with weights_only=True refuses."""
+        """The names in its pickles that `torch.load(weights_only=True)` refuses."""
         return [str(name) for name in self.globals if refused_by_weights_only(name)]
 
     def survives_dropping(self) -> bool:
-        """Return whether `--objects drop` leaves weights; without any, all tensors or a value."""
+        """Return whether `--objects drop` keeps something useful.
+
+        With weights: one of the tensors. Without weights: all tensors; without tensors: a value.
+        """
         inside = {place_of(each.path) for each in self.objects}
 
         def is_outside(path: Path) -> bool:
@@ -296,16 +303,16 @@ class Summary:
         return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
-        """Return whether a path is an attribute inside the pickled module of the weights."""
+        """Return whether a path is below the pickled module that contains the weights."""
         base = self.weights if self.is_module else None
         return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """Return the facts of `checkpoint`; no tensor bytes are read.
+    """Return the summary of `checkpoint`; no tensor bytes are read.
 
-    Raises LimitError for a tree that is nested too deep, and UsageError if the checkpoint's
-    `key` names no mapping of tensors.
+    Raises LimitError if the tree is nested too deep, and UsageError if there is no dict of tensors
+    at the `key` of the checkpoint.
     """
     warnings = [*checkpoint.warnings]
     weights = None
@@ -315,7 +322,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
             warnings += weights.module.unread
     except AmbiguousError as error:
         warnings.append(error.message)
-    source, size = checkpoint.source, 0  # bytes on disk: of the file, or of the files in the folder
+    source, size = checkpoint.source, 0  # bytes of the file, or of all files in the folder
     if source is not None:
         size = source.size if isinstance(source, ByteSource) else source.nbytes()
     survey = _Survey(weights, checkpoint)
@@ -345,11 +352,11 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 _new = tuple.__new__
 _NO_DEPTH = 1 << 62  # more than any node has
-MANY = 16  # tensors of a mapping from which on their rows are made together
+MANY = 16  # a dict with fewer tensors takes the general path
 
 
 class _Survey:
-    """The visit of a tree, and what it found."""
+    """The walk through a tree, and the rows, values and objects that it collects."""
 
     def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
@@ -363,14 +370,13 @@ class _Survey:
         self.numbers: dict[Storage, int] = {}  # in the order of the file
 
     def run(self, root: Node) -> None:
-        """Visit every node once for each path; what is shown as a tensor or value is not entered.
+        """Visit every node once for each path; do not enter nodes shown as a tensor or value.
 
-        The walk goes down before it goes on, so whatever comes after a node and is deeper is
-        inside it.
+        The walk is depth-first: a deeper path that follows a node is inside this node.
         """
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else lambda path, base: None
-        shown = _NO_DEPTH  # depth of a node that is shown whole, while the walk is inside it
+        shown = _NO_DEPTH  # depth of the node to skip, while the walk is inside it
         base: int | None = None  # depth of the weights, while the walk is inside them
 
         def is_done(path: Path, node: Node) -> bool:
@@ -409,9 +415,9 @@ class _Survey:
         self._mark_shared()
 
     def _together(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
-        """Add the rows of a mapping of many tensors and nothing else; return False for other nodes.
+        """Add the rows of a large dict that contains only tensors; return False for other nodes.
 
-        They are those that `_tensor` would add, in half the time.
+        `_tensor` would add the same rows, but takes twice the time.
         """
         if self.logical or not isinstance(node, dict) or len(node) < MANY:
             return False
@@ -437,10 +443,9 @@ class _Survey:
         return True
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
-        """Add the row of an object that is a tensor: a subclass, or a rank's part of one.
+        """Add the row of an object that is a tensor: a subclass, or a shard of a distributed one.
 
-        The tensors that a subclass is made of come after its own row, which has the sum of their
-        bytes.
+        The tensors inside a subclass get rows after it. The bytes of its own row are their sum.
         """
         assert node.tensor is not None
         piece = None
@@ -473,26 +478,26 @@ class _Survey:
         number = None if tensor.storage is None else self._number(tensor.storage)
         group = self.parts.get(name) if self.parts and name is not None else None
         row = name, path, tensor, number, tensor.nbytes, None, (), group, False
-        self.rows.append(_new(TensorRow, row))  # in half the time of TensorRow(...)
+        self.rows.append(_new(TensorRow, row))  # twice as fast as TensorRow(...)
 
     def _number(self, storage: Storage) -> int:
         return self.numbers.setdefault(storage, len(self.numbers))
 
     def _mark_shared(self) -> None:
-        """Mark the tensors whose storage others use too."""
+        """Mark the tensors whose storage another tensor uses too."""
         held = [row.storage for row in self.rows if row.storage is not None]
         if all(map(lt, held, islice(held, 1, None))):
-            return  # as in almost all files: each is above the one before, so none comes twice
+            return  # strictly increasing, so no storage occurs twice: true for almost all files
         shared = {storage for storage, count in Counter(held).items() if count > 1}
         for number, row in enumerate(self.rows if shared else ()):
             if row.storage in shared:
                 self.rows[number] = row._replace(is_shared=True)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what unpickling would call, and why quantized weights are codes and scales."""
+        """Yield the calls that unpickling makes, and why quantized weights are not dequantized."""
         for made, (first, *more) in self.harmful.items():
             place = join(first) or "the root"
-            text = f"loading it with pickle would call {made}, for the value at {place}"
+            text = f"loading this file with pickle would call {made} (the value at {place})"
             text += and_more(len(more))
             yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
         reasons: dict[tuple[str, str], set[str]] = {}
@@ -501,11 +506,11 @@ class _Survey:
                 reasons.setdefault((group.family, group.reason), set()).add(group.name)
         for (family, reason), names in reasons.items():
             many = plural(len(names), "quantized weight")
-            yield f"{many} ({family}) not looked through: {reason}"
+            yield f"cannot dequantize {many} ({family}): {reason}"
 
 
 def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
-    """Return the totals of all tensors; `free` are the bytes of the storages, by number."""
+    """Return the totals of all tensors; `free[n]` is the size of storage n in bytes."""
     stored = sum(free) + sum([row.nbytes for row in rows if row.group and row.is_logical])
     contiguous = 0
     for _, _, _, storage, nbytes, _, inside, _, _ in rows:
@@ -513,7 +518,7 @@ def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
             free[storage] -= nbytes
         if not inside:
             contiguous += nbytes
-    # The elements of the weights, or of all tensors; those of one place once.
+    # Count the parameters of the weights, or of all tensors; shared elements once.
     counted = [row for row in rows if row.name is not None]
     counted = counted or [row for row in rows if not row.inside]
     shared = [row for row in counted if row.is_shared]
@@ -530,9 +535,10 @@ def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return whether two paths are one.
+    """Return whether two paths are equal.
 
-    Keys of any kind are compared by identity: a file could make `==` run for long.
+    Keys other than strings and integers are compared by identity: `==` on crafted keys could take
+    very long.
     """
     return len(path) == len(other) and all(
         a is b or (a.__class__ is b.__class__ and isinstance(a, (str, int)) and a == b)
@@ -544,7 +550,7 @@ Naming = Callable[[Path, int], "str | None"]
 
 
 def _naming(weights: Weights) -> Naming:
-    """Return a function from a path, and the depth of the weights, to the name in these."""
+    """Return a function that maps a path and the depth of the weights to the key in the weights."""
     nodes = weights.nodes
     all_are_named = isinstance(weights.node, dict) and len(nodes) == len(weights.node)
 
@@ -562,14 +568,14 @@ def _naming(weights: Weights) -> Naming:
 
 
 def selected(rows: Sequence[TensorRow]) -> tuple[int, int, int]:
-    """Return number, parameters and bytes of some tensors; tied ones count once in the latter."""
+    """Return (tensors, parameters, bytes) of a selection; parameters count tied tensors once."""
     different = {row.tensor.elements_key: row for row in rows}.values()
     parameters = sum(row.tensor.numel for row in different)
     return len(rows), parameters, sum(row.nbytes for row in different)
 
 
 def matching(rows: list[TensorRow], globs: Sequence[str]) -> list[TensorRow]:
-    """Return the rows whose name or path matches one of the globs, all where there are none."""
+    """Return the rows whose name or path matches one of the globs; all rows without globs."""
     if not globs:
         return rows
     matches = matcher(globs)

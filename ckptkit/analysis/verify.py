@@ -1,4 +1,4 @@
-"""Verification: structure, lengths and checksums; on request a manifest, and the elements."""
+"""Verify structure, lengths and checksums of a checkpoint; optionally a manifest and values."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from ckptkit.core.text import some
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
 from ckptkit.formats.recovering import tensors
 
-_EXPONENTS = ("exponent", "ldexp")  # bytes, of which 255 is no exponent
+_EXPONENTS = ("exponent", "ldexp")  # scales stored as exponent bytes; 255 is NaN
 
 
-COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
+COMPARED = 1_000  # with more findings, repetitions are not searched for
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The findings in one file or folder, and how much of it was checked.
 
-    ``records`` and ``nbytes`` are those that have checksums, ``tensors`` those that were read (0 if
-    it cannot be). ``notes`` are what could not be checked, and what a reader would warn about.
+    ``records`` and ``nbytes`` count what has checksums. ``tensors`` is 0 if the file cannot be
+    read. ``notes`` lists what could not be checked, and the warnings of the reader.
     """
 
     path: str
@@ -58,8 +58,8 @@ class Verdict:
     nbytes: int
     findings: tuple[Defect, ...]
     notes: tuple[str, ...] = ()
-    damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
-    recoverable: str = ""  # the command that may save something: `formats.recoverable`
+    damaged: bool = False  # bytes are damaged; other findings are about intact bytes
+    recoverable: str = ""  # the command that may save tensors: `formats.recoverable`
 
     @property
     def ok(self) -> bool:
@@ -75,35 +75,35 @@ def verify(
     values: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Check everything of a checkpoint that can be: structure, lengths, checksums, contradictions.
+    """Check structure, lengths and checksums of a checkpoint, and look for contradictions.
 
-    With `expected`, ids by name, its weights (those that `matches` says) are compared with them;
-    with `values`, NaN and infinities in any of its tensors are findings too, as are scales that
-    are no numbers. Neither is done where bytes are damaged. Raises what keeps it from being read:
-    PathError, UnsupportedError, LimitError, FormatError for what is not a checkpoint.
+    With `expected` (tensor ids by name), the digests of the weights that `matches` selects are
+    compared. With `values`, NaN and infinities in tensors and scales are findings too. If bytes are
+    damaged, both are skipped. Raises PathError, UnsupportedError, LimitError, and FormatError if
+    the file is not a checkpoint.
     """
     place = open_place(path)
     try:
-        look = _Look(place, options, progress)
+        verifier = _Verifier(place, options, progress)
         with steady(place, remote=True):
-            checkpoint = look.at_bytes()
+            checkpoint = verifier.check_bytes()
             if checkpoint is not None and values:
-                look.at_values(checkpoint)
-                look.at_scales(checkpoint)
+                verifier.check_values(checkpoint)
+                verifier.check_scales(checkpoint)
             if checkpoint is not None and expected is not None:
                 found = digest(
                     checkpoint, key=options.key, matches=matches, sums=False, progress=progress
                 )
-                look.findings += compare_ids(found.ids, expected, matches).findings()
-            return look.verdict()
+                verifier.findings += compare_ids(found.ids, expected, matches).findings()
+            return verifier.verdict()
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     finally:
         place.close()
 
 
-class _Look:
-    """The verification of one file or folder, and its findings."""
+class _Verifier:
+    """The verification of one file or folder in progress, and its findings."""
 
     def __init__(
         self, place: ByteSource | Folder, options: Options, progress: Progress | None
@@ -116,18 +116,19 @@ class _Look:
         self.tensors: list[tuple[str, Tensor]] = []
         self.findings: list[Defect] = []
         self.remarks: list[str] = []
-        self.damaged = True  # until all bytes were looked at
+        self.damaged = True  # until all bytes are checked
         self.records = self.nbytes = self.unsummed = 0
 
-    def at_bytes(self) -> Checkpoint | None:
-        """Return the checkpoint, None if it cannot be read, or is damaged."""
+    def check_bytes(self) -> Checkpoint | None:
+        """Check structure and checksums. Return the checkpoint, or None if it is damaged."""
         try:
             self.format = formats.match(self.probe)
         except DAMAGE as error:
             self._wrong(error)
             return None
         try:
-            self.format = self.format or formats.identify(self.probe)  # says what it is instead
+            # `identify` raises an error that tells which kind of file this is.
+            self.format = self.format or formats.identify(self.probe)
         except TruncatedError as error:
             self._wrong(error)
             return None
@@ -135,7 +136,7 @@ class _Look:
             self.checkpoint = self.format.read(self.probe)
         except DAMAGE as error:
             if self.format.chooses and isinstance(error, AmbiguousError):
-                raise  # which of several checkpoints is meant is no damage
+                raise  # the path contains several checkpoints; that is not damage
             self._wrong(error)
         parts: list[CheckedPart] = []
         try:
@@ -162,14 +163,14 @@ class _Look:
         return None if self.damaged else self.checkpoint
 
     def _wrong(self, error: CkptkitError) -> None:
-        """Add an error as a finding, in a file below the place."""
+        """Add an error as a finding; in a folder, with the file that it is about."""
         below = ""
         if self.format is not None and error.where not in (None, self.place.name):
             below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
         self.findings.append(Defect(error.message, below, hint=error.hint))
 
-    def at_values(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for every tensor that has NaN or infinite elements; of blocks, numbers."""
+    def check_values(self, checkpoint: Checkpoint) -> None:
+        """Add a finding for each tensor with NaN or infinite elements; GGML types dequantized."""
         numbers = {
             id(group.inputs[0]): group.tensor(BY_NAME["float32"])
             for group in quantized.find(checkpoint).groups
@@ -184,12 +185,12 @@ class _Look:
                 self.findings.append(Defect(what, tensors=(name,)))
             self.tell(tensor.nbytes, total)
 
-    def at_scales(self, checkpoint: Checkpoint) -> None:
-        """Add findings for scales that are no numbers or divide by zero, a note for other zeros."""
+    def check_scales(self, checkpoint: Checkpoint) -> None:
+        """Add a finding for scales that are not finite or divide by zero; note other zeros."""
         zero = []
         for name, tensor, numbers in _scales(checkpoint):
             odd, total = 0, tensor.numel
-            if tensor.dtype.name == "uint8":  # numbers that are not seen as such
+            if tensor.dtype.name == "uint8":  # float8 scales stored as bytes
                 dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
                 tensor = replace(tensor, dtype=BY_NAME[dtype])
                 odd = sum(nonfinite(tensor))
@@ -197,13 +198,13 @@ class _Look:
                 what = f"{odd:,} of {total:,} scales are NaN or infinite"
                 self.findings.append(Defect(what, tensors=(name,)))
             count = zeros(tensor)
-            if count and numbers.combine == "divide":  # weights are divided by it
+            if count and numbers.combine == "divide":  # dequantization divides by the scale
                 what = f"{count:,} of {total:,} scales divide by zero"
                 self.findings.append(Defect(what, tensors=(name,)))
             elif count:
                 zero.append(f"{name} ({count:,} of {total:,})")
         if zero:
-            self.remarks.append(f"scales that are zero, as are the weights there: {some(zero)}")
+            self.remarks.append(f"scales are zero, so these weights are zero too: {some(zero)}")
 
     def verdict(self) -> Verdict:
         known = self.format.name if self.format is not None else None
@@ -230,20 +231,20 @@ class _Look:
 
 
 def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """Yield the scales of the quantized weights that are read."""
+    """Yield (name, scales, how they are encoded) of the quantized weights of known layouts."""
     found = quantized.find(ck)
     names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
     for group in found.groups:
         for numbers in group.layout.scales if isinstance(group.layout, Blocks) else ():
             tensor = group.inputs[numbers.input]
-            if numbers.dtype != "map":  # the bytes of nested scales are positions in a table
+            if numbers.dtype != "map":  # nested scales are indices into a table, not numbers
                 yield names.get(id(tensor), group.name), tensor, numbers
 
 
 def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
-    """Yield the findings without those that another one implies.
+    """Drop findings that another finding implies.
 
-    What stops a reader is often what a checksum shows as well.
+    The reader and a checksum often report the same damage.
     """
 
     def implies(other: Defect, one: Defect, before: bool) -> bool:
@@ -263,5 +264,5 @@ def _nonfinite(row: tuple[str, Tensor]) -> tuple[str, Tensor, int, int]:
     name, tensor = row
     try:
         return name, tensor, *nonfinite(tensor)
-    except TensorError:  # there is nothing to look at: on meta, in a sparse layout
+    except TensorError:  # no elements to read: on meta, sparse
         return name, tensor, 0, 0

@@ -1,7 +1,7 @@
-"""What inspect, diff and stats show: a title, tables and remarks, decided once for every view.
+"""Build the reports of inspect, diff and stats: title, tables and remarks, for every view.
 
-In: the facts of `analysis`. Out: reports of escaped text, which the terminal, the notebook, the
-page and the browser print.
+Input: the results of `analysis`. Output: reports of escaped text. The terminal, the notebook, the
+HTML page and the browser print them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from ckptkit.lora.reading import Adapter
 
 
-LISTED = 8  # values of a list; JSON and the tree show all
-LONG = 200  # characters of a value; likewise
-ENTRIES = ("name", "value")  # headings of what is not a tensor
+LISTED = 8  # items of a list to show; JSON and the tree show all
+LONG = 200  # characters of a value to show; JSON and the tree show all
+ENTRIES = ("name", "value")  # headers of the tables of values, objects and metadata
 PAIRED = ("in A", "in B", "shape", "sure", "by")
 NAMES = ("name",)
 
-Values = tuple[tuple[str, Plain], ...]  # of a row: type and value of each
+Values = tuple[tuple[str, Plain], ...]  # (type, value) of each value in a row
 
 
 class Report(NamedTuple):
-    """A title, remarks, the tables below them, and what is said at the end."""
+    """A title, remarks, tables, and notes below the tables."""
 
     title: str
     remarks: list[str]
@@ -60,9 +60,9 @@ class Report(NamedTuple):
 def of_checkpoint(
     summary: Summary, rows: Sequence[TensorRow], *, flat: bool = False, sort: str = "file"
 ) -> Report:
-    """Return what `inspect` shows, but for warnings and advice; `rows` are the tensors to show.
+    """Return the report of `inspect`, without warnings and advice; `rows` are the tensors to show.
 
-    Unless `flat`, each entry with state of the training is one row.
+    Unless `flat`, each entry with training state is one row.
     """
     state: list[str] = []
     if not flat and summary.weights and len(rows) == len(summary.rows):
@@ -77,16 +77,17 @@ def of_checkpoint(
     )
 
 
-# Entries beside the weights that only the training loop reads.
+# Names of entries that only the training loop reads.
 _TRAINING = re.compile(r".*(optim|sched|loops|callback|scaler|rng|random_state|sampler).*", re.I)
 
 
 def _entry(path: Path) -> str:
-    """Return the entry of the root that a path is in."""
+    """Return the first key of a path as text."""
     return key_text(path[0]) if path else ""
 
 
 def _training_entries(summary: Summary) -> list[str]:
+    """Return the root keys of training state outside the weights."""
     places: tuple[Sequence[Value | TensorRow], ...] = (summary.rows, summary.values)
     found = dict.fromkeys(_entry(each.path) for each in flatten(places) if len(each.path) > 1)
     own = _entry(summary.weights or ())
@@ -94,7 +95,7 @@ def _training_entries(summary: Summary) -> list[str]:
 
 
 def _training_state(summary: Summary, entries: list[str]) -> Table:
-    """Return a row for each of the entries: its tensors, its bytes and its first values."""
+    """Return a table with a row for each entry: number of tensors, size and first values."""
     cells = []
     for entry in entries:
         tensors = [row for row in summary.rows if _entry(row.path) == entry]
@@ -112,7 +113,7 @@ def _training_state(summary: Summary, entries: list[str]) -> Table:
 
 
 def _name_of(value: Value) -> str:
-    """Return the last names of the path of a value."""
+    """Return the last string key in the path of a value."""
     return escape(join(tuple(key for key in value.path[1:] if not isinstance(key, int))[-1:]))
 
 
@@ -120,7 +121,7 @@ BRIEF = ("file", "format", "size", "tensors", "parameters", "dtypes", "weights")
 
 
 def brief(summary: Summary) -> tuple[str, ...]:
-    """Return the row of one file, with the columns `BRIEF`."""
+    """Return the row of one file in the table of ``inspect --brief``; BRIEF has its columns."""
     totals = summary.totals
     dtypes = Counter(
         row.dtype for row in summary.rows if row.name is not None or not summary.weights
@@ -138,7 +139,7 @@ def brief(summary: Summary) -> tuple[str, ...]:
 
 
 def larger(a: Summary, b: Summary) -> str:
-    """Return which of two files is larger, by how much, and in which parts."""
+    """Return a sentence: which of two files is larger, by how much, and in which parts."""
     if a.size == b.size:
         names = f"{escape(a.path)} and {escape(b.path)}"
         return f"{names} have the same size: {size(a.size)}"
@@ -171,7 +172,7 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
     if summary.about:
         yield escape(summary.about)
     if summary.part is not None:
-        yield escape(f"this is {summary.part}")
+        yield escape(f"this file is {summary.part}")
     if summary.adapter is not None:
         yield escape(adapter_line(summary.adapter))
     if summary.weights is not None and rows:
@@ -189,7 +190,7 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
 
 
 def adapter_line(adapter: Adapter, *, command: bool = True) -> str:
-    """Return a line on an adapter, by default with the command that merges it."""
+    """Return a line that describes an adapter, by default with the command that merges it."""
     what = f"adapter of {adapter.layout}, {adapter_facts(adapter)}"
     if command:
         path = shell_word(adapter.path)
@@ -206,9 +207,9 @@ def adapter_facts(adapter: Adapter) -> str:
 
 
 def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
-    """Yield what is not a tensor; of a pickled module, without the attributes inside it.
+    """Yield the tables of values, objects and metadata, without attributes of a pickled module.
 
-    `folded` are entries whose values are shown elsewhere.
+    `folded` are root entries whose values another table shows.
     """
     values = [
         value
@@ -224,11 +225,11 @@ def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
         ("metadata", metadata, len(metadata), cut),
     ):
         cells = [(escape(row.label) or "(root)", text(row.columns)) for row in rows]
-        yield Table(title, ENTRIES, cells, things=count)
+        yield Table(title, ENTRIES, cells, total=count)
 
 
 def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
-    """Yield values, those near the root first; a list is one row, as ``betas.{0..1}``."""
+    """Yield (label, values), shortest paths first; a list is one row such as ``betas.{0..1}``."""
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
         same = list(group)
@@ -242,12 +243,12 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
 
 
 def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
-    """Fold values that differ only in an index: the history of a loss is one row with its values.
+    """Fold rows whose labels differ only in an index: a loss history is one row with all values.
 
-    Values that are all equal are shown once; a few lists stay rows of their own.
+    If all values are equal, the row has one value. Up to LISTED lists keep rows of their own.
     """
     found = list(rows)
-    gone: set[int] = set()  # positions of rows that are part of another
+    gone: set[int] = set()  # positions of rows that were folded into another row
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for position, (label, values) in enumerate(found):
         groups[family(label), tuple(kind for kind, _ in values)].append(position)
@@ -267,30 +268,30 @@ def _series_text(columns: Any) -> str:
 
 
 def value_text(kind: str, value: Plain) -> str:
-    """Return a value as Python would write it, escaped and cut."""
+    """Return a value as in Python source, escaped and shortened."""
     text = cut(str(value))
     return f"'{text}'" if kind == "str" else text
 
 
 def cut(text: str) -> str:
-    """Return text, escaped; of a long one, its beginning and length."""
+    """Escape a string; shorten a long one to its first LONG characters and its length."""
     if len(text) <= LONG:
         return escape(text)
     return f"{escape(text[:LONG])}... ({len(text):,} characters)"
 
 
 def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
-    """Return what `diff` shows: the tables that have rows, and the summary and advice below.
+    """Return the report of `diff`: the summary, the tables that have rows, and the advice.
 
-    `flat`: names that differ in an index are rows of their own. `sort` orders the changed tensors:
-    by "change", largest first, by "name", or as in the "file".
+    Unless `flat`, names that differ only in an index fold into one row. `sort` orders the changed
+    tensors by "change" (largest first), by "name", or as in the "file".
     """
     rows_of = unfolded if flat else fold
     paired = (*found.renamed, *found.reshaped)
     partners = {pair.old for pair in paired} | {pair.new for pair in paired}
 
     def module(name: str) -> int | None:
-        """Return the kind of the module that a tensor is in."""
+        """Return a number that is equal for tensors in modules of the same structure."""
         return None if found.modules is None else found.modules(name)
 
     made = []
@@ -310,7 +311,7 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
         made.append(Table(title, NAMES, [(escape(row.label),) for row in folded], (), len(left)))
     items = []
     for name, a, b, tolerance, difference in found.mismatched:
-        closeness = ""  # how near values of different dtypes are, if they were compared
+        closeness = ""  # set if values of different dtypes were compared
         if difference is not None:
             closeness = f"differ by up to {difference.largest:.3g}"
         elif tolerance is not None:
@@ -334,7 +335,7 @@ def _shapes(a: Kind, b: Kind) -> str:
 
 
 def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
-    """Return the tensors whose values differ; layers of a kind are one row."""
+    """Return the table of tensors whose values differ, with a row for each group."""
     headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
     rows = []
     for group in groups:
@@ -350,7 +351,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
             f"{max(relative):.3g}" if relative else "",
             f"{min(cosine):.6f}" if cosine else "",
         )
-        rows.append((max(relative, default=-1.0), cells))  # what has no distance comes last
+        rows.append((max(relative, default=-1.0), cells))  # groups without a distance sort last
     if sort == "change":
         rows.sort(key=lambda row: row[0], reverse=True)
     elif sort == "name":
@@ -360,7 +361,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
 
 
 def entries(found: Diff) -> Table:
-    """Return the values beside the tensors that differ."""
+    """Return the table of other values that differ."""
     cells = []
     for path, a, b in found.entries:
         texts = ["(absent)" if text is None else cut(text) for text in (a, b)]
@@ -376,35 +377,33 @@ def _notes(found: Diff) -> Iterator[str]:
     silent = found.silent
     if silent is not None and (silent.skipped or silent.kept):
         skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
-        left_out, all_of = (
-            plural(n, "parameter") for n in (silent.parameters, silent.all_parameters)
-        )
+        lost, in_all = (plural(n, "parameter") for n in (silent.parameters, silent.all_parameters))
+        its = "its initial value" if silent.kept == 1 else "their initial values"
         yield (
-            f"strict=False would not report this: {skipped} of the file ({left_out}) would be left "
-            f"out, {kept} of the model ({silent.kept_parameters:,} of {all_of}) would keep their "
-            "initial values"
+            f"strict=False does not report this: torch ignores {skipped} of the file ({lost}); "
+            f"{kept} of the model ({silent.kept_parameters:,} of {in_all}) would keep {its}"
         )
         if found.mismatched:
             many = plural(len(found.mismatched), "key")
-            yield f"strict=False would still refuse {many} of another shape"
+            yield f"strict=False still refuses {many} with a different shape"
     if found.matching.unsearched:
         many = plural(found.matching.unsearched, "key")
-        yield f"note: {many} of A not compared by name with all of B: too many"
+        yield f"note: too many keys: {many} of A were not compared with all names of B"
     yield from (f"hint: {escape(each)}" for each in found.advice)
     if found.uncompared:
         yield f"not compared: {escape('; '.join(found.uncompared))}"
 
 
 WIDE = 16  # bins of a histogram in a table
-MEASURED = ("mean", "std", "min", "max", "norm")  # in tables, in this order
-ODD = {"nan": "NaN", "inf": "inf"}  # counts that a healthy tensor has not, by title
+MEASURED = ("mean", "std", "min", "max", "norm")  # columns of tables, in this order
+ODD = {"nan": "NaN", "inf": "inf"}  # name in JSON -> title; both are 0 for a healthy tensor
 COLUMNS = ("name", "tensors", "count", *MEASURED, "zeros", *ODD.values(), "histogram")
 
 
 def numbers(tally: Tally, kind: str) -> dict[str, Any]:
     """Return the statistics of the JSON schema.
 
-    None where there is no value; complex numbers have no minimum and no maximum.
+    Values without finite elements are None, as are the minimum and maximum of complex numbers.
     """
     there, ordered = tally.finite > 0, kind != "complex"
     return {
@@ -425,7 +424,7 @@ def numbers(tally: Tally, kind: str) -> dict[str, Any]:
 def statistics_table(
     rows: Iterable[TensorStats], found: Statistics, bars: Callable[[Sequence[int]], str]
 ) -> Table:
-    """Return the table of the rows and the totals; `bars` draws the counts of a histogram."""
+    """Return the table of the rows and the totals; `bars` formats the counts of a histogram."""
 
     def cells(row: TensorStats, label: str) -> tuple[str, ...]:
         found = numbers(row.tally, row.kind)
@@ -447,7 +446,7 @@ def statistics_table(
 
 
 def measured(found: dict[str, Any]) -> list[str]:
-    """Return the numbers of one tensor in words: ``mean 0.5``, ``3 zeros``."""
+    """Return the statistics of one tensor as strings: ``mean 0.5``, ``3 zeros``."""
     named = [f"{name} {short(found[name])}" for name in MEASURED if found[name] is not None]
     return named + [f"{found[name]:,} {name}" for name in ("zeros", *ODD) if found[name]]
 

@@ -27,8 +27,7 @@ from ckptkit.core.errors import CkptkitError, UsageError, address_space, foresee
 from ckptkit.core.text import merge_all, on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# The commands, in the groups and the order in which --help lists them, each with its topic of the
-# manual.
+# The commands in the groups and order of --help. The value is the command's topic in the manual.
 GROUPS = {
     "Look": {
         "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values",
@@ -55,7 +54,7 @@ GROUPS = {
 }  # fmt: skip
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
-ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in other packages
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -74,7 +73,7 @@ EVERYWHERE = (
     (["--quiet", "-q"], "Print only errors and the result.", _quiet),
     (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
 )
-ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
+ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
 
 
 def _add_everywhere(command: click.Command) -> None:
@@ -92,7 +91,7 @@ def _add_everywhere(command: click.Command) -> None:
 
 
 class CommandLine(click.Group):
-    """The group of all commands; it prints errors and chooses exit codes."""
+    """The group of all commands; it prints errors and selects exit codes."""
 
     traceback = False  # whether to print the traceback of an error
 
@@ -177,7 +176,7 @@ class CommandLine(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Run a command, print its error if it fails, and exit with the matching code."""
+        """Run a command, print its error, and exit with the matching code."""
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]
@@ -274,7 +273,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
         text = error.message if plain else error.format_message()
         see = f"see `{context.command_path if context else 'ckptkit'} --help`"
         error = UsageError(text.replace("\n\t", " "), hint=hint or see)
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:  # click could not print help
         error = render.stdout_failed(error)
     error = foreseen(error)
     if not isinstance(error, CkptkitError):

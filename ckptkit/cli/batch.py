@@ -1,4 +1,4 @@
-"""ckptkit batch: every command that writes, applied to many files."""
+"""ckptkit batch: run any writing command on many files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHOWN = requests.SHOWN  # maximum number of printed messages
 
 
 class Commands(click.Group):
-    """The commands that write, with SRC... and --into instead of SRC and DST."""
+    """The writing commands, with SRC... and --into instead of SRC and DST."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -107,7 +107,7 @@ class _OneOfMany(requests.Request):
 
 
 class _Checked(requests.Request):
-    """A request that writes nothing and returns itself, to check a command's options."""
+    """A request that writes nothing and returns itself; used to check the options of a command."""
 
     def run(self, *_: object, **__: object) -> Any:
         return self
@@ -115,7 +115,7 @@ class _Checked(requests.Request):
 
 @dataclass(frozen=True)
 class _Work:
-    """A command with its options, for any SRC and DST; pickled for the workers."""
+    """A command with its options, callable with any SRC and DST; pickled for workers."""
 
     name: str
     given: dict[str, Any]
@@ -132,7 +132,7 @@ class _Work:
     def check(self, source: str) -> requests.Request:
         """Return the request that the command makes from its options.
 
-        Raises UsageError for options that are wrong for every input.
+        Raises UsageError for options that are invalid for every input.
         """
         request, given = self._asked(
             _Checked, source, ""

@@ -65,7 +65,7 @@ class Completed(click.types.StringParamType):
 
 
 def attach(command: click.Command) -> None:
-    """Attach completions to the parameters of a command, by their names and metavars."""
+    """Set the completing types of a command's parameters, by their names and metavars."""
     for parameter in command.params:
         completed = completed_type(parameter)
         if completed is not None:
@@ -136,7 +136,7 @@ def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None
         for prefix, count in counts.most_common(8):
             if 2 * count >= len(names):
                 yield prefix, None
-    else:  # mappings and lists, down to two levels
+    else:  # dicts and lists on the first two levels
         from ckptkit.core.tree import children, key_text
 
         for key, child in children(checkpoint.root):
@@ -151,7 +151,7 @@ def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None
 def _matching(
     candidates: Iterator[tuple[str, str | None]], incomplete: str
 ) -> list[CompletionItem]:
-    """Return the candidates that start with `incomplete`; if too many, their next components."""
+    """Return the candidates that start with `incomplete`; if too many, up to their next dot."""
     found = {
         name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)
     }

@@ -102,7 +102,7 @@ def command(
 
 
 def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) -> None:
-    """Write the renamed keys as JSON, old name to new, and print the command that uses the file."""
+    """Write the renamed keys as JSON {old: new}, and print the command that uses the file."""
     from json import dumps
 
     from ckptkit.analysis.advice import rename
@@ -186,7 +186,7 @@ def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
     for each in report.tables:
         if len(each.headers) == 1:  # only names: a list
             more = " more" if found.renamed or found.reshaped else ""
-            yield render.labelled(f"{each.title}: {render.plural(each.things, 'key')}{more}")
+            yield render.labelled(f"{each.title}: {render.plural(each.total, 'key')}{more}")
             yield from render.listed(name for (name,) in each.rows)
         elif each.headers == view_model.PAIRED:
             yield from _pairs(each)

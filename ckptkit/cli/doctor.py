@@ -1,4 +1,4 @@
-"""ckptkit doctor: numbered causes, each with its explanation and command."""
+"""ckptkit doctor: print numbered causes, each with an explanation and a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
-WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
+WIDEST, NARROWEST = 100, 40  # largest and smallest width of explanations
 
 
 @click.command("doctor", cls=reading.Reader)
@@ -103,7 +103,7 @@ def _one(
     """Examine one file, fix it if there is a destination, print both, and return the exit code."""
     from ckptkit.analysis.advice import fixed
     from ckptkit.diagnosis.cause import at_least
-    from ckptkit.diagnosis.diagnose import cure, examine, report
+    from ckptkit.diagnosis.diagnose import apply_fixes, examine, report
 
     exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
     if destination is not None and exist and os.path.samefile(file, destination):
@@ -117,7 +117,7 @@ def _one(
         found.checkpoint.require_complete()
         if found.fix is not None:
             with render.Progress("writing") as progress:
-                done = cure(found, destination, force=force, progress=progress)
+                done = apply_fixes(found, destination, force=force, progress=progress)
             left = examine(done.path, model=model, words=tuple(words))
     if as_json:
         render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
@@ -131,7 +131,7 @@ def _one(
         return InputError.exit_code
     if level == "never":
         return 0
-    remains = done is not None and (at_least(found.unmended, level) or found.lost)
+    remains = done is not None and (at_least(found.unfixed, level) or found.lost)
     return FOUND if at_least(left.causes, level) or remains else 0
 
 
@@ -196,8 +196,8 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
     elif found.lost:
         lost = render.plural(len(found.lost), "entry")
         yield f"{name} loads, but {lost} could not be recovered"
-    elif found.unmended:
-        numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unmended)
+    elif found.unfixed:
+        numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unfixed)
         yield f"not fixed: {', '.join(numbers)} above"
     else:
         yield f"no problems left: {name} loads{' into the model' if left.words else ''}"

@@ -109,7 +109,7 @@ def _convert(request: Request, key: str | None, **given: Any) -> Any:
 def _into_gguf(
     request: Request, key: str | None, steps: list[edits.Step]
 ) -> tuple[Conversion, Sequence[Loss]]:
-    """Write the weights into a copy of the GGUF file that --like names."""
+    """Write the weights into a copy of the GGUF file of --like."""
     from ckptkit import api
     from ckptkit.publish.publish import publish
     from ckptkit.run.gguf_names import written_into
@@ -190,7 +190,7 @@ def _check_stripped(
     ck = ck.require_complete()
     try:
         names = list((ck.with_key(key[0]) if key else ck).required.nodes)
-    except CkptkitError:  # the keys name other mappings
+    except CkptkitError:  # --key selects other dicts
         names = []
     found = wrappers(names)
     if not found and not prefix:

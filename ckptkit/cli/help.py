@@ -1,4 +1,4 @@
-"""ckptkit help: the manual, by topic, offline."""
+"""ckptkit help: show the manual by topic, and search it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ITEM = re.compile(r"(- |\d+\. )")
 
 
 def topics() -> dict[str, str]:
-    """Return each topic with the first heading of its page."""
+    """Map each topic to the first heading of its page."""
     found = {}
     for path in sorted(FOLDER.glob("*.md")):
         with path.open(encoding="utf-8") as page:
@@ -99,7 +99,7 @@ class Hit(NamedTuple):
 
 
 def search(word: str) -> Iterator[Hit]:
-    """Yield the lines of the manual, and the options of commands, that contain `word`."""
+    """Yield the lines of the manual and the options of commands that contain `word`."""
     found = re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE).search
     for topic in topics():
         heading = ""
@@ -131,7 +131,7 @@ def _found(word: str) -> Iterator[str]:
 
 
 def manual() -> Iterator[str]:
-    """Yield a man page in roff: every command with its options, and the topics of the manual."""
+    """Yield a man page in roff: all commands with their options, and the topics of the manual."""
 
     def plain(text: str) -> str:
         lines = text.replace("\\", r"\e").replace("-", r"\-").replace("\b\n", "").splitlines()
@@ -170,7 +170,7 @@ def manual() -> Iterator[str]:
 
 
 def _check(ctx: click.Context) -> None:
-    """Raise UsageError for words that the manual does not contain."""
+    """Raise UsageError for a word that occurs nowhere in the manual."""
     words, schema = ctx.params["words"], ctx.params["schema"]
     schemas = sorted(path.stem for path in SCHEMAS.glob("*.json"))
     if schema is not None and schema not in schemas:

@@ -1,4 +1,4 @@
-"""Values of --like: a checkpoint, the index of one, or a model class."""
+"""Read the value of --like: a checkpoint, its index, or a model class."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(name: str) -> Shapes:
 
 
 def _index(name: str) -> dict[str, str]:
-    """Return the weight_map of an index: key to file."""
+    """Return the weight_map of an index: key -> file name."""
     try:
         with open(name, "rb") as file:
             found: Any = json.loads(file.read(_BYTES))

@@ -1,4 +1,4 @@
-"""The model that a command names: ``package.module:Class`` or ``path/to/file.py:Class``."""
+"""Build the model of --model: ``package.module:Class`` or ``path/to/file.py:Class``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error: that of Python, of libraries and of child processes.
+    """Redirect standard output to standard error, for Python, libraries and child processes.
 
     Standard output is only for the report of the command.
     """

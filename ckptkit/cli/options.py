@@ -154,7 +154,7 @@ def _settings(
 # Arguments of click.Option that parse the value of an option, by `Option.kind`.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
-    "texts": {"multiple": True},
+    "strings": {"multiple": True},
     "first": {},
     "flag": {"is_flag": True},
     "choice": {},
@@ -282,7 +282,7 @@ class Command(click.Command):
 
 
 def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParameter:
-    """Return the error for an argument that this use of a command needs."""
+    """Return the error for a missing argument."""
     parameter = next(each for each in ctx.command.params if each.name == name)
     return click.MissingParameter(text, ctx, parameter)
 
@@ -334,7 +334,7 @@ class Writer(Command):
         super().__init__(callback=self._called, params=params, check=self._check_output, **given)
 
     def _check_output(self, ctx: click.Context) -> None:
-        """Raise UsageError unless there is one output: DST, or SRC itself."""
+        """Raise UsageError unless there is exactly one output: DST, or SRC in place."""
         given = ctx.params
         if "dst" not in given:  # `batch` has --into
             return

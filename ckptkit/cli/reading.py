@@ -27,7 +27,7 @@ def flag(words: str, text: str) -> Decorator:
 
 
 def value(words: str, metavar: str, text: str, **how: Any) -> Decorator:
-    """Add an option with a value."""
+    """Return a decorator that adds an option with a value."""
     return click.option(*words.split(), metavar=metavar, help=text, **how)
 
 
@@ -36,12 +36,12 @@ def globs(text: str = "Select tensors whose names or paths match (repeatable).")
 
 
 def as_json(schema: str) -> Decorator:
-    """Add --json to a command that prints an object of this schema."""
+    """Return a decorator that adds --json; the command prints an object of this schema."""
     return flag("--json as_json", f"Print one JSON object (schema {schema}).")
 
 
 def sorting(*orders: str, text: str) -> Decorator:
-    """Add --sort with these orders; the first is the default."""
+    """Return a decorator that adds --sort with these orders; the first is the default."""
     return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
 
 

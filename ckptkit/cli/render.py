@@ -109,7 +109,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Return `text`, already escaped, in a color if `stream` (standard output) shows colors.
+    """Color `text` if `stream` is a terminal that allows colors (https://no-color.org).
 
     A stream shows colors if it is a terminal and NO_COLOR is not set (https://no-color.org).
     """
@@ -124,7 +124,7 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def labelled(line: str, stream: TextIO | None = None) -> str:
-    """Return `line`, already escaped, with its first word in color if it is a status word."""
+    """Color the first word of an escaped line if it is a status word."""
     word = line.split(" ", 1)[0]
     return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
 
@@ -184,7 +184,7 @@ def table(
     *,
     whole: bool = False,
 ) -> Iterator[str]:
-    """Format a table without rules; columns named in `right` are right-aligned.
+    """Format a table without lines; columns named in `right` are right-aligned.
 
     On a narrow terminal, first remove columns with the same cell in every row, and name them above
     the table. Then wrap prose in the last column, or shorten names in the first column in the
@@ -263,7 +263,7 @@ def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]
 
 
 def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
-    """Return cells after their headings; a pair stays on one line if it is short."""
+    """Return ``heading cell`` pairs as text; a short pair is not broken."""
     pairs = []
     for header, cell in zip(headers, cells, strict=True):
         mark = ":" if " " in header else ""
@@ -325,7 +325,7 @@ def emit_json(value: dict[str, Any]) -> None:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """Yield the JSON text of `value` in pieces; iterators become lists, item by item."""
+    """Yield the JSON text of `value` in pieces; iterators are encoded as lists, item by item."""
     from json import JSONEncoder
 
     encode = JSONEncoder(allow_nan=False).encode
@@ -356,7 +356,7 @@ def json_pieces(value: Any) -> Iterator[str]:
 
 
 class Progress:
-    """``with Progress("copying", total) as progress: progress(nbytes)`` after each part.
+    """Show a progress bar: ``with Progress("copying", total) as progress: progress(nbytes)``.
 
     Shows a bar on standard error: on a terminal after one second, or with --progress at once. Calls
     can pass the total if it becomes known later.

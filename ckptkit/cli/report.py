@@ -21,7 +21,7 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 
 def _check(ctx: click.Context) -> None:
-    """Take the last argument as DST, unless --output names it."""
+    """Use the last argument as DST, unless --output is given."""
     given = ctx.params
     places = [each for each in (given["file"], given["other"], given.pop("dst")) if each]
     if given["output"] is None:
@@ -147,13 +147,13 @@ def _has_weights(checkpoint: Checkpoint) -> bool:
 def _page(found: list[Checkpoint], values: bool | None, everything: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff import compare_checkpoints
     from ckptkit.analysis.summary import summarize
-    from ckptkit.views.page import facts, look, page
+    from ckptkit.views.page import facts, page, page_file
 
     total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
     compares = len(found) > 1 and values is not False
     diff = other = None
     with render.Progress("reading", total * (bool(values) + compares)) as progress:
-        seen = [look(checkpoint, progress if values else None) for checkpoint in found]
+        seen = [page_file(checkpoint, progress if values else None) for checkpoint in found]
         if len(found) > 1:
             other = seen[1]
             diff = compare_checkpoints(
@@ -168,11 +168,11 @@ def _page(found: list[Checkpoint], values: bool | None, everything: bool) -> tup
 
 
 def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
-    from ckptkit.analysis.shares import grown, shares
+    from ckptkit.analysis.shares import branches, shares
     from ckptkit.analysis.summary import summarize
     from ckptkit.views.treemap import drawn
 
     summary = summarize(checkpoint)
-    tree = grown(shares(summary, checkpoint.root))
+    tree = branches(shares(summary, checkpoint.root))
     name = shown_url(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
     return drawn(tree, kind, by, name), len(summary.rows)

@@ -1,4 +1,4 @@
-"""The request of a command that writes, and its report: a sentence, or one JSON object."""
+"""Run the request of a writing command, and print its report: a sentence, or a JSON object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
-    from ckptkit.edits.rules import Done, RulesReport
+    from ckptkit.edits.rules import RuleResult, RulesReport
     from ckptkit.formats.format import Loss
 
 SCHEMA = "ckptkit.edit/1"
@@ -105,7 +105,7 @@ class Request:
         return streamed(lambda path: convert(source, path, *steps, options=options), STREAM, copy)
 
     def _check_like(self, name: str) -> Callable[[Checkpoint], Checkpoint]:
-        """Return the step that compares names and shapes with those of --like."""
+        """Return a step that compares names and shapes with those of --like."""
         from ckptkit.cli.like import expected
         from ckptkit.edits.rules import check_like
 
@@ -235,7 +235,7 @@ def _rules_lines(report: RulesReport) -> Iterator[str]:
     yield f"  reversible: {report.reversible or 'yes'}"
 
 
-def _sizes(done: Done) -> dict[str, str]:
+def _sizes(done: RuleResult) -> dict[str, str]:
     """Return words with their sizes. Sizes that differ get a label."""
     from ckptkit.rules.notation import REST
 
@@ -248,7 +248,7 @@ def _sizes(done: Done) -> dict[str, str]:
 
 
 def _rules_facts(reports: Sequence[RulesReport]) -> dict[str, Any]:
-    """Return the steps of rules for --json."""
+    """Return the reports of rule steps for --json."""
     why = [report.reversible for report in reports if report.reversible]
     rules = [
         {

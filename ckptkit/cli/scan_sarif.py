@@ -1,4 +1,4 @@
-"""Findings as SARIF 2.1.0 (OASIS), for code hosts and dashboards: one result for each reason."""
+"""Format findings as SARIF 2.1.0 (OASIS) for code hosts and dashboards, one result per reason."""
 
 from __future__ import annotations
 

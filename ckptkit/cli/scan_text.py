@@ -1,4 +1,4 @@
-"""Verdicts as text."""
+"""Format verdicts as text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, PickleVerdict
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
-SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file
+SHOWN = 8  # most names, calls and reasons per pickle, and pickles per file
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:
-    """Yield the lines of a verdict, escaped, the first in its color."""
+    """Yield the escaped lines of a verdict; the first is colored."""
     for number, line in enumerate(map(escape, lines(result))):
         colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
         fitting = wrapped(line, whole=number == 0)

@@ -64,7 +64,7 @@ class Shown(NamedTuple):
         return [pick for pick in self.picks if not pick.single]
 
     def read(self, rows: int, columns: int) -> Shown:
-        """Read the corner of a matrix, or as many elements of a vector."""
+        """Read the first rows and columns of a matrix, or so many elements of a vector."""
         from ckptkit.analysis.slices import plane, select
         from ckptkit.compute import tallies
 
@@ -77,7 +77,7 @@ class Shown(NamedTuple):
         return self._replace(corner=picks, cells=tuple(cells), columns=columns)
 
     def cut(self, rows: int, columns: int) -> Shown:
-        """Return this corner with fewer columns."""
+        """Return these cells with fewer rows or columns."""
         from ckptkit.analysis.slices import plane
 
         width = rows * columns if len(self.many) == 1 else columns
@@ -233,7 +233,7 @@ def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -
     from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
 
-    across = ((render.terminal_width() or PLAIN) - LABEL) // len(shown)  # characters of a table
+    across = ((render.terminal_width() or PLAIN) - LABEL) // len(shown)  # width of one table
     most = columns or max(1, across // CELL)
     shown = [each.read(rows, most) for each in shown]
     if columns is None:
@@ -260,7 +260,7 @@ def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -
 
 
 def _counted(shown: Shown, counted: bool) -> tuple[Tally, bool]:
-    """Return the statistics, and whether they cover the whole part or only the corner."""
+    """Return the statistics, and whether they cover the whole slice or only the printed cells."""
     from ckptkit.analysis.slices import select
     from ckptkit.compute import tallies, workers
 
@@ -305,7 +305,7 @@ def _facts(shown: Shown) -> dict[str, Any]:
     from ckptkit.compute import tallies
 
     def plain(value: Any) -> Any:
-        """Return nested lists of JSON numbers; a complex number is a pair."""
+        """Return nested lists of JSON numbers; a complex number is a list [real, imaginary]."""
         if isinstance(value, list):
             return [plain(each) for each in value]
         if isinstance(value, complex):
@@ -353,7 +353,7 @@ def _text(number: Any, digits: int) -> str:
 
 
 def _cell(shown: list[Shown]) -> int:
-    """Return the characters of a cell with its mark and the space before it."""
+    """Return the width of a cell, including its mark and the space before it."""
     texts = flatten(_texts(flatten(each.cells for each in shown)))
     return max(CELL, max(map(len, texts), default=0) + 1 + (len(shown) > 1))
 

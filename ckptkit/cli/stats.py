@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.stats/1"
-SHOWN = 8  # names in a warning
+SHOWN = 8  # most names in a warning
 NUMBERS = (
     "count", "nan", "inf", "zeros", "sparsity", "mean", "std", "norm", "min", "max", "abs_max",
 )  # fmt: skip
@@ -141,7 +141,7 @@ def _sorted(rows: Iterable[TensorStats], sort: str) -> Iterator[TensorStats]:
 
 
 def _csv(rows: Iterable[TensorStats]) -> str:
-    """Return CSV; a complex mean is written as in Python."""
+    """Return CSV; a complex mean has the notation of Python."""
     import csv
     import io
 

@@ -151,7 +151,7 @@ class Line:
         context, rest = self.context, [*self.words]
         while isinstance(command, click.Group):
             name, found, rest = command.resolve_command(context, rest)
-            assert found is not None  # else an error
+            assert found is not None  # otherwise click raises an error
             command = found
             if isinstance(command, click.Group):
                 context = click.Context(command, info_name=name, parent=context)
@@ -207,7 +207,7 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
 
 
 def _first(lines: Iterable[Line]) -> str | None:
-    """Return the hint with the first line that works."""
+    """Return a hint with the first line that works."""
     for line in lines:
         with suppress(click.UsageError, CkptkitError):
             if line.works():
@@ -259,7 +259,7 @@ def _has(command: click.Command, option: str) -> bool:
 
 
 def _option(error: click.NoSuchOption, line: Line) -> Step:
-    """Replace an option that has another name, or that another command has."""
+    """Replace an unknown option by its right name, or by a command that has it."""
     assert error.ctx is not None
     wrong, command = error.option_name, error.ctx.command
     see = f"see `{error.ctx.command_path} --help`"

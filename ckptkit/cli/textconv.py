@@ -74,7 +74,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _value(value: object) -> str:
-    """Return a value, or the beginning and digest of a long one."""
+    """Return a value as text; for a long one, its beginning and its digest."""
     text = repr(value)
     if len(text) <= LONG:
         return text

@@ -1,4 +1,4 @@
-"""The tree of `inspect --tree`: every value at its place, and bars of the parameters.
+"""Print the tree of `inspect --tree`: all values, with bars for the parameters.
 
 Names are split at their dots.
 """
@@ -26,7 +26,7 @@ ALIGNED = 100  # characters of a line before the numbers, without a terminal
 
 @dataclass(eq=False)
 class TreeLine:
-    """A line: a value or a common prefix of names (``layers.``), with the parameters below it."""
+    """A line: a value or a common prefix of names (``layers.``), with its number of parameters."""
 
     label: str
     text: str = ""
@@ -100,7 +100,7 @@ def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, 
 def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> TreeLine:
     """Build the entries of all nodes, without descending into values and tensors."""
     shown = 1 << 62
-    above: list[tuple[TreeLine, Node]] = []  # the entry of each level, and the node
+    above: list[tuple[TreeLine, Node]] = []  # entry and node of each parent level
     for path, node in walk(root):
         depth = len(path)
         if depth > shown:
@@ -125,7 +125,7 @@ def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> Tree
 
 
 def _placed(parent: TreeLine, holder: Node, key: Node, text: str) -> TreeLine:
-    """Return a new entry below a parent; names with dots go into groups."""
+    """Add an entry below a parent and return it; names with dots are put into groups."""
     if not isinstance(key, str) or "." not in key or not isinstance(holder, (dict, Pairs)):
         return parent.add(escape(key_text(key)), text)
     *groups, last = parts(key)

@@ -1,8 +1,8 @@
-"""Deltas: what a training step changed, made of two checkpoints, applied, joined and checked.
+"""Make, apply, join and verify deltas: the differences between two checkpoints of a training run.
 
-To apply one is a plan of byte ranges: a changed tensor is computed from its old bytes and a frame
-while the output is written, and its checksum compared before the output appears.
-Uses core, compute, formats, publish and api.
+Applying a delta is a plan of byte ranges. Changed tensors are computed from their old bytes and the
+delta while the output is written. Checksums are verified before the output appears. Uses core,
+compute, formats, publish and api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta

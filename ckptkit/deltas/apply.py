@@ -1,4 +1,4 @@
-"""Apply deltas to a checkpoint, and tell by their checksums which version one is at."""
+"""Apply deltas to a checkpoint, and determine its version by their checksums."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
 from ckptkit.deltas.in_place import can_change, change
 from ckptkit.formats.format import open_place
 
-STATE = ".weight_sync", "state.json"  # of a folder: the version that it is at
-_VERIFY = "`delta verify` tells which version a checkpoint is at"
+STATE = ".weight_sync", "state.json"  # the file in a folder that records its version
+_VERIFY = "`delta verify` shows the version of a checkpoint"
 
 
 @checked
@@ -41,7 +41,7 @@ def apply_delta(
     options: Options | None = None,
     **changes: Any,
 ) -> Conversion:
-    """Apply deltas in order to `base`, and write `path`, or with ``in_place=True`` `base` itself.
+    """Apply deltas in order to `base`; write `path`, or with ``in_place=True`` edit `base` itself.
 
     `deltas` are folders and files of deltas, or a folder of deltas, which are applied up to version
     `to`. `base_version` is the version of `base`, if its folder does not record it. Deltas without
@@ -54,19 +54,19 @@ def apply_delta(
     def step(checkpoint: Checkpoint) -> Checkpoint:
         return apply(checkpoint, found, base_version=base_version, unchecked=unchecked)
 
-    asked = made(options, changes)
-    if not asked.in_place or not isinstance(base, (str, os.PathLike)):
-        return convert(base, path, step, options=asked)
-    before = formats.read(open_place(base, undo=not asked.dry_run))
+    settings = made(options, changes)
+    if not settings.in_place or not isinstance(base, (str, os.PathLike)):
+        return convert(base, path, step, options=settings)
+    before = formats.read(open_place(base, undo=not settings.dry_run))
     if not can_change(before):
         before.close()
-        return convert(base, path, step, options=asked)
+        return convert(base, path, step, options=settings)
     after = step(before)
     states = [data.decode() for name, data in after.companions if name == "/".join(STATE)]
     then = ("/".join(STATE), states[0]) if states and isinstance(before.source, Folder) else None
-    patch, done = change(before, after, then, asked)
+    patch, done = change(before, after, then, settings)
     name = before.name or ""
-    return Conversion(after, patch, before.format, name, None if asked.dry_run else done)
+    return Conversion(after, patch, before.format, name, None if settings.dry_run else done)
 
 
 def apply(
@@ -76,34 +76,34 @@ def apply(
     base_version: int | None = None,
     unchecked: bool = False,
 ) -> Checkpoint:
-    """Return `base` with the deltas applied in order; nothing is read but their headers.
+    """Return `base` with the deltas applied in order; only headers are read.
 
-    Raises as :func:`apply_delta` does.
+    Raises the errors of :func:`apply_delta`.
     """
     if not deltas:
-        raise UsageError("there are no deltas to apply")
+        raise UsageError("no deltas to apply")
     at = version_of(base) if base_version is None else base_version
     known = [each.version for each in deltas]
     if at is not None and at in known:
-        base = base.with_root(base.root, notes=[f"was at version {at:06d} already"])
+        base = base.with_root(base.root, notes=[f"already at version {at:06d}"])
         deltas = deltas[len(known) - known[::-1].index(at) :]
     for delta in deltas:
         if delta.encoding == WHOLE:
             whole = open_checkpoint(delta.name)
             if _kinds(whole) != _kinds(base):
-                what = f"is no delta, and its tensors are not those of {base.name or 'the base'}"
+                what = f"is a checkpoint whose tensors do not match {base.name or 'the base'}"
                 raise UsageError(what, where=delta.name)
             base, at = whole, delta.version
             continue
         if not (unchecked or delta.is_proven):
             raise UsageError(
-                f"{delta.form} records no checksums: nothing tells whether the base is the right "
-                "one",
+                f"{delta.form} records no checksums, so ckptkit cannot verify that this is the "
+                "right base",
                 where=delta.name,
-                hint=f"{typed('--unchecked', 'unchecked=True')} applies it all the same",
+                hint=f"{typed('--unchecked', 'unchecked=True')} applies it without a check",
             )
         if at is None and delta.base_version == 0:
-            at = 0  # a chain that begins with its first version
+            at = 0  # the first delta of a chain applies to a base without a recorded version
         _check_order(base, delta, at)
         base, at = _applied(base, delta), delta.version
     if at is not None:
@@ -118,7 +118,7 @@ def _kinds(checkpoint: Checkpoint) -> dict[str, tuple[object, ...]]:
 
 
 def version_of(checkpoint: Checkpoint) -> int | None:
-    """Return the version that the folder of a checkpoint records, None if it records none."""
+    """Return the version that the folder of a checkpoint records; None if there is none."""
     source = checkpoint.source
     folder = source if isinstance(source, Folder) else checkpoint.folder
     if folder is None or STATE[0] not in folder.folders():
@@ -130,27 +130,27 @@ def version_of(checkpoint: Checkpoint) -> int | None:
     try:
         return int(json.loads(found.read(0, min(found.size, 4096)))["version"])
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptError("records no version", where=found.name) from error
+        raise CorruptError("contains no version", where=found.name) from error
 
 
 def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
-    """Raise UsageError unless `delta` is of the version that the checkpoint is at."""
+    """Raise UsageError unless `delta` applies to version `at` of the checkpoint."""
     expected = delta.base_version
     if expected is None and delta.version is not None and at is not None:
         expected = delta.version - 1
     if expected is None or expected == at:
         return
     if at is None:
-        said = typed(f"--base-version {expected}", f"base_version={expected}")
+        option = typed(f"--base-version {expected}", f"base_version={expected}")
         raise UsageError(
-            f"applies to version {expected:06d}, and {base.name or 'the base'} records no version",
+            f"applies to version {expected:06d}, but {base.name or 'the base'} records no version",
             where=delta.name,
-            hint=f"{said} if it is that; {_VERIFY}",
+            hint=f"if it is at this version, use {option}; {_VERIFY}",
         )
     raise UsageError(
-        f"applies to version {expected:06d}, and {base.name or 'the base'} is at version {at:06d}",
+        f"applies to version {expected:06d}, but {base.name or 'the base'} is at version {at:06d}",
         where=delta.name,
-        hint="apply the versions between them first" if expected > at else _VERIFY,
+        hint="apply the versions between the two first" if expected > at else _VERIFY,
     )
 
 
@@ -199,7 +199,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Span:
-    """Bytes of a storage that one change is about."""
+    """The bytes of a storage that one change replaces."""
 
     start: int
     stop: int
@@ -208,7 +208,7 @@ class _Span:
 
 
 def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
-    """Return the storage with the changes of all spans; tied names have one in common."""
+    """Return the storage with the changes of all spans. Tied names have equal spans."""
     records: list[Record] = []
     at, last = 0, None
     for span in sorted(spans, key=lambda each: (each.start, each.stop)):
@@ -219,7 +219,7 @@ def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
             continue
         if last is not None and span.start < at:
             what = f"{shown(last.name)} and {shown(span.name)} overlap in memory"
-            raise UnsupportedError(f"{what}: only equal views can be changed", where=delta.name)
+            raise UnsupportedError(f"{what}: ckptkit changes only equal views", where=delta.name)
         if span.start > at:
             records.append(RecordSlice(storage.record, at, span.start - at))
         length = span.stop - span.start
@@ -234,7 +234,7 @@ def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
 
 
 def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
-    """Return a tensor whose storage has other bytes than its elements, with storage of its own."""
+    """Return the changed tensor with a storage of its own, for a tensor that is not contiguous."""
     assert tensor.storage is not None
     record = change.applied(contiguous(tensor), delta.name)
     return Tensor(
@@ -246,35 +246,35 @@ def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
 def _check_views(
     base: Checkpoint, storages: set[object], apart: dict[tuple[object, ...], Tensor]
 ) -> None:
-    """Raise UnsupportedError for a view of memory that a view of another order changes."""
+    """Raise UnsupportedError if another view of changed memory orders its elements differently."""
     for path, node in walk(base.root) if storages else ():
         if not isinstance(node, Tensor) or id(node.storage) not in storages:
             continue
         if node.elements_key not in apart:
             name = ".".join(map(str, path))
             raise UnsupportedError(
-                f"{shown(name)} shares memory with a changed tensor, in another order",
+                f"{shown(name)} shares memory with a changed tensor, but with other strides",
                 where=base.name,
-                hint="`ckptkit convert {where} {new} --format safetensors` takes them apart",
+                hint="`ckptkit convert {where} {new} --format safetensors` separates them",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a checkpoint stands in a chain of deltas, told by checksums.
+    """The version of a checkpoint in a chain of deltas, determined by checksums.
 
-    ``versions`` maps each name that a delta changes to the versions whose bytes it has: those of
-    one change up to the next; none if its bytes are of no version. ``version`` is that of all
-    tensors, None where they have none in common.
+    ``versions`` maps each tensor that a delta changes to the versions that have its bytes; empty if
+    none has. ``version`` is the version that all tensors have in common, or None. ``recorded`` is
+    the version in the folder itself.
     """
 
     versions: dict[str, tuple[int, ...]]
     version: int | None
-    recorded: int | None  # by the folder itself
+    recorded: int | None
 
     @property
     def strangers(self) -> list[str]:
-        """The names whose bytes are of no version."""
+        """The names of tensors whose bytes belong to no version."""
         return [name for name, found in self.versions.items() if not found]
 
 
@@ -286,12 +286,12 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
     """
     found = [each for each in read_all(deltas) if each.encoding != WHOLE]
     if not found or any(each.version is None or not each.is_proven for each in found):
-        raise UsageError("only deltas with versions and checksums tell the version of a checkpoint")
+        raise UsageError("verifying a version needs deltas with versions and checksums")
     with open_checkpoint(base) as checkpoint:
         tensors = checkpoint.required.tensors
         names = dict.fromkeys(name for each in found for name in each.changes)
         if missing := [name for name in names if name not in tensors]:
-            raise UsageError(f"has no {quoted(missing)}, which the deltas change", where=str(base))
+            raise UsageError(f"has no {quoted(missing)}, but the deltas do", where=str(base))
         known = {name: _versions_of(name, tensors[name], found) for name in names}
         common = {each.version for each in found} | {found[0].base_version}
         for of_one in known.values():
@@ -301,10 +301,10 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
 
 
 def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[int, ...]:
-    """Return the versions at which a tensor has the bytes that it has now."""
+    """Return the versions at which a tensor has its current bytes."""
     digests: dict[str, str] = {}
     found: list[int] = []
-    latest: bool | None = None  # whether the last change gives these bytes; None: not changed yet
+    latest: bool | None = None  # whether the last change gives these bytes; None before any change
     for delta in deltas:
         change = delta.changes.get(name)
         if change is not None and change.checksum is not None:
@@ -314,7 +314,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
             latest = digests[algorithm] == digest
         if latest and delta.version is not None:
             found.append(delta.version)
-    if not found:  # its bytes may be those to which its first change applies
+    if not found:  # its bytes may be those before its first change
         before = [deltas[0].base_version]
         for delta in deltas:
             if (change := delta.changes.get(name)) is not None:
@@ -326,7 +326,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
 
 
 def _is_proven(record: Record) -> bool:
-    """Return whether changed bytes have the checksum of the delta."""
+    """Return whether the bytes have the checksum of the delta; reads all of them."""
     try:
         for _ in stream_reusing_buffer(record.locate()):
             pass

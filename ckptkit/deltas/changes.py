@@ -1,4 +1,4 @@
-"""The operations on bytes that deltas need: decompress, xor, overwrite, and compare a checksum."""
+"""Define the byte operations of deltas: decompress, xor, overwrite, verify a checksum."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ckptkit.core.text import shown
 if TYPE_CHECKING:
     import numpy as np
 
-_WINDOW = 64 << 20  # bytes that a frame may refer back to: levels 1 to 19 write at most 8 MiB
-_AT_ONCE = 64 << 10  # positions
+_WINDOW = 64 << 20  # largest zstd window to accept, in bytes; levels 1 to 19 use at most 8 MiB
+_AT_ONCE = 64 << 10  # positions to decode at once
 
 
 class Hash(Protocol):
-    """A checksum while it is computed."""
+    """A running checksum, with the interface of hashlib."""
 
     def update(self, data: Any, /) -> object: ...
     def hexdigest(self) -> str: ...
 
 
 class _Adler32:
-    """adler32 with the interface of hashlib; 8 digits."""
+    """Adler-32 with the interface of hashlib; its digest has 8 hex digits."""
 
     _value = 1
 
@@ -51,7 +51,7 @@ class _Adler32:
 
 
 def zstandard() -> Any:
-    """Return the module. Raises MissingPackageError where it is not installed."""
+    """Import and return the module. Raises MissingPackageError if it is not installed."""
     try:
         import zstandard
     except ImportError as error:
@@ -60,7 +60,7 @@ def zstandard() -> Any:
 
 
 def hashing(algorithm: object) -> Hash:
-    """Return a new checksum. Raises UnsupportedError for an algorithm that is not known."""
+    """Return a new checksum. Raises UnsupportedError for an unknown algorithm."""
     try:
         if algorithm == "xxh3-128":
             from xxhash import xxh3_128
@@ -76,7 +76,7 @@ def hashing(algorithm: object) -> Hash:
         return hashlib.sha256()
     if algorithm == "adler32":
         return _Adler32()
-    raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
+    raise UnsupportedError(f"unknown checksum algorithm {shown(algorithm)}")
 
 
 def _missing(error: ImportError) -> MissingPackageError:
@@ -86,7 +86,7 @@ def _missing(error: ImportError) -> MissingPackageError:
 
 @dataclass(frozen=True, slots=True)
 class Unzstd(Operation):
-    """Frames of zstd (RFC 8878) that hold exactly the bytes of the extent."""
+    """Decompress zstd frames (RFC 8878); their content must have the length of the extent."""
 
     tensor: str
     seekable: ClassVar[bool] = False
@@ -99,10 +99,10 @@ class Unzstd(Operation):
 
 
 def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
-    """Yield what frames of zstd hold, in pieces, however far they expand."""
+    """Yield the content of zstd frames in pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Whatever follows a frame has to be a frame, which then is too much for the tensor.
+    # Reading across frames detects extra bytes: they are an invalid frame, or too much content.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
@@ -113,7 +113,7 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
 
 
 class _Source:
-    """An extent with the interface of a file that is read to its end."""
+    """An extent with the `read` method of a file."""
 
     def __init__(self, extent: Extent) -> None:
         self._pieces = stream(extent)
@@ -128,7 +128,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class Xor(Rows):
-    """Each byte of one input, changed by that of the other."""
+    """Compute the xor of two inputs of equal length."""
 
     rows: ClassVar[tuple[int, ...]] = (1, 1, 1)
 
@@ -140,11 +140,11 @@ class Xor(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Overwrite(Operation):
-    """The first input, with elements of `unit` bytes replaced.
+    """Replace elements of the first input; an element has `unit` bytes.
 
-    The second input has their positions, in rising order, as unsigned integers of `width` bytes;
-    with `gaps`, the number of elements between a position and the one before. The third input has
-    the new elements.
+    The second input has the positions in increasing order, as unsigned integers of `width` bytes.
+    With `gaps`, it has the number of elements between consecutive positions instead. The third
+    input has the new elements.
     """
 
     unit: int
@@ -178,12 +178,12 @@ class Overwrite(Operation):
             yield as_bytes(made.reshape(-1))
             at = end
         if places is not None:
-            raise self._wrong(extent, f"changes element {places[0]:,} of {at:,}")
+            raise self._wrong(extent, f"changes element {places[0]:,}, but it has only {at:,}")
 
     def _changes(
         self, extent: Derived
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Yield runs of rising positions, and the elements for them."""
+        """Yield (increasing positions, new elements at these positions) in batches."""
         import numpy as np
 
         last = -1
@@ -193,7 +193,7 @@ class Overwrite(Operation):
             if self.gaps:
                 places = np.cumsum(places + 1) + last
             elif places[0] <= last or (np.diff(places) <= 0).any():
-                raise self._wrong(extent, "has positions that do not rise")
+                raise self._wrong(extent, "has positions that do not increase")
             last = int(places[-1])
             yield places, np.frombuffer(values, np.uint8).reshape(-1, self.unit)
 
@@ -203,13 +203,13 @@ class Overwrite(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Proven(Operation):
-    """The input, read from its beginning to its end, where its checksum is compared."""
+class VerifyChecksum(Operation):
+    """Pass the input through; after its last byte, compare its checksum."""
 
     tensor: str
     algorithm: str
     digest: str
-    delta: str  # its name, for the message
+    delta: str  # name of the delta, for the message
     seekable: ClassVar[bool] = False
     needs_numpy: ClassVar[bool] = False
 
@@ -224,8 +224,8 @@ class Proven(Operation):
         if total.hexdigest() != self.digest:
             raise CorruptError(
                 f"{shown(self.tensor)} would have the {self.algorithm} checksum "
-                f"{total.hexdigest()}, and not {self.digest}: the base is another one, or the "
-                "delta is damaged",
+                f"{total.hexdigest()}, but the delta records {self.digest}: this is the wrong "
+                "base, or the delta is damaged",
                 where=self.delta,
-                hint="`delta verify` tells which version the base is at",
+                hint="`delta verify` shows the version of the base",
             )

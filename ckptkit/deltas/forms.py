@@ -1,19 +1,20 @@
-"""Read deltas: the folders of slime, miles and SGLang, those of SkyRL, and the files of TRL.
+"""Read deltas: folders of slime, miles and SGLang, folders of SkyRL, and files of TRL.
 
     weight_v000007/
-      model-00000-of-00002.safetensors   a tensor U8 for each that changed: a zstd frame
+      model-00000-of-00002.safetensors   for each changed tensor a U8 tensor: a zstd frame
       model.safetensors.index.json       version, base_version, delta_encoding, checksum_format...
 
-A frame holds ``new ^ old`` (`xor`), or (`overwrite`) a u4 count, as many u4 positions of bytes, and
-the new bytes. ``__metadata__`` of a file has the checksum of the new bytes of each of its tensors.
-An index without ``delta_encoding``, or none, is a whole checkpoint. Source:
-https://github.com/THUDM/slime (slime/utils/disk_delta.py and the patch for SGLang, 624b824).
+For `xor`, a frame contains ``new ^ old``. For `overwrite`, it contains a u4 count, the byte
+positions as u4, and the new bytes. ``__metadata__`` of a file has the checksum of each tensor's new
+bytes. A folder whose index has no ``delta_encoding``, or without an index, is a whole checkpoint.
+Source: https://github.com/THUDM/slime (slime/utils/disk_delta.py and the patch for SGLang,
+624b824).
 
-SkyRL has ``manifest.json`` in place of the index, and frames of `xor`. Source:
+SkyRL has ``manifest.json`` instead of the index, and `xor` frames. Source:
 https://github.com/NovaSky-AI/SkyRL (skyrl_train/weight_sync/delta_checkpoint.py, a956457).
 
-TRL has one file of ``{name}.idx`` or ``{name}.indices`` (positions of elements) and ``{name}.val``
-or ``{name}.values``, without a checksum. Source: https://github.com/huggingface/trl (branches
+TRL has one file with ``{name}.idx`` or ``{name}.indices`` (element positions) and ``{name}.val`` or
+``{name}.values``, without checksums. Source: https://github.com/huggingface/trl (branches
 delta-weight-sync and delta-weight-sync-v3, trl/experimental/async_grpo/delta_codec.py, aa9adc3).
 """
 
@@ -39,7 +40,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown
-from ckptkit.deltas.changes import Overwrite, Proven, Unzstd, Xor, hashing, unzstd
+from ckptkit.deltas.changes import Overwrite, Unzstd, VerifyChecksum, Xor, hashing, unzstd
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.format import open_place
 
@@ -47,32 +48,32 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 XOR, OVERWRITE, WHOLE = "xor", "overwrite", "whole"
 _NUMBERED = re.compile(r"weight_v([0-9]{6,9})|delta-([0-9]{8,9})")
-_COUNT, _PLACE = 4, 4  # bytes of the count and of a position of `overwrite`
+_COUNT, _PLACE = 4, 4  # size of the count and of a position of `overwrite` in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference of one tensor: a zstd frame, or positions and elements as they are.
+    """The difference of one tensor: a zstd frame, or uncompressed positions and elements.
 
-    ``checksum`` is (algorithm, lowercase hex digits) of the new bytes, None where none is recorded.
+    ``checksum`` is (algorithm, lowercase hex digits) of the new bytes; None if it is missing.
     """
 
     name: str
     encoding: str
     frame: Range
     checksum: tuple[str, str] | None = None
-    values: Range | None = None  # of TRL, whose `frame` has the positions
-    width: int = _PLACE  # bytes of a position
-    unit: int = 1  # bytes of what a position counts
-    gaps: bool = False
+    values: Range | None = None  # TRL: the new elements; `frame` then has the positions
+    width: int = _PLACE  # size of a position in bytes
+    unit: int = 1  # size of an element in bytes
+    gaps: bool = False  # positions are stored as gaps, see `Overwrite`
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it has in the delta."""
+        """Its size in the delta in bytes."""
         return self.frame.length + (0 if self.values is None else self.values.length)
 
     def changed(self) -> int:
-        """Count the bytes that it changes; a frame is decompressed for that."""
+        """Count the bytes that it changes; this decompresses the frame."""
         if self.encoding != XOR:
             return self.places_and_values()[1].length
         import numpy as np
@@ -81,18 +82,18 @@ class Change:
         return sum(int(np.count_nonzero(np.frombuffer(each, np.uint8))) for each in pieces)
 
     def decompressed(self, length: int) -> Derived:
-        """Return the content of the frame, which has `length` bytes."""
+        """Return the decompressed frame, which must have `length` bytes."""
         return Derived(Unzstd(self.name), (self.frame,), length)
 
     def places_and_values(self) -> tuple[Extent, Extent]:
         """Return the positions and the new elements of an `overwrite`.
 
-        Raises CorruptError where their numbers differ.
+        Raises CorruptError if their counts differ.
         """
         if self.values is not None:
             count, rest = divmod(self.frame.length, self.width)
             if rest or self.values.length != count * self.unit:
-                what = f"the delta of {shown(self.name)} has other numbers of positions and values"
+                what = f"the delta of {shown(self.name)} has unequal counts of positions and values"
                 raise CorruptError(what, where=self.frame.source.name)
             return self.frame, self.values
         head = b""
@@ -108,7 +109,7 @@ class Change:
     def applied(self, base: Record, delta: str) -> Record:
         """Return the new bytes of the tensor whose old bytes are `base`.
 
-        They are compared with the checksum where they are read to the end.
+        Reading them to the end verifies the checksum.
         """
         if self.encoding == XOR:
             made = Pending(Xor(), (base, self.decompressed(base.length)), base.length)
@@ -118,14 +119,14 @@ class Change:
             made = Pending(operation, (base, places, values), base.length)
         if self.checksum is None:
             return made
-        return Pending(Proven(self.name, *self.checksum, delta), (made,), base.length)
+        return Pending(VerifyChecksum(self.name, *self.checksum, delta), (made,), base.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta, or a whole version of a chain, whose ``encoding`` is `WHOLE`.
+    """A delta, or a whole checkpoint in a chain of deltas (its ``encoding`` is `WHOLE`).
 
-    ``version`` and ``base_version`` are None where the form records none.
+    ``version`` and ``base_version`` are None if the format does not record them.
     """
 
     name: str
@@ -140,7 +141,7 @@ class Delta:
 
     @property
     def title(self) -> str:
-        """A phrase for people: the versions and the encoding."""
+        """A description: versions and encoding."""
         if self.encoding == WHOLE:
             return "a whole version"
         if self.version is None:
@@ -150,12 +151,12 @@ class Delta:
 
     @property
     def is_proven(self) -> bool:
-        """Return whether each change has a checksum."""
+        """Whether all changes have a checksum."""
         return all(each.checksum is not None for each in self.changes.values())
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all changes in the delta."""
+        """The size of all changes in the delta in bytes."""
         return sum(each.nbytes for each in self.changes.values())
 
 
@@ -163,9 +164,9 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def read_all(given: Paths, to: int | None = None) -> list[Delta]:
-    """Read deltas in the order given; a folder of version folders stands for those, by number.
+    """Read deltas in the given order; a folder of version folders is read in order of versions.
 
-    `to` is the last version that is taken. Raises UsageError where there is none.
+    `to` is the last version to read. Raises UsageError if this version is missing.
     """
     several = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     paths = [arguments.path("deltas", each) for each in several]
@@ -173,12 +174,12 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
     if to is not None:
         found = [each for each in found if each.version is not None and each.version <= to]
         if not found or found[-1].version != to:
-            raise UsageError(f"there is no version {to} among the deltas", where=paths[-1])
+            raise UsageError(f"has no version {to}", where=paths[-1])
     return found
 
 
 def _versions(path: str) -> list[str]:
-    """Return the folders of versions in a folder, by number; else the path itself."""
+    """Return the version folders in a folder, sorted by number; otherwise the path itself."""
     if not os.path.isdir(path):
         return [path]
     numbered = [
@@ -190,7 +191,7 @@ def _versions(path: str) -> list[str]:
 
 
 def read(path: str) -> Delta:
-    """Read one delta: its headers alone. A checkpoint is a whole version."""
+    """Read the headers of one delta. A checkpoint is read as a whole version."""
     place = open_place(path)
     try:
         if isinstance(place, ByteSource):
@@ -212,16 +213,15 @@ def _whole(name: str) -> Delta:
 
 def _of_index(folder: Folder) -> Delta:
     index = _object(folder, INDEX)
-    said = index.get("metadata")
-    if not isinstance(said, dict) or "delta_encoding" not in said:
+    metadata = index.get("metadata")
+    if not isinstance(metadata, dict) or "delta_encoding" not in metadata:
         return _whole(folder.name)
-    encoding = said["delta_encoding"]
+    encoding = metadata["delta_encoding"]
     if encoding not in (XOR, OVERWRITE):
-        known = f"{XOR} or {OVERWRITE}"
-        raise UnsupportedError(f"its encoding is {shown(encoding)}, which is not {known}")
-    if (how := said.get("compression_format")) != "zstd":
-        raise UnsupportedError(f"its frames are compressed by {shown(how)}, and not by zstd")
-    algorithm = said.get("checksum_format")
+        raise UnsupportedError(f"its encoding is {shown(encoding)}, not {XOR} or {OVERWRITE}")
+    if (how := metadata.get("compression_format")) != "zstd":
+        raise UnsupportedError(f"its frames are compressed with {shown(how)}, not with zstd")
+    algorithm = metadata.get("checksum_format")
     hashing(algorithm)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
@@ -231,7 +231,7 @@ def _of_index(folder: Folder) -> Delta:
         tensors, sums = _file(folder.open(file))
         for name, tensor in tensors.items():
             if places.get(name) != file:
-                raise FormatError(f"{shown(name)} is in {file}, but not by the index")
+                raise FormatError(f"{shown(name)} is in {file}, but its index does not list it")
             frame = _frame(name, tensor)
             changes[name] = Change(name, encoding, frame, _checksum(algorithm, sums.get(name)))
     if missing := [name for name in places if name not in changes]:
@@ -239,13 +239,13 @@ def _of_index(folder: Folder) -> Delta:
     unnamed = {each for each in folder.list() if each.endswith(".safetensors")}
     if unnamed := unnamed - set(places.values()):
         raise FormatError(f"{min(unnamed)} is not in its index")
-    version, base = (_number(said.get(word), word) for word in ("version", "base_version"))
+    version, base = (_number(metadata.get(word), word) for word in ("version", "base_version"))
     return Delta(folder.name, "slime", encoding, version, base, changes)
 
 
 def _of_manifest(folder: Folder) -> Delta:
-    said = _object(folder, MANIFEST)
-    rows = said.get("tensors")
+    manifest = _object(folder, MANIFEST)
+    rows = manifest.get("tensors")
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         raise FormatError(f"{MANIFEST} is not the manifest of a delta")
     files: dict[str, dict[str, Tensor]] = {}
@@ -253,32 +253,33 @@ def _of_manifest(folder: Folder) -> Delta:
     for row in rows:
         name, file, key = (row.get(word) for word in ("name", "payload_file", "payload_key"))
         if not (isinstance(name, str) and isinstance(file, str) and isinstance(key, str)):
-            raise FormatError(f"{MANIFEST} has a row without a name, a payload_file or its key")
+            raise FormatError(f"{MANIFEST} has a row without name, payload_file or payload_key")
         if file not in files:
             files[file], _ = _file(folder.open(file))
         if name in changes or key not in files[file]:
-            why = "twice in" if name in changes else f"not in {file}, as says"
-            raise FormatError(f"{shown(name)} is {why} {MANIFEST}")
+            why = "occurs twice" if name in changes else f"is missing in {file}"
+            raise FormatError(f"{shown(name)} of {MANIFEST} {why}")
         algorithm = row.get("checksum_algorithm", "sha256" if "sha256" in row else "xxh3-128")
         checksum = _checksum(algorithm, row.get("checksum", row.get("sha256")))
         changes[name] = Change(name, XOR, _frame(name, files[file][key]), checksum)
-    version, base = (_number(said.get(word), word) for word in ("version", "base_version"))
+    version, base = (_number(manifest.get(word), word) for word in ("version", "base_version"))
     return Delta(folder.name, "SkyRL", XOR, version, base, changes)
 
 
 def _of_file(source: ByteSource) -> Delta:
-    """Read a file of TRL; any other file is a whole version."""
+    """Read a delta file of TRL; any other file is a whole version."""
     if source.read(8, 1) != b"{":
         return _whole(source.name)
-    tensors, said = _file(source)
+    tensors, metadata = _file(source)
     changes: dict[str, Change] = {}
     for places, values in ((".idx", ".val"), (".indices", ".values")):
         for name in [each.removesuffix(values) for each in tensors if each.endswith(values)]:
             if (found := tensors.get(name + places)) is not None:
-                changes[name] = _sparse(name, found, tensors[name + values], said.get("encoding"))
+                new, encoding = tensors[name + values], metadata.get("encoding")
+                changes[name] = _sparse(name, found, new, encoding)
     if 2 * len(changes) != len(tensors) or not changes:
         return _whole(source.name)
-    version = said.get("model_version")
+    version = metadata.get("model_version")
     number = int(version) if version and version.isdecimal() and len(version) < 10 else None
     return Delta(source.name, "TRL", OVERWRITE, number, None, changes)
 
@@ -287,7 +288,7 @@ def _sparse(name: str, places: Tensor, values: Tensor, encoding: str | None) -> 
     gaps = encoding is not None and encoding.rpartition(".")[2].lower() == "gap_delta"
     kinds = ("uint16", "uint32") if gaps else ("int32",)
     if places.dtype.name not in kinds:
-        raise UnsupportedError(f"the positions of {shown(name)} are coded as {shown(encoding)}")
+        raise UnsupportedError(f"the positions of {shown(name)} have encoding {shown(encoding)}")
     frame, elements = (each.storage.record.locate() for each in (places, values) if each.storage)
     assert isinstance(frame, Range) and isinstance(elements, Range)
     width, unit = places.dtype.itemsize, values.dtype.itemsize
@@ -295,7 +296,7 @@ def _sparse(name: str, places: Tensor, values: Tensor, encoding: str | None) -> 
 
 
 def _file(source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file of safetensors, and its metadata."""
+    """Return the tensors and the metadata of a safetensors file."""
     return safetensors.read_tensors(safetensors.read_text(source), source)
 
 
@@ -310,7 +311,7 @@ def _object(folder: Folder, name: str) -> dict[str, Any]:
 
 def _frame(name: str, tensor: Tensor) -> Range:
     if tensor.dtype is not BY_NAME["uint8"] or tensor.ndim != 1 or tensor.storage is None:
-        raise FormatError(f"{shown(name)} is not a row of bytes (U8)")
+        raise FormatError(f"{shown(name)} is not a one-dimensional U8 tensor")
     found = tensor.storage.record.locate()
     assert isinstance(found, Range)
     return found
@@ -324,9 +325,9 @@ def _checksum(algorithm: Any, digest: Any) -> tuple[str, str] | None:
 
 
 def _number(value: Any, word: str) -> int:
-    """Return a version: six digits of slime, or a number of SkyRL."""
+    """Parse a version: digits in slime, an integer in SkyRL."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         return int(value)
     if type(value) is int and 0 <= value < 10**9:
         return value
-    raise FormatError(f"its {word} is {shown(value)}, which is no version")
+    raise FormatError(f"its {word} is {shown(value)}, not a version number")

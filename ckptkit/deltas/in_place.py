@@ -1,4 +1,4 @@
-"""Change the safetensors files of a checkpoint in place: only the bytes that differ."""
+"""Edit the safetensors files of a checkpoint in place: write only the bytes that differ."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckptkit.formats.table import SAFETENSORS, SHARDED
 from ckptkit.publish.in_place import LARGEST, apply_all, can_patch
 from ckptkit.publish.publish import Published
 
-_BREAKS = Edit(0, b"\xff" * 8)  # a length of the header that every reader refuses
-_AT_ONCE = 1 << 20  # bytes
-_PER_BYTE = 6  # bytes of a journal for each that changes: its place, before, after
+_BREAKS = Edit(0, b"\xff" * 8)  # an invalid header length: readers refuse the half-edited file
+_AT_ONCE = 1 << 20  # bytes to compare at once
+_PER_BYTE = 6  # journal bytes for each changed byte: position (4), old byte, new byte
 
 
 def can_change(before: Checkpoint) -> bool:
-    """Return whether the checkpoint is of safetensors files that can be edited in place."""
+    """Return whether the checkpoint consists of safetensors files that can be edited in place."""
     files = _files(before)
     is_known = before.format in (SAFETENSORS.name, SHARDED.name) and files
     return bool(is_known) and all(can_patch(file.path) for file in files)
@@ -33,11 +33,11 @@ def can_change(before: Checkpoint) -> bool:
 def change(
     before: Checkpoint, after: Checkpoint, then: tuple[str, str] | None, options: Options
 ) -> tuple[Patch, Published]:
-    """Make the files of `before` those of `after`: all, or none, whatever interrupts it.
+    """Edit the files of `before` so that they contain the tensors of `after`, atomically.
 
-    The new bytes are computed once, and compared with their checksums, before the first one is
-    written. `then` is the file of a folder that records its version. Returns the edits of all files
-    as one patch. Raises UnsupportedError where the journal would be too large.
+    The new bytes are computed once and verified by checksum before the first one is written. `then`
+    is (name, text) of the file that records the version of a folder. Returns the edits of all files
+    as one patch. Raises UnsupportedError if the journal would be too large.
     """
     patches: list[Patch] = []
     room = LARGEST // _PER_BYTE
@@ -46,9 +46,9 @@ def change(
         room -= sum(len(edit.data) for edit in edits)
         if room < 0:
             raise UnsupportedError(
-                f"more than {size(LARGEST // _PER_BYTE)} would change, which a journal cannot hold",
+                f"more than {size(LARGEST // _PER_BYTE)} would change: too much for a journal",
                 where=before.name,
-                hint=typed("name another output", "give a path"),
+                hint=typed("write to another output", "pass a path"),
             )
         seal = Edit(0, file.read(0, 8)) if edits else None
         patches.append(Patch(file, _BREAKS if edits else None, edits, seal, file.size))
@@ -60,7 +60,7 @@ def change(
 
 
 def _files(checkpoint: Checkpoint) -> list[LocalFile]:
-    """Return the local files that hold the weights, in the order of their names."""
+    """Return the local files that contain the weights, sorted by name."""
     found: dict[int, LocalFile] = {}
     for tensor in checkpoint.required.tensors.values():
         extent = None if tensor.storage is None else tensor.storage.record.locate()
@@ -70,7 +70,7 @@ def _files(checkpoint: Checkpoint) -> list[LocalFile]:
 
 
 def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[Edit]:
-    """Yield the bytes of a file that differ, by their places in it."""
+    """Yield edits of the bytes of a file that differ, by increasing offset."""
     import numpy as np
 
     new = after.required.tensors
@@ -82,7 +82,7 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
         if not isinstance(extent, Range) or extent.source is not file:
             continue
         known = pairs.get(extent.offset)
-        if known is None or known[0].length < extent.length:  # of views, the longest
+        if known is None or known[0].length < extent.length:  # of overlapping views, the longest
             pairs[extent.offset] = extent, contiguous(new[name])
 
     def work(pair: tuple[Range, Record]) -> list[Edit]:

@@ -1,4 +1,4 @@
-"""Make a delta of two checkpoints, or one of several deltas in a row."""
+"""Make a delta from two checkpoints, or one delta from several consecutive ones."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
-_LEVEL = 1  # of zstd, as slime
-_MOST_PLACES = 1 << 32  # bytes of a tensor whose positions fit into u4
-_FILE = 5 * 10**9  # bytes of a file of frames, at most, a larger frame aside
-_AT_ONCE = 1 << 20  # bytes of a tensor
-_HELD = 8 << 20  # bytes of positions and values that stay in memory
+_LEVEL = 1  # zstd level, as in slime
+_MOST_PLACES = 1 << 32  # tensors of this size have byte positions that do not fit into u4
+_FILE = 5 * 10**9  # most bytes in a file of frames, unless a single frame is larger
+_AT_ONCE = 1 << 20  # bytes of a tensor to compare at once
+_HELD = 8 << 20  # bytes of positions and values to keep in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +57,29 @@ class Made:
     encoding: str
     version: int
     base_version: int
-    changed: dict[str, int]  # bytes that changed, by the name of the tensor
+    changed: dict[str, int]  # name of a tensor -> number of changed bytes
     tensors: int
-    nbytes: int  # of all tensors
-    written: int  # bytes of the delta
+    nbytes: int  # size of all tensors
+    written: int  # size of the delta
 
     def __str__(self) -> str:
         share = 100 * sum(self.changed.values()) / (self.nbytes or 1)
         return (
             f"{len(self.changed):,} of {plural(self.tensors, 'tensor')} changed, "
             f"{sum(self.changed.values()):,} bytes ({share:.2g} %): "
-            f"{shown_size(self.written)} in place of {shown_size(self.nbytes)}"
+            f"{shown_size(self.written)} instead of {shown_size(self.nbytes)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The change of one tensor, and where its frame is."""
+    """The change of one tensor, and the position of its frame."""
 
     spool: _Spool
     begin: int
     length: int  # bytes
     digest: str
-    changed: int  # bytes of the tensor
+    changed: int  # number of changed bytes
 
 
 @arguments.checked
@@ -110,7 +110,7 @@ def delta(
     ):
         if given not in known:
             raise UsageError(f"{word} {given!r} is not one of {some(known)}")
-    asked = made(Options(), options)
+    settings = made(Options(), options)
     with open_checkpoint(old) as before, open_checkpoint(new) as after:
         base = base_version
         if base is None:
@@ -120,7 +120,7 @@ def delta(
         number = base + 1 if version is None else version
         if whole:
             tensors = after.required.tensors
-            done = save(after, path, replace(asked, format="sharded"))
+            done = save(after, path, replace(settings, format="sharded"))
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             changed = {name: tensor.nbytes for name, tensor in tensors.items()}
             return Made(
@@ -131,7 +131,7 @@ def delta(
         if encoding == "auto":
             encoding = OVERWRITE if largest < _MOST_PLACES else XOR
         if encoding == OVERWRITE and largest >= _MOST_PLACES:
-            what = "a tensor has 4 GiB or more, and overwrite has positions of 32 bits"
+            what = "a tensor has 4 GiB or more, but overwrite has 32-bit positions"
             raise UsageError(what, hint=f"use {typed('--encoding xor', 'encoding=xor')}")
 
         def work(name: str, spool: _Spool) -> _Frame | int:
@@ -141,7 +141,7 @@ def delta(
             changed = _encode(_differences(one, other, total), other.length, encoding, spool)
             return changed and _Frame(spool, begin, spool.at - begin, total.hexdigest(), changed)
 
-        found, size = _written(pairs, work, path, encoding, (number, base), checksum, asked)
+        found, size = _written(pairs, work, path, encoding, (number, base), checksum, settings)
         nbytes = sum(tensor.nbytes for _, tensor in pairs.values())
         changed = {name: each.changed for name, each in found.items()}
         return Made(os.fspath(path), encoding, number, base, changed, len(pairs), nbytes, size)
@@ -150,9 +150,9 @@ def delta(
 def _paired(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the tensors of both under each name, tied ones once.
+    """Return (old tensor, new tensor) by name; of tied names, only the first.
 
-    Raises UsageError where a name, dtype or shape differs.
+    Raises UsageError if a name, dtype or shape differs.
     """
     odd = [f"{name} is new" for name in new if name not in old]
     odd += [f"{name} is gone" for name in old if name not in new]
@@ -165,7 +165,7 @@ def _paired(
             )
     if odd:
         raise UsageError(
-            f"a delta has no place for {plural(len(odd), 'difference')}: {'; '.join(odd[:8])}"
+            f"a delta cannot express {plural(len(odd), 'difference')}: {'; '.join(odd[:8])}"
             + ("..." if len(odd) > 8 else ""),
             hint=f"{typed('--whole', 'whole=True')} writes all of the new checkpoint as a version",
         )
@@ -178,13 +178,13 @@ def _paired(
 
 
 class _Spool:
-    """A temporary file beside the output, to which one thread appends frames."""
+    """A temporary file next to the output, to which one thread appends frames."""
 
     def __init__(self, path: str) -> None:
         self.path = temporary_name(path)
         self._file = os.fdopen(new_file(self.path), "wb", buffering=PIECE)
         self.at = 0
-        self.source: LocalFile | None = None  # once it is complete
+        self.source: LocalFile | None = None  # set by `complete`
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -215,9 +215,10 @@ def _written(
     checksum: str,
     options: Options,
 ) -> tuple[dict[str, _Frame], int]:
-    """Make the frames of all tensors, on all cores, and publish the folder; return its bytes.
+    """Compute the frames of all tensors on all cores, and publish the folder.
 
-    Frames wait in temporary files: a header precedes them that has their sizes.
+    Return the frames and the size of the folder in bytes. Frames are first written to temporary
+    files, because the header before them contains their sizes.
     """
     place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
@@ -264,7 +265,7 @@ def _written(
 def _files(
     found: Mapping[str, _Frame], options: Options
 ) -> tuple[list[OutputFile], dict[str, str]]:
-    """Return the files of frames, and the file of each name."""
+    """Return the output files with the frames, and a dict from tensor name to file name."""
     groups: list[list[str]] = []
     room = 0
     for name, each in found.items():
@@ -292,7 +293,7 @@ def _files(
 
 
 def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield ``new ^ old`` and the new bytes, in pieces; the new ones are added to `total`."""
+    """Yield (``new ^ old``, new bytes) in pieces; update the checksum `total` of the new bytes."""
     import numpy as np
 
     for one, other in in_step(
@@ -306,9 +307,9 @@ def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes,
 def _encode(
     differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: _Spool
 ) -> int:
-    """Append the frame of a tensor of `length` bytes to the spool; return the changed bytes.
+    """Append the frame of a tensor of `length` bytes to the spool; return how many bytes changed.
 
-    Nothing is appended where these are none.
+    If none changed, nothing is appended.
     """
     import numpy as np
 
@@ -358,12 +359,12 @@ def squash_delta(
     """
     found = read_all(deltas)
     if not found:
-        raise UsageError("there are no deltas to join")
+        raise UsageError("no deltas to join")
     first, last = found[0], found[-1]
     for one, other in pairwise(found):
         if other.base_version != one.version:
             raise UsageError(
-                f"applies to version {other.base_version}, and {one.name} makes {one.version}",
+                f"applies to version {other.base_version}, but {one.name} makes {one.version}",
                 where=other.name,
             )
     if first.version is None or last.version is None or first.base_version is None:
@@ -378,27 +379,27 @@ def squash_delta(
             )  # fmt: skip
     if odd := [each for each in found if each.encoding != XOR]:
         raise UsageError(
-            f"is {odd[0].encoding}: only deltas of {XOR} can be joined without their base",
+            f"is {odd[0].encoding}: without the base, only {XOR} deltas can be joined",
             where=odd[0].name,
-            hint=f"name it: {typed('--base BASE', 'base=...')}",
+            hint=f"pass the base: {typed('--base BASE', 'base=...')}",
         )
     return _joined(found, path, made(Options(), options))
 
 
 def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
-    """Join the frames of deltas of xor."""
+    """Join the frames of xor deltas."""
     changes: dict[str, list[Change]] = {}
     for each in found:
         for name, change in each.changes.items():
             changes.setdefault(name, []).append(change)
     algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
     if len(algorithms) > 1 or any(each[-1].checksum is None for each in changes.values()):
-        what = f"have checksums of several kinds: {some(sorted(algorithms))}"
-        raise UsageError(what, hint=f"name the base: {typed('--base BASE', 'base=...')}")
+        what = f"have several checksum algorithms: {some(sorted(algorithms))}"
+        raise UsageError(what, hint=f"pass the base: {typed('--base BASE', 'base=...')}")
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
     def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all of a tensor; nothing if they undo each other."""
+        """Write one frame for all changes of a tensor; nothing if they cancel out."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
         streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]
@@ -425,7 +426,7 @@ def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
 
 
 def _length(change: Change) -> int:
-    """Return the bytes that a frame holds: said in its header, or counted."""
+    """Return the content size of a frame from its header; without it, by decompressing."""
     head = change.frame.part(0, min(change.frame.length, 18)).read()
-    said = zstandard().frame_content_size(head)
-    return said if said >= 0 else sum(map(len, unzstd(change.frame, change.name)))
+    size = zstandard().frame_content_size(head)
+    return size if size >= 0 else sum(map(len, unzstd(change.frame, change.name)))

@@ -1,6 +1,6 @@
-"""Causes why a checkpoint does not load, and for each the command that fixes it.
+"""Find out why a checkpoint does not load, and which command fixes it.
 
-In: a path, and a model if there is one. Out: causes with their fixes; ``diagnose.cure`` carries
-them out in one plan. Uses core, quantized, edits, formats, scanning, api, analysis,
-loading and lora.
+Input: a path, optionally a model. Output: causes with their fixes; ``diagnose.apply_fixes`` applies
+all fixes in one pass. Uses core, quantized, edits, formats, scanning, api, analysis, loading and
+lora.
 """

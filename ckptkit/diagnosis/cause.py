@@ -1,4 +1,4 @@
-"""A cause, the command that helps, what a plan can do about it; and the facts that checks need."""
+"""Define causes with their commands and fixes, and the facts that the checks use."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ckptkit.formats.format import Format
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
 
-ERROR = "error"  # it does not load
-WARNING = "warning"  # it does not load everywhere, or not as its name promises
-NOTE = "note"  # it loads, and costs more or is something else than one may think
+ERROR = "error"  # the file does not load
+WARNING = "warning"  # the file loads only with some functions
+NOTE = "note"  # the file loads, but is larger or different than expected
 LEVELS = (ERROR, WARNING, NOTE)  # most severe first
 
 
-DROP_OBJECTS: Fix = {OPTIONS: {"objects": "drop"}}  # a fix that leaves out Python objects
+DROP_OBJECTS: Fix = {OPTIONS: {"objects": "drop"}}  # drop Python objects
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason why it does not load: `title`, `explanation`, and the `command` to type, if any.
+    """A reason why a file does not load: `title`, `explanation`, and a `command` if one helps.
 
-    ``fix`` is what one plan can do about it, None if nothing; an empty fix rewrites the checkpoint,
-    enough for a faulty file.
+    ``fix`` is what `--fix` does about it; None if it cannot. An empty fix only rewrites the file,
+    which is enough for faults of the container.
     """
 
     code: str
@@ -50,25 +50,26 @@ class Cause:
 
 
 def at_least(causes: Iterable[Cause], level: str) -> list[Cause]:
-    """Return the causes that are as severe as `level`, or more."""
+    """Return the causes that are at least as severe as `level`."""
     return [cause for cause in causes if LEVELS.index(cause.level) <= LEVELS.index(level)]
 
 
 def together(causes: Iterable[Cause]) -> Fix | None:
-    """Return one fix for all of the causes, None if none has a fix."""
+    """Merge the fixes of all causes into one; None if no cause has a fix."""
     fixes = [cause.fix for cause in causes if cause.fix is not None]
     return edits.together(fixes) if fixes else None
 
 
-# The facts that several checks need
+# The facts that several checks use
 
 SHOWN = 4  # names in a sentence
 
 
 class Form(NamedTuple):
-    """The way in which ckptkit can write the contents of a file.
+    """A way to write the contents of a file: whole, without objects, or only the weights.
 
-    ``options`` and the ``suffix`` of the output (None: that of the file), and the same as a `fix`.
+    It has the ``options`` of a command and the ``suffix`` of its output (None keeps the suffix),
+    and the same as a `fix`.
     """
 
     options: tuple[str, ...] = ()
@@ -83,19 +84,21 @@ WEIGHTS = Form((), SAFETENSORS.suffixes[0], {"weights": {}, **DROP_OBJECTS})
 
 @dataclass(frozen=True)
 class Facts:
-    """The checkpoint under examination.
+    """The facts about the examined checkpoint.
 
-    ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
-    ``checkpoint`` is what was read, None where nothing is written; ``container`` is the format of
-    the file itself, if that is not the format of the checkpoint in it (compressed). ``step`` is
-    what in its pickle weights_only=True refuses, apart from names, None if nothing.
-
-    ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
-    names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
-    shards without one, ``no_version`` that it lacks a record which torch requires; ``with_model``:
-    prefixes are looked at beside the model; ``for_here``: titles may speak of this machine.
-    ``quantized`` is what is quantized in the weights, ``method`` what the configuration says of
-    it; ``needs_floats``: the model has numbers where the file has codes and scales.
+    - ``path``: the file as typed. ``checkpoint``: None if it cannot be read.
+    - ``container``: the format of the file, if it contains a checkpoint of another format (gzip).
+    - ``ambiguous``: entries that could be the weights, if there are several.
+    - ``devices``: devices of this machine; None if torch is not installed.
+    - ``lacking``: names in its pickles that the installed torch does not have.
+    - ``step``: an opcode or call in its pickle that weights_only=True refuses; None if there is
+      none.
+    - ``no_index``: a folder of shards without an index. ``no_version``: the version record is
+      missing.
+    - ``quantized``: the quantized weights. ``method``: the quantization in config.json.
+    - ``with_model``: a model is given, so `fit` checks prefixes. ``needs_floats``: this model has
+      floats where the file has codes and scales.
+    - ``for_here``: messages may mention this machine.
     """
 
     path: str
@@ -117,11 +120,11 @@ class Facts:
 
     @cached_property
     def form(self) -> Form | None:
-        """The first form in which ckptkit can write the contents, None if there is none."""
+        """The first form in which ckptkit can write the contents; None if there is none."""
         return next(filter(self.can_be_written, (WHOLE, DROPPED, WEIGHTS)), None)
 
     def can_be_written(self, form: Form) -> bool:
-        """Return whether the contents can be written in a form."""
+        """Return whether ckptkit can write the contents in this form."""
         if self.checkpoint is None or not self._is_odd:
             return True
         if form is DROPPED:
@@ -131,7 +134,7 @@ class Facts:
 
     @cached_property
     def _planned(self) -> Checkpoint:
-        """The checkpoint as the commands write it: packed layers of a program are dequantized."""
+        """The checkpoint that commands write: packed layers of TorchScript are dequantized."""
         assert self.checkpoint is not None
         if not (is_script(self) and advice.packed(self.summary)):
             return self.checkpoint
@@ -139,25 +142,25 @@ class Facts:
 
         try:
             return dequantize(self.checkpoint)
-        except CkptkitError:  # which `is_written` meets too
+        except CkptkitError:  # `is_written` then returns False for the same reason
             return self.checkpoint
 
     @property
     def _is_odd(self) -> bool:
-        """Return whether a writer may refuse the contents: only then a file is planned to know."""
+        """Return whether a writer may refuse the contents. Otherwise planning can be skipped."""
         dtypes = {row.tensor.dtype.name for row in self.summary.rows}
         return bool(self.summary.refused) or not NOT_IN_TORCH.isdisjoint(dtypes)
 
     @cached_property
     def are_weights_for_torch(self) -> bool:
-        """Return whether ckptkit can write the weights alone as a file of torch.save."""
+        """Return whether ckptkit can write the weights as a file of torch.save."""
         if self.checkpoint is None or not self._is_odd:
             return True
         return is_written(bare(self._planned), TORCH_ZIP)
 
 
 def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") -> bool:
-    """Return whether a checkpoint can be written in a format; its file is planned to know."""
+    """Return whether a checkpoint can be written in a format, by planning the file."""
     try:
         formats.layout(checkpoint, format, Options(objects=objects))
     except CkptkitError:
@@ -170,13 +173,13 @@ def format_of(facts: Facts) -> Format:
 
 
 def is_script(facts: Facts) -> bool:
-    """Return whether it is a program that torch loads: TorchScript."""
+    """Return whether the file is TorchScript."""
     format = format_of(facts)
     return format.loaded_by_torch and format.program
 
 
 def is_torch_file(facts: Facts) -> bool:
-    """Return whether torch.load reads it."""
+    """Return whether torch.load reads this format."""
     format = format_of(facts)
     return format.loaded_by_torch and not format.program
 
@@ -188,7 +191,7 @@ def is_wrapped(facts: Facts) -> bool:
 def edit(
     facts: Facts, command: str, mark: str, *options: str, suffix: str | None = None
 ) -> str | None:
-    """Return the command that edits the file, None if nothing can be written of it."""
+    """Return an editing command for the file; None if ckptkit cannot write its contents."""
     form = facts.form
     if form is None:
         return None
@@ -198,15 +201,15 @@ def edit(
 
 
 def convert(facts: Facts, mark: str, *options: str) -> str | None:
-    """Return a `convert` command: into a .pth file, or a safetensors file as it was one."""
+    """Return a `convert` command with a .pth output; for compressed safetensors, .safetensors."""
     suffix = advice.suffix_for_torch(facts.path)
     if facts.summary.format == SAFETENSORS.name and facts.container is not None:
         suffix = SAFETENSORS.suffixes[0]
     return edit(facts, "convert", mark, *options, suffix=suffix)
 
 
-def alone(facts: Facts, mark: str) -> str | None:
-    """The command that makes a file of the weights alone."""
+def extract_weights(facts: Facts, mark: str) -> str | None:
+    """Return the command that writes a file with only the weights."""
     if not is_wrapped(facts):
         return convert(facts, mark)
     suffix = advice.suffix_for_torch(facts.path)

@@ -1,4 +1,4 @@
-"""Causes in the file or folder itself, and those for which it cannot be read at all."""
+"""Check the file or folder itself: wrong format or suffix, damage, reasons why reading fails."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ckptkit.diagnosis.cause import (
     Cause,
     Facts,
     Fix,
-    alone,
     convert,
     edit,
+    extract_weights,
     format_of,
     is_script,
     is_wrapped,
@@ -43,8 +43,8 @@ from ckptkit.diagnosis.cause import (
 from ckptkit.formats.table import GGUF, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (
-    " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes "
-    "float32 of them."
+    " Quantized layers keep their weights packed, outside of the state_dict: --dequantize converts "
+    "them to float32."
 )
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
@@ -59,23 +59,23 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def part(found: PartOf) -> Cause:
-    """The cause of a file that is one part of a checkpoint: no command makes it whole alone."""
+    """Return the cause for a single rank's file: the model needs the whole folder."""
     folder, problem = found.folder, None
     if folder is not None:
         problem = _problem(folder)
-    why = "" if problem is None else f" But that {_sentence(problem)}"
+    why = "" if problem is None else f" But this {_sentence(problem)}"
     words = ("ckptkit", "convert", *argument(folder or ""), "whole.safetensors")
     return Cause(
         "part",
         ERROR,
         f"It is {found}.",
-        f"A model needs all parts: `convert` puts them together from their folder.{why}",
+        f"A model needs all ranks: `convert` merges them from their folder.{why}",
         None if folder is None or problem is not None else shell_command(words),
     )
 
 
 def _problem(folder: str) -> CkptkitError | None:
-    """Return why the checkpoint in a local folder cannot be read, None if it can."""
+    """Return the error of reading a local folder; None if it can be read, or is a URL."""
     if is_url(folder):
         return None
     try:
@@ -86,7 +86,7 @@ def _problem(folder: str) -> CkptkitError | None:
 
 
 def _sentence(error: CkptkitError) -> str:
-    """Return the message and hint of an error as the rest of a sentence."""
+    """Return a sentence, without its first word, with the message and hint of an error."""
     hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
     return f"folder cannot be read: {error.message}.{hint}"
 
@@ -99,9 +99,9 @@ def _container(facts: Facts) -> Iterator[Cause]:
             format.name,
             WARNING,
             f"It is {format.noun}, not a file{what}.",
-            "torch.load reads files, and a plain model has no use for the parts of several "
-            "processes: they must be put together.",
-            alone(facts, "whole"),
+            "torch.load reads single files, and a single-process model needs complete tensors: the "
+            "ranks must be merged.",
+            extract_weights(facts, "whole"),
             _bare(facts),
         )
     elif format.loaded_by_torch and format.torch_error:
@@ -109,7 +109,7 @@ def _container(facts: Facts) -> Iterator[Cause]:
             "old-format",
             ERROR,
             f"It is {format.noun}.",
-            "torch.load(weights_only=True), the default since 2.6, refuses such: "
+            "torch.load(weights_only=True), the default since 2.6, refuses this format: "
             f"{format.torch_error}.",
             convert(facts, "new"),
             {},
@@ -117,12 +117,12 @@ def _container(facts: Facts) -> Iterator[Cause]:
 
 
 def _bare(facts: Facts) -> Fix:
-    """Return the fix that takes the weights out of the entry that they are in, if they are."""
+    """Return a fix that extracts the weights, if they are in an entry; an empty fix otherwise."""
     return {"weights": {}} if is_wrapped(facts) else {}
 
 
 def _suffix(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a name whose suffix is that of another format."""
+    """Yield the cause for a suffix that does not match the content."""
     format, path = facts.container or format_of(facts), facts.path.lower()
     if format.is_folder or format is NONE:
         return
@@ -130,26 +130,26 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "suffix",
             ERROR,
-            f"Its name says torch.save, its content is {format.name}.",
-            'torch.load cannot read that: "invalid load key", "Invalid magic number" or '
-            '"Weights only load failed".',
+            f"Its suffix is one of torch.save, but its content is {format.name}.",
+            'torch.load raises "invalid load key", "Invalid magic number" or "Weights only load '
+            'failed".',
             *_as_torch(facts),
         )
     elif path.endswith(SAFETENSORS.suffixes) and format is not SAFETENSORS:
         yield Cause(
             "suffix",
             ERROR,
-            f"Its name says safetensors, its content is {format.name}.",
-            'safetensors cannot read that: "Error while deserializing header".',
+            f"Its suffix is .safetensors, but its content is {format.name}.",
+            'safetensors raises "Error while deserializing header".',
             edit(facts, "convert", "safe"),
             {},
         )
 
 
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a file that torch.load refuses and that is not named as one of its own.
+    """Yield the cause for formats that torch.load refuses: NumPy, pickle, archives, folders.
 
-    Such are those of numpy and pickle, compressed files, other archives and their folders.
+    `_suffix` reports those with a suffix of torch.save.
     """
     format, path = facts.container or format_of(facts), facts.path.lower()
     is_named = path.endswith(TORCH_SUFFIXES) and not format.is_folder
@@ -161,16 +161,16 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
         WARNING if format.program else ERROR,
         f"It is {format.noun}, not a file of torch.save.",
         f"torch.load refuses it: {format.torch_error}."
-        + " It holds no weights." * (none and not facts.summary.inner),
+        + " It contains no weights." * (none and not facts.summary.inner),
         *((None, None) if none else _as_torch(facts)),
     )
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return command and fix that make a file for torch.load.
+    """Return the command and the fix that write a file for torch.load.
 
-    Arrays of numpy become tensors in a safetensors file alone, and so do those of GGUF without the
-    metadata beside them.
+    Only a safetensors output converts NumPy arrays to tensors, and GGUF tensors without their
+    metadata.
     """
     if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
         return edit(facts, "convert", "safe", suffix=".safetensors"), None
@@ -190,7 +190,7 @@ def _llama_cpp(facts: Facts) -> Iterator[Cause]:
             "llama-cpp",
             WARNING,
             f"Its {warning}.",
-            "ckptkit and gguf-py read it all the same.",
+            "ckptkit and gguf-py can read it.",
         )
 
 
@@ -202,8 +202,8 @@ def _program(facts: Facts) -> Iterator[Cause]:
             "program",
             WARNING,
             "It is a TorchScript program, not a state_dict.",
-            "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
-            "your own needs its weights." + _PACKED * dequantize,
+            "torch.jit.load runs it; torch.load(weights_only=True) refuses it. A model class of "
+            "your own needs only its weights." + _PACKED * dequantize,
             convert(facts, "weights", *options),
             {**_bare(facts), **({"dequantize": {}} if dequantize else {})},
         )
@@ -226,14 +226,14 @@ def _lacking(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "newer",
             ERROR,
-            f"It was saved by a newer torch than the one here, which has no {some(facts.lacking)}.",
-            "What it names is made by that torch alone.",
+            f"It was saved by a newer torch: the installed one has no {some(facts.lacking)}.",
+            "torch cannot rebuild these objects.",
             "pip install --upgrade torch",
         )
 
 
 def _dtypes(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for tensors of dtypes that torch lacks: F6, and F4 in odd rows."""
+    """Yield the cause for dtypes that torch does not have: F6, and F4 with rows of odd length."""
     rows = [row for row in facts.summary.rows if row.tensor.dtype.name in NOT_IN_TORCH]
     names = [f"{row.label} ({row.dtype} {shape(row.tensor.shape)})" for row in rows]
     if names and format_of(facts) is SAFETENSORS:
@@ -252,8 +252,8 @@ def _index(facts: Facts) -> Iterator[Cause]:
             "no-index",
             ERROR,
             "It is a folder of shards without their index.",
-            "transformers and others find the tensors of a sharded model through its .index.json "
-            "alone.",
+            "transformers and other libraries need the .index.json to find the tensors of a "
+            "sharded model.",
             edit(facts, "convert", "indexed", "--format", facts.summary.format),
             {},
         )
@@ -270,8 +270,8 @@ def _shard(facts: Facts) -> Iterator[Cause]:
             "one-shard",
             ERROR,
             f"It is one of {int(found[1]):,} shards of a checkpoint.",
-            "The other tensors are in the files beside it; name the folder to read all of them."
-            + (f" But that {_sentence(problem)}" if problem else ""),
+            "The other tensors are in the files next to it; use the path of the folder to read all."
+            + (f" But this {_sentence(problem)}" if problem else ""),
             None if problem else command,
         )
 
@@ -282,7 +282,7 @@ def _ambiguous(facts: Facts) -> Iterator[Cause]:
             "ambiguous",
             WARNING,
             f"Several entries could be the weights: {some(facts.ambiguous)}.",
-            "A model takes one of them; --key says which.",
+            "A model needs one of them; choose it with --key.",
             shell_command(
                 ("ckptkit", "doctor", "--key", facts.ambiguous[0], *argument(facts.path))
             ),
@@ -294,11 +294,12 @@ _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why reading failed, and what there is.
+    """A file or folder that cannot be read, with the error.
 
-    ``known``: a format claims it; ``recoverable``: tensors of it are whole; ``unverified``: what is
-    left of it can be read, unverified. ``opens``: torch.load reads it without an error. ``head``
-    are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
+    - ``known``: its format was recognized. ``head``: its first bytes; empty for a folder.
+    - ``recoverable``: some tensors are intact. ``unverified``: tensors can be read, but not
+      verified. ``opens``: torch.load reads the file without an error.
+    - ``whole``: a complete folder of the same run.
     """
 
     path: str
@@ -313,7 +314,7 @@ class Refusal:
 
 
 def refused(refusal: Refusal) -> Cause:
-    """Return the one cause of a refusal."""
+    """Return the cause for a file or folder that cannot be read."""
     error, head = refusal.error, refusal.head
     fault = error.message + (f" ({error.where})" if error.where not in (None, refusal.path) else "")
     hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
@@ -324,16 +325,16 @@ def refused(refusal: Refusal) -> Cause:
             "html",
             ERROR,
             "It is an HTML page, not a checkpoint.",
-            "The download got a page about the file, or one that asks to log in: torch.load says "
-            "\"invalid load key, '<'\"." + hint,
+            "The download saved a web page, such as a login form, instead of the file. torch.load "
+            "raises \"invalid load key, '<'\"." + hint,
         )
     if error.code == NEWER_TORCH:
         return Cause(
             "newer",
             ERROR,
-            f"It is of a newer format than this torch can read: {fault}.",
-            '"Attempted to read a PyTorch file with version ...": a newer torch reads it, and '
-            "can save it for older ones.",
+            f"Its format is too new for the installed torch: {fault}.",
+            'torch raises "Attempted to read a PyTorch file with version ...". A newer torch reads '
+            "it, and can save it for older versions.",
             "pip install --upgrade torch",
         )
     if (
@@ -344,7 +345,7 @@ def refused(refusal: Refusal) -> Cause:
             _ID.get(type(error), "refused"),
             ERROR,
             f"It {_verb(fault)}.",
-            f"{_WHY.get(type(error), 'ckptkit does not read such files.')}{hint}",
+            f"{_WHY.get(type(error), 'ckptkit cannot read such files.')}{hint}",
         )
     if refusal.is_folder and refusal.known:
         return _unfinished(refusal, fault, hint)
@@ -362,20 +363,20 @@ _ID = {
     LimitError: "limit",
 }
 _WHY = {
-    AmbiguousError: "ckptkit does not guess what is meant.",
-    LimitError: "ckptkit stops at this limit.",
+    AmbiguousError: "ckptkit does not guess which one you need.",
+    LimitError: "ckptkit does not read files above this limit.",
 }
 
 
 def _pointer(refusal: Refusal) -> Cause:
     size = _SIZE.search(refusal.head)
-    stands = f" of {int(size[1]):,} bytes" if size else ""
+    of_size = f" of {int(size[1]):,} bytes" if size else ""
     return Cause(
         "lfs-pointer",
         ERROR,
-        f"It is a Git LFS pointer, not the file{stands} that it stands for.",
-        "The repository was cloned without git-lfs: torch.load says \"invalid load key, 'v'\". In "
-        "the clone:",
+        f"It is a Git LFS pointer to a file{of_size}, not the file itself.",
+        "The repository was cloned without git-lfs: torch.load raises \"invalid load key, 'v'\". "
+        "Run this in the clone:",
         "git lfs pull",
     )
 
@@ -386,9 +387,9 @@ def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
     return Cause(
         "unfinished",
         ERROR,
-        f"Its files do not go together: {fault}.",
-        "A save that was interrupted, a copy that left files out, or files of two saves cannot be "
-        f"put together.{hint}{more}",
+        f"Its files do not belong to one complete checkpoint: {fault}.",
+        "The save was interrupted, the copy is incomplete, or the files come from two saves."
+        f"{hint}{more}",
         command,
     )
 
@@ -401,7 +402,7 @@ def _damaged(refusal: Refusal, fault: str) -> Cause:
         again += " If you cannot, save its intact tensors:"
         command, fix = advice.recover(refusal.path), {}
     elif refusal.unverified:
-        again += " If you cannot, save what is left, which may have wrong values:"
+        again += " If you cannot, save the tensors that can be read; their values may be wrong:"
         command = advice.recover(refusal.path, unverified=True)
     truncated = isinstance(refusal.error, TruncatedError)
     title = f"It is {'truncated' if truncated else 'damaged'}: {fault}."
@@ -412,25 +413,25 @@ def _damaged(refusal: Refusal, fault: str) -> Cause:
 
 _TRUNCATED = (
     'The download or the save did not finish. torch.load raises "failed finding central '
-    'directory" or "unexpected EOF", safetensors "incomplete metadata".'
+    'directory" or "unexpected EOF"; safetensors raises "incomplete metadata".'
 )
 _CHANGED = (
-    "Bytes were changed after the save. torch.load compares no checksums: it fails, or loads wrong "
-    "values without an error."
+    "Bytes changed after the save. torch.load checks no checksums: it fails, or loads wrong values "
+    "without an error."
 )
 _OPENS = (
-    "Bytes were changed after the save. torch.load compares no checksums: it loads the wrong "
-    "values without an error."
+    "Bytes changed after the save. torch.load checks no checksums: it loads wrong values without "
+    "an error."
 )
 
 
 def _verb(fault: str) -> str:
-    """Return a message as the predicate of a sentence.
+    """Turn a message into the predicate of a sentence about the file.
 
-    Most are written to follow the name of the file: ``is empty``, ``holds 2 checkpoints``.
+    Most messages already are one, because they follow the file name: ``is empty``, ``has no ...``.
     """
     return (
         fault
-        if re.match(r"(is|has|holds|begins|names|puts|says) ", fault)
+        if re.match(r"(is|has|holds|contains|begins|starts|names|puts|says|was) ", fault)
         else f"cannot be read: {fault}"
     )

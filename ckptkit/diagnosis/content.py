@@ -1,4 +1,4 @@
-"""Causes in the content of a checkpoint that can be read: in its tree, its names, its codes."""
+"""Check the content of a readable checkpoint: its objects, devices, names and quantized weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from glob import escape
 from typing import Any
 
-from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
+from ckptkit.analysis.advice import MIN_UNUSED, prefix_options, wrappers
 from ckptkit.analysis.view_model import adapter_facts
 from ckptkit.core.errors import DELTA, RUNS_CODE, CkptkitError, coded
 from ckptkit.core.text import argument, flatten, plural, shell_command, without
@@ -27,9 +27,9 @@ from ckptkit.diagnosis.cause import (
     Cause,
     Facts,
     Fix,
-    alone,
     convert,
     edit,
+    extract_weights,
     format_of,
     is_lightning,
     is_script,
@@ -45,20 +45,20 @@ from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
 
-BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
+BLOAT = 0.3  # optimizer state is reported above this share of the bytes
 
 
 def causes(facts: Facts) -> list[Cause]:
-    """Return all causes that apply, those of the container first."""
+    """Return all causes that apply; causes in the container come first."""
     looks = (
         container.causes, _delta, _adapter, _quantized, _module, _wrapper, _refused, _step, _names,
         _devices, _optimizer, _slices, _inner,
     )  # fmt: skip
-    return [_that_can_be_written(facts, cause) for cause in flatten(look(facts) for look in looks)]
+    return [_with_writable_fix(facts, cause) for cause in flatten(look(facts) for look in looks)]
 
 
-def _that_can_be_written(facts: Facts, cause: Cause) -> Cause:
-    """Return the cause with a fix that no writer of torch's files refuses, or without one."""
+def _with_writable_fix(facts: Facts, cause: Cause) -> Cause:
+    """Extend the fix so that its result can be written for torch; None if that is impossible."""
     if cause.fix is None:
         return cause
     form = facts.form
@@ -72,8 +72,9 @@ def _delta(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "delta",
             ERROR,
-            "It is a delta: compressed differences of tensors, under their names.",
-            "A model cannot load it. `delta apply` makes the new checkpoint of it and of its base.",
+            "It is a delta: it contains compressed differences of tensors under their names.",
+            "A model cannot load it. `delta apply` computes the new checkpoint from it and its "
+            "base.",
             shell_command(("ckptkit", "delta", "inspect", *argument(facts.path))),
         )
 
@@ -86,14 +87,14 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
                 read_adapter(facts.checkpoint)
         except CkptkitError as error:
             title = f"It is an adapter that cannot be read: {error.message}."
-            yield Cause("adapter", ERROR, title, "Nothing of it can be loaded or merged.")
+            yield Cause("adapter", ERROR, title, "It cannot be loaded or merged.")
         return
     yield Cause(
         "adapter",
         NOTE,
-        f"It is an adapter ({adapter_facts(adapter)}), and not a model.",
-        "Its base model does not have these names. `lora merge BASE ADAPTER OUT` adds it to the "
-        "base; peft's PeftModel.from_pretrained loads it beside the base.",
+        f"It is an adapter ({adapter_facts(adapter)}), not a model.",
+        "Its base model does not have these names. `lora merge BASE ADAPTER OUT` merges it into "
+        "the base; PeftModel.from_pretrained of peft loads it on top of the base.",
     )
     from ckptkit.lora.check import alone
 
@@ -101,7 +102,7 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
         what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
         step = f"{each.hint[0].upper()}{each.hint[1:]}. " if each.hint else ""
         why = f"{step}`lora check --base BASE` compares names and shapes with its base."
-        yield Cause(each.code, each.level, f"It would not do what it should: {what}.", why)
+        yield Cause(each.code, each.level, f"It would not work correctly: {what}.", why)
 
 
 def _module(facts: Facts) -> Iterator[Cause]:
@@ -116,9 +117,9 @@ def _module(facts: Facts) -> Iterator[Cause]:
             ERROR,
             f"It is a whole pickled module ({kind}), not its state_dict.",
             "Loading it imports the class from the module where it was defined (\"Can't get "
-            'attribute", "No module named"), '
-            "and torch.load(weights_only=True), the default since 2.6, refuses it. The weights "
-            "are all that a model needs.",
+            'attribute", "No module named"). '
+            "torch.load(weights_only=True), the default since 2.6, refuses it. A model needs only "
+            "the weights.",
             edit(facts, "convert", "weights", suffix=".safetensors"),
             {"weights": {}},
         )
@@ -134,21 +135,20 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
     others = (
         [str(name) for name in facts.root if name != key] if isinstance(facts.root, dict) else []
     )
-    beside = f", beside {some(others)}" if others else ""
+    beside = f", next to {some(others)}" if others else ""
     yield Cause(
         "wrapper",
-        NOTE if others else WARNING,  # as training loops save it
+        NOTE if others else WARNING,  # with other entries, it is the usual file of a training loop
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict takes that entry, not the dict around it, whose keys are not names of "
-        "parameters: "
+        "load_state_dict needs this entry. For the dict around it, load_state_dict raises "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
-        alone(facts, "weights"),
+        extract_weights(facts, "weights"),
         {"weights": {}},
     )
 
 
 def _refused(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for values that weights_only=True refuses, unless another cause says so."""
+    """Yield the cause for names that weights_only=True refuses; `_module` reports whole modules."""
     summary = facts.summary
     refused = summary.refused
     if not refused or not is_torch_file(facts) or summary.is_module:
@@ -156,44 +156,44 @@ def _refused(facts: Facts) -> Iterator[Cause]:
     harm = coded(summary.warnings, RUNS_CODE)
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
     if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
-        what += " It holds nothing else, and no weights: without such values nothing would be left."
+        what += " The file contains nothing else: without these values it would be empty."
     yield Cause(
         "weights-only",
         ERROR,
-        f"torch.load(weights_only=True) refuses it: it names {some(refused)}.",
-        'It is the default since torch 2.6: "Weights only load failed". weights_only=False would '
-        "run what the file names." + what,
+        f"torch.load(weights_only=True) refuses it, because of {some(refused)}.",
+        'weights_only=True is the default since torch 2.6; it raises "Weights only load failed". '
+        "weights_only=False would import and call these names." + what,
         *_plain(facts),
     )
 
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return the command and fix that leave out Python objects, arrays of numpy included."""
+    """Return the command and the fix that drop Python objects, including NumPy arrays."""
     if any(row.inside for row in facts.summary.rows):
-        return None, None  # tensor subclasses would go too, and they are weights
+        return None, None  # this would drop tensor subclasses too, which are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
         return edit(facts, "convert", "weights", suffix=".safetensors"), None
     if is_wrapped(facts):
-        return alone(facts, "weights"), {"weights": {}, **DROP_OBJECTS}
+        return extract_weights(facts, "weights"), {"weights": {}, **DROP_OBJECTS}
     if not facts.can_be_written(DROPPED):
         return convert(facts, "weights") if facts.form is WEIGHTS else None, None
     return convert(facts, "plain", "--objects", "drop"), DROP_OBJECTS
 
 
 def _step(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a pickle that no torch.save writes by default: of another protocol."""
+    """Yield the cause for opcodes and calls that weights_only=True refuses: another protocol."""
     if facts.step is not None:
         why = (
-            ' "Unsupported operand": it reads pickle protocol 2, which torch.save writes unless '
-            "pickle_protocol says otherwise."
+            ' or "Unsupported operand". It reads pickle protocol 2, the default of torch.save; '
+            "this file was saved with another pickle_protocol."
         )
         yield Cause(
             "pickle",
             ERROR,
-            f"torch.load(weights_only=True) refuses a step of its pickle: {facts.step}.",
-            'It is the default since torch 2.6: "Weights only load failed".'
-            + why * facts.step.startswith("opcode "),
+            f"torch.load(weights_only=True) refuses its pickle: {facts.step}.",
+            "weights_only=True is the default since torch 2.6; it raises "
+            '"Weights only load failed"' + (why if facts.step.startswith("opcode ") else "."),
             convert(facts, "protocol2"),
             {},
         )
@@ -208,20 +208,20 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             "device",
             ERROR,
             f"It was saved on {some(away)}{_lacks(facts)}.",
-            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA '
-            'device". '
-            "map_location='cpu' does the same as this command, at each load.",
+            "torch.load puts tensors on the device from which they were saved, and raises "
+            '"Attempting to deserialize object on a CUDA device". With map_location="cpu", it '
+            "loads them on the CPU; this command does the same once, in the file.",
             edit(facts, "remap", "cpu", "--to", "cpu"),
             {"remap": {"devices": "cpu"}},
         )
 
 
 def _lacks(facts: Facts) -> str:
-    """Return the clause on this machine, empty in a report that is read on others."""
+    """Return a clause about this machine; empty in reports for other machines."""
     if not facts.for_here:
         return ""
     if facts.devices is None:
-        return ", and torch, which would know if this machine has it, is not installed"
+        return "; torch is not installed, so it is unknown whether this machine has it"
     return ", which this machine does not have"
 
 
@@ -230,29 +230,28 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if much of the file is the state of optimizers."""
+    """Yield a note if much of the file is optimizer state."""
     theirs, others = _storages(facts.root)
     everything = sum({**theirs, **others}.values())
     optimizers = sum(without(theirs, others).values())
-    if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, WASTE):
+    if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, MIN_UNUSED):
         yield Cause(
             "optimizer",
             NOTE,
-            f"{optimizers / everything:.0%} of its bytes are the state of the optimizer.",
-            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing "
-            "else does.",
-            alone(facts, "weights"),
+            f"{optimizers / everything:.0%} of its bytes are optimizer state.",
+            f"{optimizers:,} of {everything:,} bytes are needed only to resume training.",
+            extract_weights(facts, "weights"),
             {"weights": {}},
         )
 
 
 def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the bytes of storages by their ids: of those in optimizers, and of those outside.
+    """Return the sizes of storages by their ids: (in optimizers, outside of optimizers).
 
-    Optimizers may hold the weights themselves, which are then in both.
+    Some optimizers contain the weights; these storages are in both.
     """
     outside = sys.maxsize
-    depth = outside  # that of an optimizer, while the walk is in it
+    depth = outside  # depth of the optimizer that the walk is in
     theirs: dict[int, int] = {}
     others: dict[int, int] = {}
     for path, node in walk(root):
@@ -267,12 +266,12 @@ def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
 
 def _slices(facts: Facts) -> Iterator[Cause]:
     totals = facts.summary.totals
-    if totals.unused_nbytes > max(WASTE, totals.nbytes // 10):
+    if totals.unused_nbytes > max(MIN_UNUSED, totals.nbytes // 10):
         yield Cause(
             "slices",
             NOTE,
             f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
-            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each "
+            "A slice of a larger tensor was saved. torch.save writes the whole storage of each "
             "tensor.",
             convert(facts, "compact", "--compact"),
             {"compact": {}},
@@ -280,29 +279,29 @@ def _slices(facts: Facts) -> Iterator[Cause]:
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Yield the causes for checkpoints in byte strings, as skorch pickles its nets."""
+    """Yield the cause for files inside byte strings; skorch pickles its networks like this."""
     inner = facts.summary.inner
     if inner:
         places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
         yield Cause(
             "inner",
             NOTE,
-            f"Byte strings in it are files of their own: {some(places)}.",
-            "Weights may be in there, which only the library that wrote the file unpacks; scan "
-            "looks into them.",
+            f"Byte strings in it contain whole files: {some(places)}.",
+            "These may contain weights. Only the library that wrote the file unpacks them; `scan` "
+            "checks them.",
             shell_command(("ckptkit", "scan", *argument(facts.path))),
         )
 
 
-# The names of the weights: parts that a plain model does not have
+# Prefixes and components of names that a plain model does not have
 
-ATTRIBUTE = "model."  # what many modules call the network inside
+ATTRIBUTE = "model."  # the usual attribute name of the network inside a module
 
 
 def _names(facts: Facts) -> Iterator[Cause]:
-    """Yield the causes for wrappers before the names and inside them.
+    """Yield the causes for wrapper names at the start of keys or inside them.
 
-    With a model, `fit` finds them.
+    With a model, `fit` reports them.
     """
     if not facts.with_model:
         yield from _prefix(facts)
@@ -311,7 +310,7 @@ def _names(facts: Facts) -> Iterator[Cause]:
 
 
 def _prefix(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for wrappers before most names, one inside the other perhaps."""
+    """Yield the cause for prefixes of (nested) wrappers on most names."""
     names = names_of(facts)
     if not names or _is_inside_too(names):
         return
@@ -326,32 +325,32 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
 
 
 def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
-    """Return the cause for wrappers before most names."""
-    having = sum(name.startswith(found[0]) for name in names)
-    how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
+    """Return the cause for the wrapper prefixes `found`, outermost first."""
+    count = sum(name.startswith(found[0]) for name in names)
+    how_many = "All" if count == len(names) else f"{count:,} of {len(names):,}"
     why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
     return Cause(
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
-        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
-        'state_dict".',
+        f"{why[:1].upper()}{why[1:]}. A plain model does not have these names; load_state_dict "
+        'raises "Missing key(s) in state_dict".',
         edit(facts, "strip-module", "stripped", *prefix_options(found)),
         {"strip": {"prefix": tuple(found)}},
     )
 
 
 def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
-    """Return the note for a LightningModule that is its network and nothing else.
+    """Return the note for a LightningModule whose only attribute is the network.
 
-    `prefixes` are those to strip, that of the network last.
+    `prefixes` are the prefixes to strip; that of the network is the last.
     """
     attribute = prefixes[-1]
     return Cause(
         "attribute",
         NOTE,
         f"All keys start with {attribute!r}, the name of the network in the LightningModule.",
-        "Lightning loads the file as it is. The network alone has no such names; for it:",
+        "Lightning loads the file as it is. To load it into the network itself:",
         edit(
             facts,
             "strip-module",
@@ -363,13 +362,13 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
 
 
 def _first_part(names: list[str]) -> str:
-    """Return the part before the first dot of all names, dot included, "" if they differ."""
+    """Return the common first part of all names with its dot; "" if they differ."""
     first = names[0].partition(".")[0] + "."
     return first if all(name.startswith(first) for name in names) else ""
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """Yield a note for a common first part: a network inside a module, or part of each network."""
+    """Yield a note for a common first part of the names: it may be an attribute of a wrapper."""
     names = names_of(facts)
     if not is_torch_file(facts) or not names:
         return
@@ -380,14 +379,14 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "attribute",
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
-            "Was the network an attribute of the module that was saved? The network alone has no "
-            "such names, and --model tells which of the two yours is.",
+            "Perhaps the network was an attribute of the module that was saved. The network itself "
+            "does not have this prefix. --model checks which of the two yours needs.",
             edit(facts, "strip-module", "stripped", "--prefix", ATTRIBUTE),
         )
 
 
 def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
-    """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
+    """Yield a note for a LightningModule that contains a network and other parts, as metrics."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
     if wrappers(names) or count == len(names) or 2 * count <= len(names):
         return
@@ -397,14 +396,14 @@ def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
         "attribute",
         NOTE,
         f"{count:,} of {len(names):,} keys start with {prefix!r}.",
-        "Is that what the LightningModule calls its network? The network alone has no such names, "
-        "and --model tells if it is so.",
+        "Perhaps this is the attribute of the LightningModule with the network. The network itself "
+        "does not have this prefix. --model checks it.",
         edit(facts, "convert", "network", *words),
     )
 
 
 def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
+    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
     if wrappers(names) and not _is_inside_too(names):
@@ -413,22 +412,22 @@ def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
     if not new or len({*(new.get(name, name) for name in names)}) != len(names):
         return
     inside = [part for part in parts if any(part in name.split(".") for name in new)]
-    pattern = rf"(^|\.)(({'|'.join(inside)})\.)+=\1"  # several may follow each other
+    pattern = rf"(^|\.)(({'|'.join(inside)})\.)+=\1"  # wrappers may be nested
     yield Cause(
         "inner-prefix",
         ERROR,
         f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
-        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
-        "model has no such names.",
+        "torch.compile, FSDP or activation checkpointing wrapped submodules. A plain model does "
+        "not have these names.",
         edit(facts, "rename", "renamed", "--sub", pattern),
         {"rename": {"mapping": new}},
     )
 
 
 def _is_inside_too(names: list[str]) -> bool:
-    """Return whether names begin with a wrapper, not ``module.``, and have wrappers inside.
+    """Return whether names have a wrapper prefix other than ``module.``, and wrappers inside.
 
-    FSDP does that; one edit then removes both.
+    FSDP saves such names; one edit removes both.
     """
     parts = {each[:-1] for each in WRAPPERS if each != "module."}
     begins = {each[:-1] for each in wrappers(names)[:1]}
@@ -443,16 +442,16 @@ def _without(name: str, parts: Collection[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)
 
 
-# Quantized weights, and how to get floats
+# Quantized weights, and how to dequantize them
 
 _RAGGED = (
-    " Some have blocks that end short: transformers 5.23 derives the size of blocks from shapes, "
-    "and then computes other values."
+    " Some shapes are not divisible by the block size. transformers 5.23 derives the block size "
+    "from shapes, and computes other values for these."
 )
 
 
 def _quantized(facts: Facts) -> Iterator[Cause]:
-    """Yield a cause for all weights that can be dequantized, and one for each reason against it."""
+    """Yield a cause for all weights that can be dequantized, and one for each that cannot."""
     found = facts.quantized
     groups = (
         [group for group in found.groups if group.layout is not None] if found is not None else []
@@ -464,20 +463,20 @@ def _quantized(facts: Facts) -> Iterator[Cause]:
         reasons.setdefault((group.family, group.reason, group.hint), []).append(group.name)
     for (family, reason, hint), names in reasons.items():
         number = plural(len(names), "quantized weight")
-        what = f"{number} ({family}) cannot be dequantized: {reason}."
+        what = f"ckptkit cannot dequantize {number} ({family}): {reason}."
         yield Cause(
             "quantized-unread",
             WARNING,
             what,
-            f"{some(names)}. Codes without what they mean are not numbers: nothing is guessed."
+            f"{some(names)}. Without a known layout, codes have no values; ckptkit does not guess."
             + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
         )
     if facts.method and not (found and found.groups):
         yield Cause(
             "quantized-config",
             NOTE,
-            f"config.json says that it is quantized ({facts.method}), and no tensor is.",
-            "A library that believes it looks for scales in vain: take quantization_config out.",
+            f"config.json has a quantization_config ({facts.method}), but no tensor is quantized.",
+            "Libraries then expect scales and fail: remove quantization_config from config.json.",
         )
 
 
@@ -486,13 +485,13 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
     all_are_read = facts.quantized is not None and not facts.quantized.unread
     are = "is" if len(groups) == 1 else "are"
-    is_gguf = format_of(facts) is GGUF  # of which another cause has the command
+    is_gguf = format_of(facts) is GGUF  # the cause `not-torch` has the command
     fix: Fix = {"dequantize": {"dtype": "bfloat16"} if is_gguf else {}}
     return Cause(
         "quantized",
         ERROR if facts.needs_floats else NOTE,
         f"{len(groups):,} of its weights {are} quantized: {counts}.",
-        "A model of floats cannot load them: codes are numbers together with their scales only. "
+        "A floating-point model cannot load them: codes need their scales to have a value. "
         + _read_as({group.family for group in groups})
         + (_RAGGED if any(map(_is_ragged, groups)) else ""),
         _command(facts, groups[0]) if all_are_read and not is_gguf else None,
@@ -501,7 +500,7 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
 
 
 def _command(facts: Facts, group: QuantizedWeight) -> str | None:
-    """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
+    """Return the command that dequantizes to the dtype of the model; a folder becomes a folder."""
     assert facts.quantized is not None and facts.quantized.view is not None
     dtype = default_dtype(facts.quantized.view, group).name
     if os.path.isdir(facts.path):
@@ -510,15 +509,15 @@ def _command(facts: Facts, group: QuantizedWeight) -> str | None:
 
 
 def _read_as(used: Container[str]) -> str:
-    """Name the libraries whose reading of the codes of some families is followed."""
+    """Return a sentence with the libraries whose results ckptkit reproduces bit-exactly."""
     oracles = [each.oracle for each in families() if each.name in used and each.oracle]
-    return f"Read as these do: {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
+    return f"ckptkit dequantizes as {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
 
 
 def _is_ragged(group: QuantizedWeight) -> bool:
-    """Return whether the last blocks of 8-bit floats are smaller than the others."""
+    """Return whether the shape of an FP8 weight is not divisible by its block size."""
     if group.family != "fp8-block":
         return False
-    layout: Any = group.layout  # of this family, `Blocks`
+    layout: Any = group.layout  # `Blocks`, for this family
     grid = layout.scales[0].grid
     return bool(layout.rows % grid.height or layout.columns % grid.width)

@@ -1,4 +1,4 @@
-"""Diagnosis of a checkpoint that does not load, one plan that fixes what can be, and its report."""
+"""Diagnose a checkpoint that does not load, apply all fixes in one pass, and report."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
     from ckptkit.analysis.json_types import DoctorReport
 
-# Bytes up to which a file is read to its end: headers alone do not tell of damage to tensors.
+# Files up to this size are read whole, because headers do not show damage to tensors.
 READ = 256 << 20
-REFUSALS = (  # of a file
+REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,
 )  # fmt: skip
-FOLDERS = 16  # folders that are tried in the place of one that is not complete
+FOLDERS = 16  # most folders to try instead of an incomplete one
 _NUMBER = re.compile("[0-9]+")
-# Names that every torch has.
+# Names that all versions of torch have.
 _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")
 
 
@@ -64,8 +64,9 @@ _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "devi
 class Diagnosis:
     """The causes that were found.
 
-    ``checkpoint`` is what can be read, of a damaged file what is whole, None if nothing can;
-    ``readable`` whether all of it can; ``lost`` what of a damaged file cannot.
+    ``checkpoint`` has the content; for a damaged file only the intact tensors, and None if nothing
+    can be read. ``readable`` tells whether reading succeeded. ``lost`` lists the losses of a
+    damaged file.
     """
 
     path: str
@@ -73,16 +74,16 @@ class Diagnosis:
     checkpoint: Checkpoint | None
     readable: bool
     lost: tuple[Loss, ...] = ()
-    words: tuple[str, ...] = ()  # what said model and key on the command line
+    words: tuple[str, ...] = ()  # command line options that select the model and the key
 
     @property
     def fix(self) -> Fix | None:
-        """Return one fix for all causes, None if there is none."""
+        """One fix for all causes; None if there is none."""
         return None if self.checkpoint is None else together(self.causes)
 
     @property
-    def unmended(self) -> tuple[Cause, ...]:
-        """Return the causes that `fix` does not remove."""
+    def unfixed(self) -> tuple[Cause, ...]:
+        """The causes that `fix` does not remove."""
         return tuple(cause for cause in self.causes if cause.fix is None)
 
 
@@ -93,11 +94,11 @@ def examine(
     model: nn.Module | None = None,
     words: tuple[str, ...] = (),
 ) -> Diagnosis:
-    """Return every cause that keeps `path` from loading: here, and into `model` if there is one.
+    """Return all causes that keep `path` from loading on this machine, and into `model` if given.
 
-    `options` say how to read it, `words` are what says model and key on the command line. Reads
-    headers, and small files to their end. Raises PathError, UsageError for a key that names no
-    entry, and what keeps a remote file from being read.
+    `options` are the options for reading. `words` are the command line options that select the
+    model and the key. Reads headers, and small files whole. Raises PathError, UsageError for a
+    `key` that does not exist, and the errors of remote files.
     """
     place = open_place(path)
     with steady(place, remote=True):
@@ -138,16 +139,16 @@ def _examine(
     return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost)
 
 
-def cure(
+def apply_fixes(
     found: Diagnosis,
     destination: PathLike,
     *,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Write what `found.fix` can do, in the format that the suffix of `destination` says.
+    """Write a copy with `found.fix` applied; the suffix of `destination` selects the format.
 
-    Raises UsageError if there is nothing to do, and what `convert` raises.
+    Raises UsageError if there is no fix, and the errors of `convert`.
     """
     if found.checkpoint is not None:
         found.checkpoint.require_complete()
@@ -189,9 +190,9 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
 
 
 def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovered | None:
-    """Return what is whole of a file on this machine, None if nothing is that could be written.
+    """Return the intact tensors of a local file; None if there are none.
 
-    With `unverified` also what cannot be verified.
+    With `unverified`, also the tensors that cannot be verified.
     """
     if isinstance(place, Folder) or place.remote:
         return None
@@ -199,9 +200,9 @@ def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovere
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """Return the last readable folder in this one, or else of the same run next to it.
+    """Return the latest readable folder inside this one, or else of the same run next to it.
 
-    The names of one run are equal but for numbers, or for a suffix.
+    The folder names of one run differ only in numbers, or in a suffix.
     """
     path, name = os.path.abspath(place.name), os.path.basename(os.path.abspath(place.name))
     start = os.path.dirname(place.name.rstrip(os.sep))
@@ -229,16 +230,16 @@ def _whole_beside(place: Folder) -> str | None:
 
 
 def _latest(paths: Any) -> list[str]:
-    """Return folders by the numbers in their names, the highest first."""
+    """Sort folders by the numbers in their names, highest first; return at most FOLDERS."""
     numbers = {path: [int(n) for n in _NUMBER.findall(os.path.basename(path))] for path in paths}
     return sorted(numbers, key=lambda path: (numbers[path], path), reverse=True)[:FOLDERS]
 
 
-# A file that can
+# A file that can be read
 
 
 def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
-    """Return the verdict on a local file that can be read and is damaged, None on others."""
+    """Return the verdict on a readable local file if it is damaged; None otherwise."""
     if not isinstance(place, ByteSource) or place.remote or place.size > READ:
         return None
     try:
@@ -249,16 +250,16 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
 
 
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
-    """Return further causes of a damaged file, whose commands would meet the same damage.
+    """Remove the commands from other causes of a damaged file: the damage would stop them.
 
-    --fix does all of it, if something is intact.
+    If some tensors are intact, --fix applies all fixes to these.
     """
     kept = recovered is not None
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
 
 
 def _named(finding: Defect) -> str:
-    """Return a finding of `verify`, with the tensors that it is about."""
+    """Format a finding of `verify`, with the names of its tensors."""
     return f"{finding.what} ({some(finding.tensors)})" if finding.tensors else finding.what
 
 
@@ -291,7 +292,7 @@ def _content(
 
 
 def _container(place: ByteSource | Folder) -> Format | None:
-    """Return the format of a file that holds a checkpoint of another format, such as gzip."""
+    """Return the format of a file that contains a file of another format, such as gzip."""
     if isinstance(place, Folder):
         return None
     holders = (each for each in FORMATS if each.chooses and not each.is_folder)
@@ -299,7 +300,10 @@ def _container(place: ByteSource | Folder) -> Format | None:
 
 
 def _refused_step(checkpoint: Checkpoint) -> str | None:
-    """Return what torch.load(weights_only=True) refuses in the pickle, apart from names."""
+    """Return an opcode or call in the pickle that torch.load(weights_only=True) refuses, or None.
+
+    Refused names are another cause.
+    """
     source = checkpoint.source
     if not isinstance(source, ByteSource) or not checkpoint.globals:
         return None
@@ -309,7 +313,7 @@ def _refused_step(checkpoint: Checkpoint) -> str | None:
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """Return the devices of this machine, None where torch is needed to know and not installed."""
+    """Return the devices of this machine; None if torch is needed to list them but missing."""
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
     here: Any = building.environment()
@@ -326,7 +330,7 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the entries that could be the weights, where more than one could."""
+    """Return the entries that could be the weights if there are several; empty otherwise."""
     try:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:
@@ -350,8 +354,8 @@ def _fit(
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        why = "No mapping from names to tensors is in it."
-        return [Cause("no-weights", ERROR, "It holds no weights.", why)]
+        why = "It contains no dict from names to tensors."
+        return [Cause("no-weights", ERROR, "It contains no weights.", why)]
     shapes = building.model_shapes(model)
     theirs = {name: Kind(*kind) for name, kind in shapes.items()}
     seen = seen_by(checkpoint, shapes).weights
@@ -361,14 +365,14 @@ def _fit(
     implied = {
         name for name in theirs if is_implied(way.strip + name.removeprefix(way.add), versions)
     }
-    wanted = without(theirs, implied.difference(way(name) for name in ours))
-    for name, kind in ours.items():  # scalars, which torch before 0.4 saved with the shape (1,)
-        if kind.shape == (1,) and way(name) in wanted and wanted[way(name)].shape == ():
+    expected = without(theirs, implied.difference(way(name) for name in ours))
+    for name, kind in ours.items():  # torch before 0.4 saved scalars with the shape (1,)
+        if kind.shape == (1,) and way(name) in expected and expected[way(name)].shape == ():
             ours[name] = Kind(kind.dtype, ())
-    ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
+    ties = [[name for name in same if name in expected] for same in building.model_ties(model)]
     is_quantized = bool(quantized.find(checkpoint))
     chosen = checkpoint.chosen
-    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, words, is_quantized, chosen))
+    return fit.causes(fit.Fitting(path, ours, expected, way, ties, words, is_quantized, chosen))
 
 
 # The report, as JSON values
@@ -400,9 +404,9 @@ def doctor(
 def report(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, model: str | None
 ) -> dict[str, Any]:
-    """Return the object of `doctor`: the causes, and what was done about them.
+    """Return the JSON object of `doctor`: the causes, and the fixes that were applied.
 
-    `model` is how the caller named the model that the weights are for.
+    `model` is the model as the caller wrote it.
     """
     fixed = None
     if done is not None:

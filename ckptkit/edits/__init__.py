@@ -1,8 +1,8 @@
-"""The list of edits, Checkpoint -> Checkpoint, each declared once.
+"""List all edits. An edit is a typed function from Checkpoint to Checkpoint.
 
-An edit is a typed function. Its row here makes the option of `convert`, the command, the step of a
-recipe, the fix of the doctor and the public name. `convert` applies edits in the order of the list.
-Uses core, compute, pickles, quantized and rules.
+Its row here defines the option of `convert`, the command, the recipe step, the fix of `doctor` and
+the public name. `convert` applies edits in the order of this list. Uses core, compute, pickles,
+quantized and rules.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Step: TypeAlias = "Callable[[Checkpoint], Checkpoint]"
 class Option:
     """One argument of an edit.
 
-    ``kind`` says how the words of a command line and the value in a recipe are read: see
-    `cli.options.KINDS` and `run.recipes.KINDS`. ``convert`` and ``convert_help`` are the option of
-    `convert` and its help where they differ; "" means that `convert` has none. ``recipe`` is the
-    word in a step's table, "" for the value of the step itself, None where recipes lack it.
+    ``kind`` selects the parser of command line words (`cli.options.KINDS`) and of recipe values
+    (`run.recipes.KINDS`). ``convert`` is the option of `convert` if its name differs, "" if
+    `convert` has none; ``convert_help`` is its help. ``recipe`` is the key in the dict of a recipe
+    step, "" if the value of the step is this argument, None if recipes cannot set it.
     """
 
     parameter: str
@@ -36,30 +36,30 @@ class Option:
     convert: str | None = None
     convert_help: str = ""
     recipe: str | None = ""
-    dest: str = ""  # the name of the value of a command, by default `parameter`
+    dest: str = ""  # parameter name of the command function; default: `parameter`
     choices: tuple[str, ...] = ()
-    default: str | None = None  # shown in the help
+    default: str | None = None  # shown by --help
     required: bool = False
     rare: bool = False  # hidden from --help
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: its word in recipes, its function, and its help on the command line."""
+    """One edit: its word in recipes, its function, and its command line interface."""
 
     word: str
-    place: str  # of the function, "module:name"
+    place: str  # the function, as "module:name"
     options: tuple[Option, ...] = ()
-    about: str = ""  # for a page of the manual
+    about: str = ""  # one line for the manual; first line of the command's help
     in_convert: bool = False
     command: str = ""
-    help: str = ""  # of the command, after its first line `about`
+    help: str = ""  # help of the command below the first line
     examples: tuple[str, ...] = ()  # arguments of the command
-    needs: str = ""  # the usage error of a command without any of the options that it needs
-    several: str = ""  # takes several checkpoints; this one is the "first" or the "last" of them
-    has_key: bool = False  # the command has --key, of the weights
-    reads_parts: bool = False  # the command has the options for folders of several ranks
-    fixed: Mapping[str, Any] | None = None  # arguments that every recipe gives
+    needs: str = ""  # the usage error if the command gets none of its options
+    several: str = ""  # "first" or "last": which of several SRC is the first argument
+    has_key: bool = False  # the command has --key, the path of the weights
+    reads_parts: bool = False  # the command has the options for distributed checkpoints
+    fixed: Mapping[str, Any] | None = None  # arguments that every recipe passes
     public: bool = True
 
     @property
@@ -70,14 +70,14 @@ class Edit:
 
 
 _KEYS = Option(
-    "key", "texts", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
+    "key", "strings", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
     convert="", recipe=None, dest="keys",
 )  # fmt: skip
 
 EDITS = (
     Edit(
         "drop-entry", "edits.structure:drop_entry",
-        (Option("paths", "texts", "--drop-entry", "PATH",
+        (Option("paths", "strings", "--drop-entry", "PATH",
                 "Drop an entry, e.g. optimizer (repeatable).", dest="entries"),),
         "Drop entries; in a recipe, missing entries are skipped.",
         in_convert=True, fixed={"missing_ok": True}, public=False,
@@ -108,7 +108,7 @@ EDITS = (
     Edit("weights", "edits.structure:bare", about="Keep only the weights.", public=False),
     Edit(
         "ema", "edits.combine:ema",
-        about="Extract the averaged (EMA) weights that training kept.",
+        about="Extract the averaged (EMA) weights of a training run.",
         command="ema",
         help="""Finds them under the names of common training loops (state_dict_ema, model_ema, ema,
         shadow_params...). A list of tensors without names gets the names of the trained weights
@@ -159,7 +159,7 @@ EDITS = (
          Option("rescale", "switch", "--rescale/--no-rescale", None,
                 "Scale the kept differences to the sum of all magnitudes. Default: for dare-*.",
                 recipe=None),
-         Option("layers", "texts", "--layers", "START:STOP",
+         Option("layers", "strings", "--layers", "START:STOP",
                 "Layers of each SRC, in order (repeatable), for passthrough.", recipe=None),
          Option("dtype", "text", "--dtype", "DTYPE",
                 "Compute in this dtype. Default: that of the tensors.", recipe=None),
@@ -191,16 +191,16 @@ EDITS = (
     ),
     Edit(
         "select", "edits.keys:select",
-        (Option("keep", "texts", "--keep", "GLOB", "Keep only weights that match (repeatable).",
+        (Option("keep", "strings", "--keep", "GLOB", "Keep only weights that match (repeatable).",
                 recipe="keep"),
-         Option("drop", "texts", "--drop", "GLOB", "Drop weights that match (repeatable).",
+         Option("drop", "strings", "--drop", "GLOB", "Drop weights that match (repeatable).",
                 recipe="drop")),
         "Keep or drop weights; in a recipe, globs of `drop` need no match.",
         in_convert=True, fixed={"missing_ok": True},
     ),
     Edit(
         "strip", "edits.keys:strip_prefix",
-        (Option("prefix", "texts", "--prefix", "P",
+        (Option("prefix", "strings", "--prefix", "P",
                 "Prefix to remove instead of 'module.' (repeatable).", convert="--strip",
                 convert_help="Remove this prefix from the keys (repeatable).", dest="prefixes"),
          _KEYS),
@@ -266,7 +266,7 @@ EDITS = (
     ),
     Edit(
         "resize", "edits.resizing:resize",
-        (Option("keys", "texts", "--keys", "GLOB",
+        (Option("keys", "strings", "--keys", "GLOB",
                 "Select tensors whose names match; tensors tied to them are resized too "
                 "(repeatable).",
                 required=True, recipe="keys"),
@@ -332,7 +332,7 @@ EDITS = (
                 required=True),
          Option("beside", "json", "--set", "NAME=JSON", "Add an entry beside it (repeatable).",
                 recipe=None)),
-        "Put a checkpoint under a key of a new mapping.",
+        "Put a checkpoint under a key of a new dict.",
         command="wrap",
         help="DST contains {NAME: checkpoint}, plus the values of --set. The reverse of extract.",
         examples=("plain.pth run.pth --key state_dict",
@@ -351,19 +351,22 @@ PUBLIC = {
 
 
 def step(word: str, **arguments: Any) -> Step:
-    """Return the edit called `word` with its arguments; its module is imported at the first use."""
+    """Return the edit `word` with these arguments; it imports the module when it is called."""
     edit = BY_WORD[word]
     return lambda checkpoint: edit.function(checkpoint, **arguments)
 
 
-# A fix of the doctor: the arguments of each edit of one plan, by its word. Under `OPTIONS` are
-# changes of `Options`, such as {"objects": "drop"}.
+# A fix of `doctor`: words of edits -> their arguments. The key `OPTIONS` has changes of `Options`,
+# such as {"objects": "drop"}.
 Fix = Mapping[str, Mapping[str, Any]]
 OPTIONS = "options"
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """Return one fix that does what all of them do, in the order of the list."""
+    """Merge several fixes into one; its edits are in the order of EDITS.
+
+    If two fixes set one argument, dicts and tuples are joined, and of other values the first wins.
+    """
     made: dict[str, dict[str, Any]] = {}
     for fix in fixes:
         for word, arguments in fix.items():

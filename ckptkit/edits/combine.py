@@ -1,8 +1,8 @@
-"""Several checkpoints as one: their mean, or all of their tensors; and averaged (EMA) weights.
+"""Combine checkpoints: average their weights, join their tensors; extract averaged (EMA) weights.
 
-Adapters are refused where whole models are combined. An adapter (LoRA, LoHa, LoKr...) holds factors
-of changes to a base model. Beside the tensors of a model they mean nothing, and the mean of factors
-is not the mean of the changes that they make.
+These functions refuse adapters. An adapter (LoRA, LoHa, LoKr...) contains factors of weight updates
+of a base model. Its tensors are no use among the tensors of a model, and the mean of factors is not
+the mean of the updates.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.tree import join as path_text
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
-from ckptkit.edits import groups
-from ckptkit.edits.groups import refuse_mixture
+from ckptkit.edits import quantized_names
 from ckptkit.edits.keys import select, strip_prefix
+from ckptkit.edits.quantized_names import refuse_mixture
 from ckptkit.edits.structure import bare, extract
 
 CONFIG = "adapter_config.json"  # of peft
-# The factors, as peft, diffusers, kohya and LyCORIS name them: matched from the end.
+# Names of factors in peft, diffusers, kohya and LyCORIS, with the name of the module in front.
 _FACTOR = re.compile(
     r"(.*?)[._](lora_(A|B|down|up|mid|embedding_A|embedding_B|magnitude_vector)"
     r"|lora(_linear_layer)?\.(down|up)|hada_[wt][12](_[ab])?|lokr_[wt][12](_[ab])?)"
@@ -45,7 +45,7 @@ _FACTOR = re.compile(
 
 
 def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) -> None:
-    """Raise UnsupportedError for an adapter: `why` ends the sentence.
+    """Raise UnsupportedError if `ck` is an adapter. The message ends with `why`.
 
     The hint is the command that merges it into one of the `others`.
     """
@@ -58,9 +58,9 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
             seen = f"it has {name!r}"
             break
     else:
-        # Written by peft: by its name, and the configuration beside it.
+        # peft writes adapter_model.* next to its configuration.
         place = ck.source.folder_and_name() if isinstance(ck.source, ByteSource) else None
-        with suppress(CkptkitError):  # a web server does not list files
+        with suppress(CkptkitError):  # a web server cannot list a folder
             if place is not None and place[1].startswith("adapter_") and CONFIG in place[0]:
                 seen = f"{CONFIG} is beside it"
     if seen is not None:
@@ -98,16 +98,17 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
         or not 0 < sum(weight) < float("inf")
     ):
         raise UsageError(
-            f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
+            f"{len(checkpoints)} checkpoints need {len(checkpoints)} weights, not negative and not "
+            "all 0"
         )
     for each in checkpoints:
         refuse_adapter(each, _NO_MEAN, checkpoints)
-        groups.refuse(each, None, "codes and scales have no mean")
+        quantized_names.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*checkpoints[:-1], last])
-    taken: list[str] = []  # names of what has no mean
+    taken: list[str] = []  # names of tensors that are not averaged
     new: dict[int, Tensor] = {}  # by the id of the tensor of the last checkpoint
-    storages: dict[object, Storage] = {}  # weights that are tied in all of them stay tied
+    storages: dict[object, Storage] = {}  # by their inputs: weights tied in all inputs stay tied
     for name, row in rows.items():
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
             taken.append(name)
@@ -133,10 +134,7 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
 
 
 def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
-    """Return by name the tensors of all checkpoints.
-
-    Raises UsageError where they do not go together.
-    """
+    """Map names to the tensors of all checkpoints. Raises UsageError if names or shapes differ."""
     *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
     for number, other in enumerate(others):
         odd = sorted(other.keys() ^ last.keys())
@@ -158,21 +156,21 @@ def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
 
 
 def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
-    return checkpoints[number].name or f"number {number + 1}"
+    return checkpoints[number].name or f"checkpoint {number + 1}"
 
 
 @checked
 def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
-    """Return the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
+    """Join the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
     Raises CollisionError if two checkpoints contain the same name, unless ``last_wins``. Raises
     UsageError for weights with different quantization.
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
-        raise UsageError("there are no checkpoints to join")
+        raise UsageError("no checkpoints to join")
     for ck in checkpoints:
-        why = "`join` unites the tensors of models, and does not apply adapters"
+        why = "`join` joins the tensors of models; it does not apply adapters"
         refuse_adapter(ck, why, checkpoints)
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
@@ -196,9 +194,9 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
         names, others = f"{plural(len(shared), 'name')} ({quoted(shared)})", some(files)
         if not last_wins:
             raise CollisionError(
-                f"{last} has {names} of {others} too",
-                hint=f"{typed('--last-wins', 'last_wins=True')} takes the last of each; `rename` "
-                "gives them other names",
+                f"{last} and {others} both have {names}",
+                hint=f"{typed('--last-wins', 'last_wins=True')} keeps the last of each; `rename` "
+                "changes names",
             )
         notes.append(f"took {names} from {last}, not from {others}")
     state = versions_state(modules) if modules else None
@@ -215,7 +213,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
     has no such entry.
     """
     ck.require_complete()
-    groups.refuse(ck, None, _NOT_AVERAGED)
+    quantized_names.refuse(ck, None, _NOT_AVERAGED)
     for name in AVERAGED:
         for path in (name, f"ema.{name}"):
             try:
@@ -228,23 +226,23 @@ def ema(ck: Checkpoint) -> Checkpoint:
             if locate(node) is not None:
                 found = bare(extract(ck.with_key(None), path))
                 refuse_adapter(found, _NO_MODEL)
-                groups.refuse(found, None, _NOT_AVERAGED)
+                quantized_names.refuse(found, None, _NOT_AVERAGED)
                 return _unwrapped(found, ck)
     raise UsageError(
-        "holds no averaged weights under a name that training loops use for them",
+        "has no averaged weights under any of the names that training loops use",
         where=ck.name,
-        hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` takes one",
+        hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` extracts one",
     )
 
 
-_NO_MEAN = "the mean of its factors is not the mean of the changes they make"
-_NO_MODEL = "`ema` gives the weights of whole models"
-_NOT_AVERAGED = "its weights are not those that training has averaged"
+_NO_MEAN = "the mean of its factors is not the mean of the weight updates"
+_NO_MODEL = "`ema` extracts the weights of whole models"
+_NOT_AVERAGED = "training averages floats, so these are not its averaged weights"
 _COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, whose model is its `module`
 
 
 def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
-    """Return averaged weights under the names of the model that was averaged."""
+    """Remove the counter and wrapper prefixes from the names of averaged weights."""
     is_model = _COUNTER in found.weights and any(
         name.startswith("module.") for name in found.weights
     )
@@ -256,7 +254,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
         trained = set()
     while True:
         names = found.weights
-        # The prefix of a wrapper that all names have.
+        # A wrapper prefix that all names have.
         prefix = next((p for p in WRAPPERS if all(name.startswith(p) for name in names)), None)
         if prefix is None:
             return found
@@ -266,7 +264,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
 
 
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
-    """Return the tensors of a list under the names of the weights that are trained."""
+    """Give the tensors of a list the names of the trained weights."""
     weights = ck.required
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
     trained = [
@@ -278,21 +276,21 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     names = next(fitting, None)
     if names is None:
         raise UsageError(
-            f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights "
-            f"at {path_text(weights.path) or 'the root'} have {len(weights.nodes):,}",
+            f"{path} is a list of {plural(len(tensors), 'tensor')} without names, but there are "
+            f"{len(weights.nodes):,} weights at {path_text(weights.path) or 'the root'}",
             where=ck.name,
         )
     pairs = [(name, as_tensor(node)) for name, node in zip(names, tensors, strict=True)]
     odd = [name for name, tensor in pairs if tensor and tensor.shape != shapes[name]]
     if odd:
         raise UsageError(
-            f"{path} is in another order than the weights: {quoted(odd)} would change shape",
+            f"{path} does not have the order of the weights: {quoted(odd)} would change shape",
             where=ck.name,
         )
     new = {**weights.nodes, **dict(zip(names, tensors, strict=True))}
     notes = [
-        f"took {plural(len(tensors), 'tensor')} out of {path!r}, under the names of the weights"
+        f"extracted {plural(len(tensors), 'tensor')} from {path!r} under the names of the weights"
     ]
     if len(new) > len(tensors):
-        notes.append(f"{plural(len(new) - len(tensors), 'buffer')} as in the weights")
+        notes.append(f"added {plural(len(new) - len(tensors), 'buffer')} of the weights")
     return ck.with_key(None).with_root(OrderedMapping(new), notes=notes)

@@ -1,4 +1,4 @@
-"""The config.json of a model, as edits change it: a file that the checkpoint brings along."""
+"""Read and change the config.json of a model, which is written next to the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckptkit.quantized.group import parsed, read_json_of
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the configuration: as earlier edits made it, or as it is beside the weights.
+    """Return the configuration that earlier edits made, or config.json next to the weights.
 
-    Empty where there is none.
+    Empty if there is none.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     folder: Folder | None = checkpoint.folder
@@ -24,7 +24,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint with this configuration, which is written beside it into a folder."""
+    """Set the configuration of the checkpoint; writing to a folder also writes config.json."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
     data = text.encode("utf-8", "surrogatepass")
@@ -34,10 +34,9 @@ def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint
 def with_changes(
     checkpoint: Checkpoint, changes: Mapping[str, Any], *, instead_of: Iterable[Any] | None = None
 ) -> Checkpoint:
-    """Return the checkpoint with changes of its configuration, and a note of them.
+    """Change values of the configuration, with a note; do nothing without a configuration.
 
-    Without a configuration, nothing is made up. If `instead_of` is given, only values that are one
-    of these are changed.
+    If `instead_of` is given, only values that are in it are changed.
     """
     config = config_of(checkpoint)
     old = None if instead_of is None else [*instead_of]
@@ -48,6 +47,6 @@ def with_changes(
     }
     if not config or not changes:
         return checkpoint
-    said = ", ".join(f"{word} {json.dumps(value)}" for word, value in changes.items())
+    listed = ", ".join(f"{word} {json.dumps(value)}" for word, value in changes.items())
     made = with_config(checkpoint, {**config, **changes})
-    return replace(made, notes=(*made.notes, f"{CONFIG_NAME}: {said}"))
+    return replace(made, notes=(*made.notes, f"{CONFIG_NAME}: {listed}"))

@@ -1,9 +1,9 @@
-"""Devices of tensors: the device tag of each storage, changed without a device or a byte read.
+"""Change the device tags of tensors; no device is needed and no tensor is read.
 
-A device is named in three places: by the tag of a storage, by an argument of the calls that rebuild
-tensors that have no storage (``_rebuild_wrapper_subclass``...), and by ``torch.device`` values in
-configurations. ``map_location`` of ``torch.load`` changes the first two; the last are the user's
-own, and changed only on request.
+A device occurs in three places: in the tag of a storage, in an argument of the calls that rebuild
+tensors without a storage (``_rebuild_wrapper_subclass``...), and in ``torch.device`` values of
+configurations. ``map_location`` of ``torch.load`` changes the first two. The third is user data,
+and is changed only on request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
 from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
 
-# What torch can restore to, and the names that vendors give to `privateuseone`.
+# Devices that torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (
     "cpu", "cuda", "mps", "meta", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "vulkan",
     "privateuseone",
@@ -40,7 +40,7 @@ _POSITIONS = {
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-# Called with function, class, arguments[, state].
+# The arguments of these calls are function, class, arguments[, state].
 _FROM_TYPE = ("_rebuild_from_type_v2", "_rebuild_from_type")
 
 Device: TypeAlias = Any  # a name, or a torch.device
@@ -96,7 +96,7 @@ def remap(
     if not there:
         warnings.append(NoOpWarning("no device tags to change: there are no tensors"))
     elif not notes or unused:
-        nothing = f"the storages are on {there}, none on {', '.join(unused or asked)}"
+        nothing = f"the storages are on {there}, not on {', '.join(unused or asked)}"
         warnings.append(NoOpWarning(f"no device tags to change: {nothing}"))
     warnings += _stay_on_cpu(ck.root, table)
     if device_values:
@@ -106,7 +106,7 @@ def remap(
             f"{join(path)} ({_text(node)})" for path, node in walk(ck.root) if id(node) in plain
         ]
         warnings.append(
-            f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
+            f"kept {plural(len(paths), 'torch.device value')}: {quoted(paths)}; "
             f"{typed('--device-values', 'device_values=True')} changes them too"
         )
     root = ck.root
@@ -116,10 +116,10 @@ def remap(
 
 
 def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
-    """Return a warning if tensors are retagged that torch keeps on the CPU in a run on a GPU.
+    """Return a warning if the tags change of tensors that torch keeps on the CPU.
 
-    Those are the states of random number generators, and ``step`` of Adam (unless ``fused`` or
-    ``capturable``). It names the tags to change alone, if the file has others.
+    These are the states of random number generators, and ``step`` of Adam (unless ``fused`` or
+    ``capturable``). If the file has other tags, the warning shows how to change only these.
     """
     target = table.get("cpu")
     if target is None:
@@ -133,15 +133,15 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
         return []
     others = {old: new for old, new in table.items() if old != "cpu"}
     pairs = " ".join(f"--device {old}={new}" for old, new in others.items())
-    alone = f"{typed(pairs, repr(others))} leaves such tensors as they are"
+    how = f"{typed(pairs, repr(others))} does not change them"
     if not others:
-        by_tag = typed("--device", "a mapping")
-        alone = f"{by_tag} cannot tell them from the others, which are tagged cpu too"
-    return [f"torch keeps {quoted(found, 2)} on the CPU, tagged {target} now; {alone}"]
+        by_tag = typed("--device", "a dict")
+        how = f"{by_tag} cannot exclude them, because all tensors have the tag cpu"
+    return [f"torch keeps {quoted(found, 2)} on the CPU, but their tag is now {target}; {how}"]
 
 
 def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
-    """Return whether torch keeps a tensor on the CPU: Adam's step, the state of a generator."""
+    """Return whether torch keeps a tensor on the CPU: the step of Adam, a generator state."""
     if tensor.storage is None or tensor.storage.device != "cpu":
         return False
     names = [key for key in path if isinstance(key, str)]
@@ -152,7 +152,7 @@ def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
 
 
 def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
-    """Return a leaf on the storage that replaces its own, by id; any other leaf as it is."""
+    """Replace the storage of a leaf; `storages` maps the id of the old storage to the new one."""
     if isinstance(leaf, Tensor) and id(leaf.storage) in storages:
         return leaf.over(storages[id(leaf.storage)])
     if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:
@@ -161,11 +161,11 @@ def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
 
 
 class _DevicePlaces:
-    """Everything in a tree that names a device: storages, calls and ``torch.device`` values."""
+    """All storages, rebuild calls and ``torch.device`` values of a tree, and their devices."""
 
     def __init__(self, root: Node) -> None:
         self.storages: dict[int, Storage] = {}
-        self.calls: list[tuple[Object, str]] = []  # with the device that each names
+        self.calls: list[tuple[Object, str]] = []  # (call, device)
         self.values: list[tuple[Object, str]] = []
         arguments: set[int] = set()
         for node in nodes(root):
@@ -190,19 +190,19 @@ def _name(device: object) -> str:
 
 
 def check_device(device: str) -> str:
-    """Return `device` if torch knows it by name; raises UsageError."""
+    """Return `device` if it is a valid device of torch. Raises UsageError otherwise."""
     if _VALID.fullmatch(device):
         return device
     kind = device.partition(":")[0].strip().lower()
-    hint = {"gpu": "say cuda, or cuda:0", "cpu": "say cpu", "meta": "say meta"}.get(kind)
+    hint = {"gpu": "use cuda or cuda:0", "cpu": "use cpu", "meta": "use meta"}.get(kind)
     raise UsageError(
         f"{device!r} is not a device",
-        hint=hint or f"devices are {', '.join(DEVICES[:8])}; cuda:1 is the second GPU",
+        hint=hint or f"use one of {', '.join(DEVICES[:8])}; cuda:1 is the second GPU",
     )
 
 
 def _text(node: Node) -> str:
-    """Return ``cuda:1`` for that string, or for ``torch.device('cuda', 1)``."""
+    """Return ``cuda:1`` for this string and for ``torch.device('cuda', 1)``."""
     args = node.args if isinstance(node, Object) and isinstance(node.args, tuple) else (node,)
     return ":".join(str(each) for each in args if isinstance(each, (str, int)))
 
@@ -213,7 +213,7 @@ def _device(device: str) -> Object:
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
-    """Return the arguments in which a rebuild call names its device, and where; None for others."""
+    """Return (arguments, position of the device) of a rebuild call; None for other objects."""
     made, args = node.callable, node.args
     is_nested = isinstance(made, Global) and made.name in _FROM_TYPE
     if is_nested and isinstance(args, tuple) and len(args) > 2:

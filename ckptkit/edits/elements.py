@@ -1,7 +1,7 @@
-"""Elements of tensors: cast, cut to what is used, and changed by a function of the caller.
+"""Change elements of tensors: cast them, drop unused bytes, apply a function of the caller.
 
-Casts and cuts replace storages as wholes, so that views stay views and ties stay ties. Nothing is
-computed or read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
+Casts and cuts replace whole storages, so views stay views and tied weights stay tied. This module
+computes and reads nothing: a new storage only describes how to compute it (:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.edits import groups
+from ckptkit.edits import quantized_names
 
-# Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
+# Calls whose result has the dtype of their tensor arguments. Other calls have a dtype argument.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
                "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
 
 
-DEFAULT = "*"  # the glob of the dtype that is for all other weights
+DEFAULT = "*"  # the glob of the dtype for all other weights
 
 
 @edit
@@ -53,9 +53,11 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     """
     weights = ck.required
     rules = _rules(dtypes, weights)
-    met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
-    groups.refuse(ck, met, "codes are not numbers to cast, and scales must keep their bits")
-    wanted: dict[int, DType] = {}  # by the id of the tensor
+    hits = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
+    quantized_names.refuse(
+        ck, hits, "codes are not numbers to cast, and scales must keep their bits"
+    )
+    targets: dict[int, DType] = {}  # by the id of the tensor
     left: list[str] = []
     for name, node in weights.nodes.items():
         target = next((dtype for pattern, dtype in rules if pattern.match(name)), None)
@@ -67,31 +69,31 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
         if _is_fixed(node, tensor, target):
             left.append(name)
             continue
-        # with the tensor of a node, those inside it that have its dtype: values of a sparse one
+        # A sparse tensor contains tensors of its own dtype: its values.
         inner = (as_tensor(each) for call in _calls(node) for each in _parts(call))
         same = (each for each in inner if each is not None and each.dtype == tensor.dtype)
-        wanted.update((id(each), target) for each in (tensor, *same))
-    fixed = "not cast, as their dtype is part of how they are made"
+        targets.update((id(each), target) for each in (tensor, *same))
+    fixed = "not cast, because an argument of their rebuild call fixes the dtype"
     warnings = [f"{fixed}: {quoted(left)}"] if left else []
-    if not wanted:
-        nothing = "no floating-point weight has another dtype than that: nothing is cast"
+    if not targets:
+        nothing = "nothing to cast: all castable weights already have this dtype"
         return ck.with_root(ck.root, warnings=[*warnings, NoOpWarning(nothing)])
-    new = _Cast(wanted)
+    new = _Cast(targets)
     root = rebuild(ck.root, new)
     if split := new.split:
         names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
         warnings.append(
-            f"no longer share memory with tensors that have another dtype now: {quoted(names)}"
+            f"no longer share memory with tensors that now have another dtype: {quoted(names)}"
         )
     if new.frozen:
         warnings.append(
-            "no longer requires_grad, which torch cannot load with 8 bits: "
-            f"{plural(new.frozen, 'tensor')}"
+            f"cleared requires_grad of {plural(new.frozen, 'tensor')}, because torch cannot load "
+            "it with this dtype"
         )
     pairs = Counter(
-        f"{tensor.dtype.name} -> {wanted[id(tensor)].name}"
+        f"{tensor.dtype.name} -> {targets[id(tensor)].name}"
         for tensor in weights.tensors.values()
-        if id(tensor) in wanted
+        if id(tensor) in targets
     )
     notes = [f"cast {plural(number, 'weight')}: {pair}" for pair, number in pairs.items()]
     return ck.with_root(root, notes=notes, warnings=warnings)
@@ -100,7 +102,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
 def _rules(
     dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
-    """Return patterns and targets, the default last."""
+    """Return (pattern, dtype) pairs, the default last."""
     given = {DEFAULT: dtypes}
     if isinstance(dtypes, Mapping):
         given = dict(arguments.mapping("dtypes", dtypes))
@@ -108,10 +110,10 @@ def _rules(
     patterns = _patterns(given, weights)
     targets = {glob: _float(dtype) for glob, dtype in given.items()}
     for name in weights.nodes if len(targets) > 1 else ():
-        met = {glob: targets[glob] for glob, pattern in patterns.items() if pattern.match(name)}
-        if len(set(met.values())) > 1:
+        hits = {glob: targets[glob] for glob, pattern in patterns.items() if pattern.match(name)}
+        if len(set(hits.values())) > 1:
             raise UsageError(
-                f"{name!r} matches {quoted(met)}, which differ",
+                f"{name!r} matches {quoted(hits)}, which have different dtypes",
                 hint="make one of them narrower; a dtype without a glob is for all other weights",
             )
     others = re.compile(translate(DEFAULT))
@@ -122,7 +124,7 @@ def _rules(
 
 
 def _patterns(globs: Iterable[str], weights: Weights) -> dict[str, re.Pattern[str]]:
-    """Return the pattern of each glob. Raises UsageError for one that matches nothing."""
+    """Compile the globs. Raises UsageError for one that matches nothing."""
     patterns = {glob: re.compile(translate(glob)) for glob in globs}
     for glob, pattern in patterns.items():
         if weights.nodes and not any(map(pattern.match, weights.nodes)):
@@ -155,7 +157,7 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _calls(node: Node) -> Iterator[Object]:
-    """Yield the calls that make a tensor and its parts, each once, the outermost first."""
+    """Yield the calls that rebuild a tensor and its inner tensors, each once, outermost first."""
     waiting = [node] if isinstance(node, Object) else []
     seen: set[int] = set()
     while waiting:
@@ -176,27 +178,27 @@ def _parts(call: Object) -> Iterator[Node]:
 
 
 class _Cast:
-    """Leaf -> leaf, with one new storage for each old one and pair of dtypes."""
+    """Map each leaf to its cast. Makes one new storage for each old storage and pair of dtypes."""
 
-    def __init__(self, wanted: Mapping[int, DType]) -> None:
-        self._wanted = wanted
+    def __init__(self, targets: Mapping[int, DType]) -> None:
+        self._targets = targets
         self._storages: dict[tuple[int, str, str], Storage] = {}
-        # Dtype and target of the first user of a storage, and the storages that have another one.
+        # Dtype and target of the first tensor on each storage; storages with a tensor that differs.
         self._users: dict[int, tuple[DType | None, DType | None]] = {}
         self._split: set[int] = set()
-        self.frozen = 0  # tensors that had to lose their requires_grad
+        self.frozen = 0  # tensors whose requires_grad was cleared
 
     def __call__(self, leaf: Node) -> Node:
         if not isinstance(leaf, (Tensor, TypedStorage)):
             return leaf
-        target, old = self._wanted.get(id(leaf)), leaf.storage
+        target, old = self._targets.get(id(leaf)), leaf.storage
         use = (leaf.dtype, target)
         if old is not None and self._users.setdefault(id(old), use) != use:
             self._split.add(id(old))
         if target is None or isinstance(leaf, TypedStorage):
             return leaf
         if leaf.requires_grad and leaf.kind == "tensor" and target.storage is None:
-            # _rebuild_tensor_v3 raises for it; parameters are made otherwise
+            # torch rebuilds such a tensor with _rebuild_tensor_v3, which raises for requires_grad.
             leaf = replace(leaf, requires_grad=False)
             self.frozen += 1
         if old is None:
@@ -213,18 +215,18 @@ class _Cast:
 
     @property
     def split(self) -> set[int]:
-        """Ids of the storages that were cast, but not for all of their users alike."""
+        """Ids of the storages that were cast to several dtypes, or only for some tensors."""
         return self._split & {storage for storage, _, _ in self._storages}
 
 
 @edit
 def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
-    """Replace each element x of the weights that match a glob by an expression of it.
+    """Replace each element x of the weights that match a glob by an expression of x.
 
-    `expressions` is glob -> ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``, computed in float32
-    (of float64: in float64) and rounded to the dtype of the weight. Tied weights stay tied. Raises
-    UsageError for another expression, a glob that matches nothing, two that match one name, and
-    quantized weights; TensorError for what is not a plain tensor of floats.
+    `expressions` maps globs to ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``. They are computed
+    in float32 (float64 weights in float64) and rounded to the dtype of the weight. Tied weights
+    stay tied. Raises UsageError for another expression, a glob that matches nothing, two globs that
+    match one name, and quantized weights; TensorError for a tensor that is not a strided float one.
     """
     weights = ck.required
     for given in expressions.values():
@@ -237,7 +239,7 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
             if name in chosen:
                 raise UsageError(f"{name!r} matches two globs", hint="make one of them narrower")
             chosen[name] = expressions[glob]
-    groups.refuse(ck, chosen, "codes are not numbers to compute with")
+    quantized_names.refuse(ck, chosen, "codes are not numbers to compute with")
     swap: dict[int, Node] = {}
     views: dict[object, Tensor] = {}
     for name, expression in chosen.items():
@@ -245,7 +247,7 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
         tensor = as_tensor(node)
         is_plain = isinstance(node, Tensor) and node.layout == "strided"
         if tensor is None or not is_plain or tensor.dtype.name not in FLOATS:
-            raise TensorError(f"{name!r} is not a plain tensor of floats")
+            raise TensorError(f"{name!r} is not a strided floating-point tensor")
         place = (id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.neg)
         view = (*place, expression)
         if tensor.storage is not None and view not in views:
@@ -265,7 +267,7 @@ def on(
 ) -> Tensor:
     """Return `like` on another storage.
 
-    Spelled out, as `dataclasses.replace` takes half as long again.
+    All fields are listed, because `dataclasses.replace` is 1.5x slower.
     """
     where = like.offset if offset is None else offset
     return Tensor(
@@ -287,7 +289,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
             uses.setdefault(id(leaf.storage), _Use(leaf.storage)).add(leaf)
     parts = {key: each for key, use in uses.items() if (each := use.parts()) is not None}
     if not parts:
-        nothing = NoOpWarning("every storage is used from end to end: there is nothing to cut")
+        nothing = NoOpWarning("nothing to compact: no storage has unused bytes")
         return ck.with_root(ck.root, warnings=[nothing])
 
     def cut(leaf: Node) -> Node:
@@ -301,12 +303,12 @@ def compact(ck: Checkpoint) -> Checkpoint:
 
     kept = sum(storage.nbytes for each in parts.values() for _, storage in each)
     saved = sum(uses[key].storage.nbytes for key in parts) - kept
-    note = f"cut {plural(len(parts), 'storage')} to what is used: {saved:,} bytes less"
+    note = f"dropped {saved:,} unused bytes of {plural(len(parts), 'storage')}"
     return ck.with_root(rebuild(ck.root, cut), notes=[note])
 
 
 class _Use:
-    """The use of a storage in a tree: spans of tensors in bytes, and their alignment."""
+    """The byte spans of the tensors on a storage, and their alignment."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -324,9 +326,9 @@ class _Use:
             self._spans.append((start, start + length))
 
     def parts(self) -> list[tuple[int, Storage]] | None:
-        """Return the parts to keep, with the bytes where they begin; None if that is everything."""
+        """Return (start in bytes, new storage) of each part to keep; None to keep the storage."""
         unit, old = self._unit, self.storage
-        joined: list[list[int]] = []  # those that overlap or touch
+        joined: list[list[int]] = []  # spans, those that overlap or are adjacent merged
         for start, end in sorted(
             (start // unit * unit, min(-(-end // unit) * unit, old.nbytes))
             for start, end in self._spans
@@ -355,16 +357,16 @@ Function = Callable[..., Any]
 def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = "*") -> Checkpoint:
     """Apply `function`, from tensor to tensor, to the weights that match a glob of `keys`.
 
-    A function of two arguments is given the name too, before the tensor.
-    It is applied when the result is read or written. Tied weights stay tied. Raises UsageError for
-    a glob that matches nothing or codes of quantized weights.
+    A function with two parameters gets (name, tensor). It is called when the result is read or
+    written. Tied weights stay tied. Raises UsageError for a glob that matches nothing, or that
+    matches codes of quantized weights.
     """
     arguments.function("function", function)
     has_name = arguments.takes_two(function)
     weights = ck.required
     patterns = _patterns(keys, weights).values()
     names = [name for name in weights.nodes if any(each.match(name) for each in patterns)]
-    groups.refuse(ck, names, "a function would take codes for numbers")
+    quantized_names.refuse(ck, names, "a function cannot compute with codes")
     swap: dict[int, Node] = {}
     views: dict[object, Tensor] = {}
     left = []
@@ -382,7 +384,8 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
                 error.message = f"{name}: {error.message}"
                 raise
         swap[id(node)] = views[view]
-    warnings = [f"not mapped, as they are made of other tensors: {quoted(left)}"] if left else []
+    skipped = "function not applied, because they are sparse, quantized or subclasses"
+    warnings = [f"{skipped}: {quoted(left)}"] if left else []
     root = rebuild(ck.root, swap=swap)
     notes = [f"mapped {plural(len(names) - len(left), 'weight')}"]
     return ck.with_root(root, notes=notes, warnings=warnings)

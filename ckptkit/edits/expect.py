@@ -1,13 +1,13 @@
-"""Expectations: what must be true of tensors before anything is written.
+"""Check expectations: conditions on tensors that must hold before anything is written.
 
-    lm_head.weight                                       there is one
-    *.rotary_emb.inv_freq missing                        there is none
+    lm_head.weight                                       exists
+    *.rotary_emb.inv_freq missing                        no such tensor exists
     model.layers.*.mlp.experts.gate_up_proj count=32
     model.embed_tokens.weight shape=[config.vocab_size _] dtype=bfloat16
-    lm_head.weight equal=model.embed_tokens.weight       byte for byte
-    * finite                                             no NaN, nothing infinite
+    lm_head.weight equal=model.embed_tokens.weight       bytes are equal
+    * finite                                             no NaN, no infinities
 
-A name is a glob; what follows holds for each tensor that it matches.
+A name is a glob; the conditions hold for each tensor that it matches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, par
 
 
 class ExpectationError(TensorError):
-    """The tensors do not meet an expectation."""
+    """An expectation about the tensors fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One line: a glob, and the conditions that hold for what it matches."""
+    """One line: a glob, and conditions on the tensors that it matches."""
 
     text: str
     glob: str
@@ -51,10 +51,10 @@ _WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Read one line. Raises RuleError."""
+    """Parse one line. Raises RuleError."""
     glob, _, rest = text.strip().partition(" ")
     if not glob:
-        raise RuleError("an expectation names a tensor or a glob")
+        raise RuleError("an expectation starts with a name or a glob")
     words: dict[str, str | None] = {}
     at, rest = 0, rest.strip()
     while at < len(rest):
@@ -99,7 +99,7 @@ class Expectations:
         self.config = config
 
     def failures(self, checkpoint: Checkpoint) -> Iterator[str]:
-        """Yield what is not as expected. Reads the tensors only for `equal` and `finite`."""
+        """Yield the expectations that fail. Reads tensors only for `equal` and `finite`."""
         config = self.config
         if config is None:
             config = rules.lazily(checkpoint)
@@ -111,7 +111,7 @@ class Expectations:
             yield from (f"{each.text}: {fault}" for fault in _failures(each, hits, tensors, value))
 
     def check(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, if all is as expected. Raises ExpectationError."""
+        """Return the checkpoint unchanged. Raises ExpectationError if an expectation fails."""
         found = list(self.failures(checkpoint))
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -123,7 +123,7 @@ Value = Callable[[Given], int | None]
 
 
 def _values(config: Config) -> Value:
-    """Return the function that evaluates a size, None for an unknown one."""
+    """Return a function that evaluates a size. It returns None for the size ``_``."""
 
     def value(given: Given) -> int | None:
         side = Side(("x",))
@@ -131,8 +131,9 @@ def _values(config: Config) -> Value:
         size = evaluate(rule, Settings(config=config)).sizes.get("size")
         if size is None and given != (None,):
             raise RuleError(
-                f"nothing says {given_text(given)}",
-                hint=f"{typed('--config config.json', 'config')}, or config.json",
+                f"the value of {given_text(given)} is unknown",
+                hint=f"pass {typed('--config config.json', 'config')}, or put config.json next to "
+                "the file",
             )
         return None if size is None else size[0]
 
@@ -144,7 +145,7 @@ def _failures(
 ) -> Iterator[str]:
     if each.missing:
         if hits:
-            yield f"{next(iter(hits))} is there"
+            yield f"{next(iter(hits))} exists"
         return
     expected = None if each.count is None else value(each.count)
     if expected is not None and len(hits) != expected:
@@ -152,7 +153,7 @@ def _failures(
     if not hits:
         if expected is None:
             close = nearest(each.glob, tensors)
-            yield "there is none" + (f"; nearest: {close[0]}" if close else "")
+            yield "no such tensor" + (f"; did you mean {close[0]}?" if close else "")
         return
     shape = None if each.shape is None else [value(given) for given in each.shape]
     for name, tensor in hits.items():
@@ -167,14 +168,14 @@ def _faults(
         and all(n is None or n == m for m, n in zip(tensor.shape, shape, strict=True))
     )
     if shape is not None and not fits:
-        wanted = ", ".join("_" if n is None else str(n) for n in shape)
-        yield f"has shape {shape_text(tensor.shape)} instead of [{wanted}]"
+        expected = ", ".join("_" if n is None else str(n) for n in shape)
+        yield f"has shape {shape_text(tensor.shape)} instead of [{expected}]"
     if each.dtypes and tensor.dtype.name not in each.dtypes:
         yield f"is {tensor.dtype} instead of {' or '.join(each.dtypes)}"
     if each.equal is not None:
         other = tensors.get(each.equal)
         if other is None:
-            yield f"is not equal to {each.equal}, which is not there"
+            yield f"is not equal to {each.equal}, which is missing"
         elif other.shape != tensor.shape or other.dtype != tensor.dtype:
             yield f"is not equal to {each.equal}: {other.dtype} {shape_text(other.shape)}"
         elif (difference := compare(tensor, other)) is not None:

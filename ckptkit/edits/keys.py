@@ -1,10 +1,9 @@
-"""Names: strip and add prefixes, rename, select; and the ``_metadata`` that follows them.
+"""Edit names: strip and add prefixes, rename, select; update ``_metadata`` accordingly.
 
-All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch sets on
-a state_dict: the path of each module (``""``, ``layer1``, ``layer1.0``) and the version of its
-layout.
-A whole pickled module is replaced by its plain state_dict: the names in it are attributes of the
-user's classes.
+All four edit the dict that contains the weights, and the ``_metadata`` that torch sets on a
+state_dict. It maps the path of each module (``""``, ``layer1``, ``layer1.0``) to the version of its
+layout. A pickled module is replaced by its state_dict, because the names in it are attributes of
+the user's classes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ckptkit.core.weights import (
     plain_state_dict,
     read_module,
 )
-from ckptkit.edits import groups, optimizers
+from ckptkit.edits import optimizers, quantized_names
 from ckptkit.quantized import Quantization
 
 Paths = dict[str, Node]
@@ -49,7 +48,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 def paths_of(mapping: Node) -> Paths | None:
-    """Return the ``_metadata`` of a state_dict, None without one that maps strings."""
+    """Return the ``_metadata`` of a state_dict; None if there is none with string keys."""
     paths = module_versions(mapping)
     if paths is None or not all(isinstance(path, str) for path in paths):
         return None
@@ -57,7 +56,7 @@ def paths_of(mapping: Node) -> Paths | None:
 
 
 def with_paths(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
-    """`entries` as a mapping of the type of `old`, with the edited ``_metadata`` of `old`."""
+    """Return `entries` as a dict of the type of `old`, with the edited ``_metadata`` of `old`."""
     if not isinstance(old, OrderedMapping):
         return dict(entries)
     paths = paths_of(old)
@@ -75,12 +74,10 @@ def _parents(path: str) -> Iterator[str]:
 def stripped_paths(
     paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
 ) -> Paths:
-    """Return paths without the prefixes.
+    """Strip prefixes from the paths of ``_metadata``.
 
-    Where two meet (``""`` and ``module``), the inner one stays.
-
-    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` is still below
-    it.
+    If two paths become equal (``""`` and ``module``), the entry of the inner one is kept. A parent
+    of a prefix (``a`` of ``a.b.``) is dropped, unless a name in `kept` is below it.
     """
     on_the_way = set(flatten(map(_parents, prefixes)))
     depth: dict[str, int] = {}
@@ -97,7 +94,7 @@ def stripped_paths(
 
 
 def prefixed_paths(paths: Paths, prefix: str) -> Paths:
-    """Return paths below `prefix`, with entries of the modules around them, as in torch."""
+    """Add `prefix` to the paths of ``_metadata``, and add entries for its modules as torch does."""
     inside = prefix.rpartition(".")[0]
     parts = inside.split(".") if inside else []
     found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
@@ -107,7 +104,7 @@ def prefixed_paths(paths: Paths, prefix: str) -> Paths:
 
 
 def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
-    """Return the paths that still have a name below them, and the root."""
+    """Keep the root and the paths of ``_metadata`` that have a name below them."""
     live = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -118,27 +115,27 @@ def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
 
 
 def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
-    """Return paths renamed like their keys; what cannot be derived is left out and added to `lost`.
+    """Rename the paths of ``_metadata`` like the keys; drop ambiguous ones and add them to `lost`.
 
-    A module is where its own parameters are. One that has none is where its submodules are, if
-    these kept their last component; one without either moves with the module around it.
+    The new path of a module is the path of its parameters. A module without parameters follows its
+    submodules, if these kept their last component; a module without either follows its parent.
     """
-    votes: dict[str, set[str]] = defaultdict(set)  # where its parameters say that a module is
+    votes: dict[str, set[str]] = defaultdict(set)  # module -> new paths of its parameters
     for old, new in names.items():
         votes[_parent(old)].add(_parent(new))
-    below: dict[str, set[str]] = defaultdict(set)  # where its submodules say
+    below: dict[str, set[str]] = defaultdict(set)  # module -> new parents of its submodules
     by_depth = sorted(paths, key=lambda path: path.count("."))
     for path in reversed(by_depth):
-        said = votes.get(path) or below[path]
-        if path and len(said) == 1:
-            (vote,) = said
+        found_at = votes.get(path) or below[path]
+        if path and len(found_at) == 1:
+            (vote,) = found_at
             if _last(vote) == _last(path):
                 below[_parent(path)].add(_parent(vote))
     placed: dict[str, str | None] = {"": ""}
     for path in filter(None, by_depth):
-        said = votes.get(path) or below[path]
-        if said:
-            placed[path] = next(iter(said)) if len(said) == 1 else None
+        found_at = votes.get(path) or below[path]
+        if found_at:
+            placed[path] = next(iter(found_at)) if len(found_at) == 1 else None
         else:
             around = placed.get(_parent(path), _parent(path))
             placed[path] = None if around is None else f"{around}.{_last(path)}".removeprefix(".")
@@ -153,23 +150,25 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
 
 
 def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
-    """Paths as their keys went, (old name, new name) for each source of each new key.
+    """Move the paths of ``_metadata`` like the keys; `pairs` are (source key, new key).
 
-    A module that is made of several has their entry if they agree; else it is left out, and added
-    to `lost`. A module that is new around others has what torch gives it; one that has no keys
-    stays.
+    If a module is made from several modules, it keeps their entry if all are equal; otherwise its
+    entry is dropped and the path added to `lost`. New parent modules get the entry that torch gives
+    them. Modules without keys keep their entry.
     """
     sources: dict[str, set[str]] = defaultdict(set)
-    held, live = {""}, {""}
+    before, after = {""}, {""}  # modules that have keys
     for old, new in pairs:
         sources[_parent(new)].add(_parent(old))
-        for name, modules in ((old, held), (new, live)):
+        for name, modules in ((old, before), (new, after)):
             path = _parent(name)
             while path not in modules:
                 modules.add(path)
                 path = _parent(path)
-    found: Paths = {path: value for path, value in paths.items() if path not in held or path == ""}
-    for path in sorted(live - {""}) if paths else ():
+    found: Paths = {
+        path: value for path, value in paths.items() if path not in before or path == ""
+    }
+    for path in sorted(after - {""}) if paths else ():
         own = [paths[old] for old in sorted(sources[path]) if old in paths]
         if not own:
             found[path] = paths.get(path, {"version": 1})
@@ -181,7 +180,7 @@ def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str])
 
 
 def same_versions(one: Node, other: Node) -> bool:
-    """Return whether two entries of ``_metadata`` are equal: dicts of a few plain values."""
+    """Return whether two entries of ``_metadata`` are equal; False for dicts with other values."""
     if one is other:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
@@ -202,12 +201,12 @@ def _last(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A mapping whose keys are to change: where it is, and what it holds.
+class EditedDict:
+    """A dict whose keys an edit changes.
 
-    ``node`` is what stands in the tree, ``entries`` the mapping itself (of a pickled module, its
-    state_dict), and ``names`` those of its keys that name weights: a wrapper such as ``{"epoch": 3,
-    "fc.weight": ...}`` has others.
+    ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
+    module. ``names`` are the keys of weights: a dict such as ``{"epoch": 3, "fc.weight": ...}``
+    also has other keys.
     """
 
     path: Path
@@ -217,11 +216,11 @@ class Target:
 
     @property
     def place(self) -> str:
-        """`` of model`` for a mapping at the path ``model``, nothing for the root."""
+        """Text for messages: `` of model`` for the path ``model``, empty for the root."""
         return f" of {join(self.path)}" if self.path else ""
 
     def renamed(self, names: Mapping[str, str], edit_metadata: Callable[[Paths], Paths]) -> Node:
-        """The mapping with other keys, in the same order. Raises CollisionError."""
+        """Return the dict with new keys, in the same order. Raises CollisionError."""
         new: dict[Node, Node] = {}
         for key, value in self.entries.items():
             name = names.get(key, key)
@@ -230,7 +229,7 @@ class Target:
 
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
-                    f"{other!r} and {key!r}{self.place} would both be called {name!r}",
+                    f"{other!r} and {key!r}{self.place} would both become {name!r}",
                     hint="drop one of them first: `ckptkit convert {where} {new} --drop "
                     f"{shell_word(escape(str(other)))}`",
                 )
@@ -239,11 +238,9 @@ class Target:
 
 
 class NameChange(NamedTuple):
-    """A mapping after a change of names: the node in its place, the names that optimizers follow,
-    and notes for the user.
-    """
+    """A change of names: the new node for a dict, old -> new names, and notes for the user."""
 
-    target: Target
+    target: EditedDict
     node: Node
     renamed: Mapping[str, str]
     notes: Sequence[str]
@@ -273,9 +270,9 @@ def strip_prefix(
         }
         if not names:
             listed = " or ".join(map(repr, found))
-            warnings.append(NoOpWarning(f"no key{target.place} begins with {listed}"))
+            warnings.append(NoOpWarning(f"no key{target.place} starts with {listed}"))
             continue
-        names, ck = groups.followed(ck, names)
+        names, ck = quantized_names.rename_together(ck, names)
         kept = [name for name in target.names if name not in names]
         strip = partial(_without_prefixes, prefixes=found)
         follow = partial(stripped_paths, strip=strip, prefixes=found, kept=kept)
@@ -286,16 +283,16 @@ def strip_prefix(
         ]
         changes.append(NameChange(target, target.renamed(names, follow), names, notes))
         if kept:
-            left = f"{plural(len(kept), 'key')}{target.place} left without a change"
-            warnings.append(f"{left}: {quoted(kept)}")
+            unchanged = f"{plural(len(kept), 'key')}{target.place} without the prefix, not changed"
+            warnings.append(f"{unchanged}: {quoted(kept)}")
         outer = (*found, *WRAPPERS)
         again = [short for short in names.values() if short.startswith(outer)]
         if again:
-            verb = "begins" if len(again) == 1 else "begin"
-            inner = next(each for each in outer if again[0].startswith(each))
+            verb = "starts" if len(again) == 1 else "start"
+            prefix = next(each for each in outer if again[0].startswith(each))
             warnings.append(
-                f"{plural(len(again), 'key')}{target.place} still {verb} with {inner!r}, "
-                f"a second level: strip {inner!r} from the result too"
+                f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}: "
+                f"strip {prefix!r} from the result too"
             )
     swap, notes = _swapped(ck, changes)
     edited = {*swap, *(id(each.node) for each in targets), *(id(each.entries) for each in targets)}
@@ -315,12 +312,12 @@ def strip_prefix(
 
 
 def _whole_part(prefix: str) -> str:
-    """Return the prefix with the dot that it lacks, if it ends in a letter or digit."""
+    """Append a dot to a prefix that ends in a letter or digit."""
     return f"{prefix}." if prefix[-1:].isalnum() else prefix
 
 
 def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
-    """Return `name` without each of the prefixes that it begins with, once each."""
+    """Remove leading prefixes from `name`, each at most once."""
     while name.startswith(prefixes):
         hit = next(each for each in prefixes if name.startswith(each))
         at = prefixes.index(hit)
@@ -345,7 +342,7 @@ def add_prefix(
     changes = []
     for target in targets_of(ck, key):
         names = {name: prefix + name for name in target.names}
-        _, ck = groups.followed(ck, names)
+        _, ck = quantized_names.rename_together(ck, names)
         new = target.renamed(names, lambda paths: prefixed_paths(paths, prefix))
         note = f"added {prefix!r} to {plural(len(names), 'key')}{target.place}"
         changes.append(NameChange(target, new, names, [note]))
@@ -369,7 +366,7 @@ def rename(
         try:
             mapping = {name: mapping(name) for name in target.names}
         except Exception as error:
-            what = f"the function of names fails: {type(error).__name__}: {error}"
+            what = f"mapping: the function raises {type(error).__name__}: {error}"
             raise UsageError(what) from error
     mapping = mapping or {}
     for old, new in mapping.items():
@@ -380,47 +377,47 @@ def rename(
             )
         if not isinstance(new, str) or not new:
             raise UsageError(
-                f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
+                f"{old!r} cannot be renamed to {new!r}: a name must be a string and not empty"
             )
     others = [name for name in target.names if name not in mapping]
     changed, unused = substituted(others, substitutions)
     every = {**mapping, **changed}
     names = {old: every[old] for old in target.names if every[old] != old}
     if not names:
-        return ck.with_root(ck.root, warnings=[NoOpWarning(f"nothing{target.place} is renamed")])
-    names, ck = groups.followed(ck, names)
+        return ck.with_root(ck.root, warnings=[NoOpWarning(f"no key{target.place} is renamed")])
+    names, ck = quantized_names.rename_together(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new_node = target.renamed(names, lambda paths: renamed_paths(paths, whole, lost))
     warnings: list[str] = [
-        NoOpWarning(f"no key{target.place} is changed by the substitution {pattern!r}")
+        NoOpWarning(f"the substitution {pattern!r} changes no key{target.place}")
         for pattern in unused
     ]
     if lost:
         count = plural(len(lost), "_metadata entry")
-        warnings.append(f"dropped {count}: no new name follows for {quoted(lost)}")
+        warnings.append(f"dropped {count} of modules whose new name is unclear: {quoted(lost)}")
     note = f"renamed {plural(len(names), 'key')}{target.place}"
     return applied(ck, [NameChange(target, new_node, names, [note])], warnings)
 
 
-SECONDS = 20  # for all matches of one list: an expression may take exponential time
+SECONDS = 20  # time limit for all names: a regular expression may take exponential time
 
 
 def substituted(
     names: Iterable[str], pairs: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return what the substitutions make of names, and the patterns that have changed none."""
-    import regex  # the engine of `re`, with a limit of time
+    """Return old -> new names by substitution, and the patterns that changed no name."""
+    import regex  # like `re`, but with a time limit
 
     compiled = []
     for pattern, replacement in pairs:
         try:
-            re.compile(pattern).sub(replacement, "")  # reads the replacement without a match, too
+            re.compile(pattern).sub(replacement, "")  # this checks the replacement too
             compiled.append((regex.compile(pattern), pattern, replacement))
         except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
             raise UsageError(
                 f"bad substitution {pattern!r} = {replacement!r}: {error}",
-                hint=r"a backslash before ( ) [ ] { } . * + ? | makes it plain: \( or \.",
+                hint=r"write a backslash before a literal ( ) [ ] { } . * + ? |, as in \( or \.",
             ) from error
     deadline = monotonic() + SECONDS
     made: dict[str, str] = {}
@@ -434,22 +431,22 @@ def substituted(
                 name = expression.sub(replacement, name, timeout=left)
             except TimeoutError as error:
                 raise UsageError(
-                    f"the substitution {pattern!r} takes more than {SECONDS} seconds at {before!r}",
-                    hint="a repetition inside a repetition, as in (a+)+, takes exponential time",
+                    f"the substitution {pattern!r} takes more than {SECONDS} seconds on {before!r}",
+                    hint="nested repetition, as in (a+)+, takes exponential time",
                 ) from error
             if name != before:
                 used.add(pattern)
         if not name:
-            raise UsageError(f"the substitutions leave nothing of the name {old!r}")
+            raise UsageError(f"the substitutions make the name {old!r} empty")
         made[old] = name
     return made, [pattern for _, pattern, _ in compiled if pattern not in used]
 
 
 @edit
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Give weights further names: `names` maps each new name to the weight that it is tied to.
+    """Tie new names to weights: `names` maps each new name to the name of an existing weight.
 
-    Raises UsageError (a name that is not there), CollisionError (one that is).
+    Raises UsageError if that weight is missing, CollisionError if the new name exists.
     """
     (target,) = targets_of(ck, ())
     entries = dict(target.entries)
@@ -459,7 +456,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
                 f"there is no key {old!r}{target.place}", hint=guess(old, target.names)
             )
         if new in entries:
-            raise CollisionError(f"{new!r} is there already{target.place}")
+            raise CollisionError(f"{new!r}{target.place} already exists")
         entries[new] = entries[old]
     node = with_paths(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
@@ -468,10 +465,9 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
 @edit
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Take further names of weights away: each key of `names` must hold the same memory as its
-    value.
+    """Drop tied names: `names` maps each name to drop to the weight with which it shares memory.
 
-    Names that are not there are passed over. Raises UsageError where the two differ.
+    Missing names are ignored. Raises UsageError if the two are not tied.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}
@@ -485,34 +481,34 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
             or (one.offset, one.shape, one.stride) != (other.offset, other.shape, other.stride)
         ):
             raise UsageError(
-                f"{new!r} is not tied to {names[new]!r}{target.place}: they may differ"
+                f"{new!r} is not tied to {names[new]!r}{target.place}: their values may differ"
             )
     entries = without(target.entries, gone)
     left = [name for name in target.names if name not in gone]
     node = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, left))
-    notes = [f"left out {new}, which is {names[new]}" for new in sorted(gone)]
+    notes = [f"dropped {new}, which is tied to {names[new]}" for new in sorted(gone)]
     return applied(ck, [NameChange(target, node, {}, notes)])
 
 
 def applied(
     ck: Checkpoint, changes: Sequence[NameChange], warnings: Iterable[str] = ()
 ) -> Checkpoint:
-    """Return the checkpoint with the changes; its optimizers follow the new names."""
+    """Apply the changes to the checkpoint, and rename the parameters of its optimizers."""
     swap, notes = _swapped(ck, changes)
     return _replaced(ck, swap, notes, warnings)
 
 
 def _swapped(ck: Checkpoint, changes: Sequence[NameChange]) -> tuple[dict[int, Node], list[str]]:
-    """Return the nodes that take the place of others, by their ids, and notes on that."""
+    """Return new nodes by the ids of the old ones, and notes."""
     swap: dict[int, Node] = {}
     names: dict[str, str] = {}
     notes: list[str] = []
-    for target, node, renamed, said in changes:
+    for target, node, renamed, own_notes in changes:
         swap[id(target.node)] = node
         names.update(renamed)
-        notes += [*said, *_as_plain(target)]
+        notes += [*own_notes, *_as_plain(target)]
     nodes = [each.target.node for each in changes]
-    followers, more = optimizers.followed(ck.root, names, nodes) if names else ({}, [])
+    followers, more = optimizers.rename_parameters(ck.root, names, nodes) if names else ({}, [])
     return {**swap, **followers}, [*notes, *more]
 
 
@@ -523,7 +519,7 @@ def select(
     drop: str | Sequence[str] = (),
     missing_ok: bool = False,
 ) -> Checkpoint:
-    """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
+    """Keep only the weights whose names match a glob of `keep` (default: all), and none of `drop`.
 
     ``*`` matches dots too. Other entries stay, but optimizers lose the dropped parameters. If the
     parameters of an optimizer cannot be identified, it is dropped with a warning. Raises UsageError
@@ -540,32 +536,32 @@ def select(
     gone = len(target.names) - len(kept)
     if not kept:
         raise UsageError(
-            "nothing is left of the weights", hint="`ckptkit inspect {where}` lists the names"
+            "this drops all weights", hint="`ckptkit inspect {where}` lists their names"
         )
     if not gone:
-        nothing = NoOpWarning("every weight is selected: nothing is left out")
+        nothing = NoOpWarning("every weight is selected: none is dropped")
         return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)
     new = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, kept))
     notes = [
-        f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
+        f"dropped {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
     from ckptkit.edits import optimizers
 
     cut = optimizers.cut(ck, kept)
-    warnings = [*groups.torn(found, kept), *cut.warnings]
+    warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.edits.structure import drop_entry  # with more imports
+        from ckptkit.edits.structure import drop_entry  # imported late: it needs more modules
 
         done = drop_entry(done, cut.dropped)
     return done
 
 
-def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> set[str]:
-    """Return the names that match, and those that are one quantized weight with them."""
+def _matching(target: EditedDict, globs: Sequence[str], weights: Quantization) -> set[str]:
+    """Return the names that match; with a quantized weight, the names of all its tensors."""
     found: set[str] = set()
     names = [*target.names, *(group.name for group in weights.groups)]
     for glob in globs:
@@ -577,17 +573,17 @@ def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> se
                 hint=entries(glob, [*target.names], "keys"),
             )
         found |= hits
-    return groups.completed(weights, found).intersection(target.names)
+    return quantized_names.with_members(weights, found).intersection(target.names)
 
 
-def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
-    """Yield the weights, or the mappings that `keys` names."""
+def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[EditedDict]:
+    """Yield the dict of the weights, or the dicts at the dotted paths `keys`."""
     if not keys:
         weights = ck.required
         node = weights.node
         if weights.is_module:
             mapping = plain_state_dict(weights.nodes)
-            yield Target(weights.path, node, mapping, list(weights.nodes))
+            yield EditedDict(weights.path, node, mapping, list(weights.nodes))
             return
         is_state_dict = paths_of(node) is not None
         names = [
@@ -595,24 +591,24 @@ def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
             for key in _strings(node)
             if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
         ]
-        yield Target(weights.path, node, node, names)
+        yield EditedDict(weights.path, node, node, names)
     seen: set[int] = set()
     for key in keys:
         path, node = find(ck.root, key)
         entries = module_state(node) if isinstance(node, Object) else node
         if not isinstance(entries, dict):
-            raise UsageError(f"the entry {key!r} is not a mapping", where=ck.name)
+            raise UsageError(f"the entry {key!r} is not a dict", where=ck.name)
         if id(node) not in seen:
             seen.add(id(node))
             mapping = plain_state_dict(entries) if entries is not node else entries
-            yield Target(path, node, mapping, list(_strings(entries)))
+            yield EditedDict(path, node, mapping, list(_strings(entries)))
 
 
 def _strings(mapping: Mapping[Node, Node]) -> Iterator[str]:
     return (key for key in mapping if isinstance(key, str))
 
 
-def _as_plain(target: Target) -> list[str]:
+def _as_plain(target: EditedDict) -> list[str]:
     if target.entries is target.node:
         return []
     module = read_module(target.node)

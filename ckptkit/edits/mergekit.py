@@ -1,4 +1,4 @@
-"""Merge models as a configuration of mergekit says (`mergekit.config` of mergekit 0.1.5)."""
+"""Merge models with a configuration file of mergekit (`mergekit.config` of mergekit 0.1.5)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _TOP = {"merge_method", "base_model", "models", "slices", "parameters", "dtype",
         "tokenizer_source"}  # fmt: skip
 _WORDS = {"weight": "weight", "density": "density", "lambda": "scale", "t": "scale",
           "scale": "scale"}  # fmt: skip
-_OTHERS = {"normalize", "rescale", "int8_mask"}  # the last changes no value
+_SWITCHES = {"normalize", "rescale", "int8_mask"}  # int8_mask saves memory; values do not change
 _DEFAULTS = {"weight": 1.0, "density": 1.0, "scale": 1.0}
 
 
 def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> Checkpoint:
-    """Return the model that a configuration describes; nothing is read but headers.
+    """Return the merged model that a configuration describes; only headers are read.
 
-    A model that it names is a path, or a path below `folder`: ``org/name`` is ``folder/org/name``
-    or ``folder/name``. Raises UsageError for what is no such configuration, UnsupportedError for
-    what is not done here: other methods, modules, and tokenizers that are made anew.
+    The name of a model is a path, absolute or below `folder`: ``org/name`` is ``folder/org/name``
+    or ``folder/name``. Raises UsageError for an invalid configuration, UnsupportedError for other
+    methods, for modules, and for new tokenizers.
     """
     _check_keys(config, _TOP, "a merge")
     method = _NAMES.get(str(config.get("merge_method")))
     if method is None:
         known = ", ".join(sorted(_NAMES))
-        what = f"merge_method {shown(str(config.get('merge_method')))} is not done here"
-        raise UnsupportedError(what, hint=f"{known} are")
+        what = f"merge_method {shown(str(config.get('merge_method')))} is not supported"
+        raise UnsupportedError(what, hint=f"supported: {known}")
     if config.get("tokenizer_source", "base") != "base":
         raise UnsupportedError(
-            "tokenizer_source makes a new vocabulary, which is not done here",
-            hint="leave it out, or set it to base: the tokenizer of the base is copied",
+            "tokenizer_source makes a new vocabulary, which is not supported",
+            hint="remove it or set it to base; the tokenizer of the base model is then copied",
         )
     models: dict[str, Checkpoint] = {}
 
@@ -57,7 +57,7 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
     normalize, rescale = (common.get(word) for word in ("normalize", "rescale"))
     for word, switch in (("normalize", normalize), ("rescale", rescale)):
         if not isinstance(switch, (bool, type(None))):
-            raise UsageError(f"parameters: {word} is {shown(str(switch))}, not true or false")
+            raise UsageError(f"parameters: {word} must be true or false, got {shown(str(switch))}")
     how = Method.of(
         method,
         base if method in OF_DIFFERENCES else None,
@@ -66,7 +66,7 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
         None if config.get("dtype") is None else parse(config["dtype"]),
     )
     if ("models" in config) == ("slices" in config):
-        raise UsageError("a merge has models, or else slices")
+        raise UsageError("the configuration needs either models or slices")
     if "models" in config:
         uses = [_use(each, "model", found, [common]) for each in _list(config["models"])]
         made = alike(_based(uses, base, [common], method), how)
@@ -78,8 +78,8 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
             uses = [_use(source, "layer_range", found, tables) for source in _list(each["sources"])]
             slices.append(_based(uses, base, tables, method, is_slice=True))
         made = stacked(slices, how)
-    wanted = config.get("out_dtype")
-    return made if wanted is None else cast(made, wanted)
+    out_dtype = config.get("out_dtype")
+    return made if out_dtype is None else cast(made, out_dtype)
 
 
 def _based(
@@ -90,24 +90,24 @@ def _based(
     *,
     is_slice: bool = False,
 ) -> list[Use]:
-    """Return the inputs with the base as the first; it is added if it is not among them."""
+    """Move the base to the front of the inputs; add it if it is not among them."""
     if method == PASSTHROUGH and len(uses) != 1:
-        raise UsageError("passthrough takes one model for each slice")
+        raise UsageError("passthrough needs exactly one model for each slice")
     if method == SLERP and len({id(each.model) for each in uses} | {id(base)}) != 2:
-        raise UsageError("slerp is between base_model and one other model")
+        raise UsageError("slerp needs base_model and exactly one other model")
     if base is None or method in (LINEAR, PASSTHROUGH):
         return uses
     ours = [each for each in uses if each.model is base]
     others = [each for each in uses if each.model is not base]
     if not ours and is_slice:
-        raise UsageError("a slice lacks base_model among its sources")
+        raise UsageError("a slice must have base_model as one of its sources")
     return [*(ours or [Use(base, _numbers([*tables]))]), *others]
 
 
 def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]]) -> Use:
     _check_keys(each, {"model", "parameters", extra}, "an input")
     if "model" not in each:
-        raise UsageError("an input without its model")
+        raise UsageError("an input has no model")
     checkpoint = found(each["model"])
     numbers = _numbers([_table(each.get("parameters")), *tables])
     if "layer_range" not in each:
@@ -115,15 +115,15 @@ def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]])
     have, ends = layers_of(checkpoint)[1], each["layer_range"]
     is_pair = isinstance(ends, list) and [type(end) for end in ends] == [int, int]
     if not is_pair or not 0 <= ends[0] < ends[1] <= have:
-        what = f"layer_range {shown(str(ends))}: it has {have} layers"
+        what = f"layer_range {shown(str(ends))} is invalid: the model has {have} layers"
         raise UsageError(what, where=checkpoint.name)
     return Use(checkpoint, numbers, *ends)
 
 
 def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Return the lookup of numbers: in the first table that has one for a name."""
+    """Return a function that looks up a number in the first table that sets it for a name."""
     for table in tables:
-        _check_keys(table, {*_WORDS, *_OTHERS}, "parameters")
+        _check_keys(table, {*_WORDS, *_SWITCHES}, "parameters")
 
     def number(word: str, name: str, at: float) -> float:
         for table in tables:
@@ -137,7 +137,10 @@ def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
 
 
 def _value(setting: Any, name: str, at: float) -> float | None:
-    """Return the number of a setting: one, a gradient over the layers, or the first that fits."""
+    """Evaluate a setting for a name: a number, a gradient over the layers, or filtered values.
+
+    `at` is the position of the layer, from 0 to 1. Returns None if no filter matches.
+    """
     if isinstance(setting, (int, float)):
         return float(setting)
     if isinstance(setting, list) and all(isinstance(each, (int, float)) for each in setting):
@@ -147,27 +150,27 @@ def _value(setting: Any, name: str, at: float) -> float | None:
         return float((1 - (place - first)) * setting[first] + (place - first) * setting[after])
     for each in setting if isinstance(setting, list) else [setting]:
         if not isinstance(each, Mapping) or "value" not in each:
-            raise UsageError(f"parameters: {shown(str(setting))} is no number")
+            raise UsageError(f"parameters: {shown(str(setting))} is not a number")
         if each.get("filter", "*") in (None, "*") or str(each["filter"]) in name:
             return _value(each["value"], name, at)
     return None
 
 
 def _path(name: str, folder: str) -> str:
-    """Return the path of a model. Raises UsageError if it is not on this machine."""
+    """Return the path of a model. Raises UsageError if it does not exist."""
     tried = [name, os.path.join(folder, name), os.path.join(folder, name.rpartition("/")[2])]
     for path in tried:
         if os.path.exists(path):
             return path
     raise UsageError(
-        f"{shown(name)} is not a path, and not below {folder}",
-        hint=f"fetch it first: huggingface-cli download {name} --local-dir {tried[-1]}",
+        f"{shown(name)} does not exist, neither here nor in {folder}",
+        hint=f"download it first: huggingface-cli download {name} --local-dir {tried[-1]}",
     )
 
 
 def _table(given: Any) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, Mapping):
-        raise UsageError(f"parameters are {shown(str(given))}, not a table")
+        raise UsageError(f"parameters must be a mapping, got {shown(str(given))}")
     return given or {}
 
 
@@ -179,6 +182,6 @@ def _list(given: Any) -> list[Any]:
 
 def _check_keys(given: Any, known: set[str], what: str) -> None:
     if not isinstance(given, Mapping):
-        raise UsageError(f"{what}: {shown(str(given))} is not a table")
+        raise UsageError(f"{what} must be a mapping, got {shown(str(given))}")
     if odd := [key for key in map(str, given) if key not in known]:
-        raise UnsupportedError(f"{what}: {quoted(odd)} is not done here")
+        raise UnsupportedError(f"{what}: {quoted(odd)} is not supported")

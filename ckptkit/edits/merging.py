@@ -1,4 +1,4 @@
-"""Merge models into one, by the methods of mergekit: means, differences from a base, layers."""
+"""Merge models with the methods of mergekit: means, task vectors, stacked layers."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_word, shown, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
-from ckptkit.edits import groups
+from ckptkit.edits import quantized_names
 from ckptkit.edits.combine import refuse_adapter
 from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.structure import bare
 
-# A number, or numbers by globs over names; "*" is for all others.
+# A number, or a dict from globs over names to numbers; "*" is the default.
 Setting = float | Mapping[str, float]
-# The number called by a word (weight, density, scale) for a name of the output, and the place of
-# its layer among the layers: from 0 to 1.
+# (weight, density or scale; name of the output tensor; position of its layer, 0 to 1) -> number.
 Numbers = Callable[[str, str, float], float]
 _LAYER = re.compile(r"(.+?\.)(\d+)(\..+)")
 _FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w*)\.")
-# What configurations of transformers call the number of layers.
+# Fields of transformers configurations with the number of layers.
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How all tensors are merged. `base` is the model that differences are from, if any."""
+    """A merge method with its settings. `base` is the model to subtract, for task vectors."""
 
     name: str
     normalize: bool
@@ -68,7 +67,7 @@ class Method:
         dtype: DType | None,
         seed: int = 0,
     ) -> Method:
-        """Return the method `name`, with mergekit's defaults for what is None."""
+        """Return the method `name`; None means the default of mergekit."""
         return cls(
             name,
             name in (LINEAR, TIES) if normalize is None else normalize,
@@ -80,7 +79,7 @@ class Method:
 
 
 class Use(NamedTuple):
-    """A model, or a range of its layers, as an input."""
+    """An input: a model, or a range of its layers, with its numbers."""
 
     model: Checkpoint
     numbers: Numbers
@@ -129,13 +128,13 @@ def merge(
         for other in models[1:]:
             _check_alike(models[0], other, other.required.tensors)
         option = typed("--method METHOD", "method=...")
-        raise UsageError(f"how are they merged? {option}", hint=f"one of {', '.join(METHODS)}")
+        raise UsageError(f"a method is required: {option}", hint=f"one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise UsageError(f"{method!r} is not a method", hint=f"one of {', '.join(METHODS)}")
     ranges = [layers] if isinstance(layers, str) else list(layers)
     if (method in OF_DIFFERENCES) and base is None:
         base_words = typed("--base BASE", "base=...")
-        raise UsageError(f"{method} adds differences to a base: name it with {base_words}")
+        raise UsageError(f"{method} needs a base model: {base_words}")
     first = None if base is None else model(opened(base))
     if method == SLERP and first is not None:
         models, first = [first, *models], None
@@ -155,8 +154,8 @@ def merge(
             return share if word == "scale" else by_word[word][place](name)
 
         uses.append(Use(each, numbers, start, stop))
-    wanted = None if dtype is None else parse(dtype)
-    how = Method.of(method, first, normalize, rescale, wanted, seed)
+    compute_dtype = None if dtype is None else parse(dtype)
+    how = Method.of(method, first, normalize, rescale, compute_dtype, seed)
     if method == PASSTHROUGH:
         return stacked([[each] for each in uses], how)
     return alike(uses if first is None else [Use(first, uses[0].numbers), *uses], how)
@@ -170,18 +169,18 @@ def _check_numbers(
     densities: Sequence[Setting] | None,
     ranges: Sequence[str],
 ) -> None:
-    """Raise UsageError for what a method does not use, or needs."""
+    """Raise UsageError for arguments that the method does not use, or that are missing."""
     wrong = {
-        "there are no models to merge": not models,
-        f"{method} has no base": base is not None and method not in OF_DIFFERENCES,
-        f"slerp is between two models, not {len(models)}": method == SLERP and len(models) != 2,
-        f"{method} has no weights": weights is not None and method in (SLERP, PASSTHROUGH),
-        f"{method} leaves no differences out": densities is not None and method not in SPARSE,
-        "layers are for passthrough": bool(ranges) and method != PASSTHROUGH,
-        f"{len(ranges)} ranges of layers for {plural(len(models), 'model')}": (
+        "no models to merge": not models,
+        f"{method} does not use a base": base is not None and method not in OF_DIFFERENCES,
+        f"slerp merges two models, got {len(models)}": method == SLERP and len(models) != 2,
+        f"{method} does not use weight": weights is not None and method in (SLERP, PASSTHROUGH),
+        f"{method} does not use density": densities is not None and method not in SPARSE,
+        "only passthrough uses layers": bool(ranges) and method != PASSTHROUGH,
+        f"got {plural(len(ranges), 'layer range')} for {plural(len(models), 'model')}": (
             len(ranges) not in (0, len(models))
         ),
-        "passthrough of several models needs the layers of each: "
+        "passthrough of several models needs a layer range for each: "
         f"{typed('--layers START:STOP', 'layers=[...]')}": (
             method == PASSTHROUGH and not ranges and len(models) > 1
         ),
@@ -192,21 +191,21 @@ def _check_numbers(
 
 
 def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoint:
-    """Return the weights of a checkpoint alone; refuse what cannot be merged as numbers."""
-    why = "models are merged here, and factors of changes are none"
+    """Return only the weights of a checkpoint. Refuse adapters and quantized weights."""
+    why = "`merge` merges whole models"
     refuse_adapter(checkpoint, why, others)
-    groups.refuse(checkpoint, None, "codes and scales cannot be merged")
+    quantized_names.refuse(checkpoint, None, "codes and scales cannot be merged")
     return bare(checkpoint.require_complete())
 
 
 def _settings(
     what: str, given: Sequence[Setting] | None, models: Sequence[Checkpoint]
 ) -> list[Callable[[str], float]]:
-    """Return the number of each model by name, 1 where none is given."""
+    """Return for each model a function from a tensor name to its number; the default is 1."""
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
-        raise UsageError(f"{what}: {len(given)} for {plural(len(models), 'model')}")
+        raise UsageError(f"{what}: got {len(given)} for {plural(len(models), 'model')}")
     return [_setting(each) for each in given]
 
 
@@ -229,9 +228,9 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
         return
     hint = None
     if other.name and ours.keys().isdisjoint(held):
-        hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` unites parts of a model"
+        hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` joins parts of one model"
     elif other.name:
-        hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows how"
+        hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows the differences"
     raise UsageError(
         f"differs in names or shapes from {other.name or 'another model'}: {quoted(odd)}",
         where=one.name,
@@ -240,7 +239,7 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
 
 
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
-    """Merge models that have the same names, tensor by tensor; the base is the first, if any."""
+    """Merge models with equal names, tensor by tensor. If the method has a base, it comes first."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
@@ -256,23 +255,25 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
 
 
 class _Merged:
-    """The tensors of the output so far."""
+    """The tensors of the output, added one at a time."""
 
     def __init__(self, how: Method) -> None:
         self.how = how
         self.tensors: dict[Node, Node] = {}
-        self.taken: list[str] = []  # names of what has no mean
-        self.storages: dict[object, Storage] = {}  # what is tied in all inputs stays tied
+        self.taken: list[str] = []  # names of tensors that are copied from the first input
+        self.storages: dict[
+            object, Storage
+        ] = {}  # by inputs: tied in all inputs, tied in the output
 
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
     ) -> None:
-        """Add a tensor that is made of `inputs`, the base first, with the numbers of each."""
+        """Add the tensor merged from `inputs` (the base first), with the numbers of each input."""
         how, old = self.how, inputs[0]
         scale = numbers[0]("scale", name, at)
         if any(each.shape != old.shape for each in inputs):
             shapes = some([str(list(each.shape)) for each in inputs])
-            raise UsageError(f"{shown(name)} has several shapes: {shapes}")
+            raise UsageError(f"{shown(name)} has different shapes: {shapes}")
         if not all(has_mean(each.dtype) and each.storage is not None for each in inputs):
             self.taken.append(name)
             self.tensors[name] = old
@@ -299,11 +300,11 @@ class _Merged:
         )  # fmt: skip
 
     def of(self, reference: Checkpoint, models: int) -> Checkpoint:
-        """Return the reference with these tensors in place of its own."""
+        """Return the reference with its tensors replaced by the merged ones."""
         count = plural(len(self.tensors) - len(self.taken), "tensor")
         notes = [f"merged {count} of {plural(models, 'model')} by {self.how.name}"]
         if self.taken:
-            notes.append(f"took {quoted(self.taken)} from {reference.name or 'the first'}")
+            notes.append(f"copied {quoted(self.taken)} from {reference.name or 'the first model'}")
         root = reference.root
         versions = module_versions(root) if isinstance(root, dict) else None
         state = versions_state(versions) if versions and self.tensors.keys() == {*root} else None
@@ -311,7 +312,7 @@ class _Merged:
 
 
 def _common(types: Sequence[DType]) -> DType:
-    """Return the dtype that torch computes with: the widest; float32 for two of 16 bits."""
+    """Return the result dtype of torch: the widest; float32 for float16 with bfloat16."""
     widest = max(types, key=lambda each: each.itemsize)
     others = {each.name for each in types if each.itemsize == widest.itemsize}
     return widest if len(others) == 1 else BY_NAME["float32"]
@@ -321,9 +322,9 @@ def _common(types: Sequence[DType]) -> DType:
 
 
 def _stack(names: Iterable[str]) -> tuple[str, int]:
-    """Return the prefix of the layers, such as ``model.layers.``, and how many there are.
+    """Return (prefix of the layers, such as ``model.layers.``; number of layers).
 
-    An empty prefix where there are none, or several stacks of as many.
+    The prefix is empty if there are no layers, or several stacks of equal size.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -335,15 +336,18 @@ def _stack(names: Iterable[str]) -> tuple[str, int]:
 
 
 def layers_of(model: Checkpoint) -> tuple[str, int]:
-    """Return the prefix of the layers of a model, and how many it has. Raises UsageError."""
+    """Return (prefix, number of layers) of a model. Raises UsageError if it has no single stack."""
     found = _stack(model.required.tensors)
     if not found[0]:
-        raise UsageError("has no layers, or several stacks of them", where=model.name)
+        raise UsageError("has no layers, or several stacks of layers", where=model.name)
     return found
 
 
 def _places(names: Iterable[str]) -> Callable[[str], float]:
-    """Return where the layer of a name is: 0 for the first and 1 for the last; 0 outside."""
+    """Return a function that maps a name to its layer's position: 0 (first) to 1 (last).
+
+    The position of names outside the layers is 0.
+    """
     prefix, count = _stack(names)
 
     def place(name: str) -> float:
@@ -359,9 +363,9 @@ def _share(number: int, count: int) -> float:
 
 
 def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
-    """Return layers of models, one slice after the other; those of one slice are merged.
+    """Stack layer ranges of models; the ranges of one slice are merged into each other.
 
-    What is in no layer is of the first slice if it is an embedding, else of the last.
+    Of the tensors outside the layers, embeddings come from the first slice, others from the last.
     """
     new = _Merged(how)
     reference = how.base or slices[0][0].model
@@ -371,7 +375,7 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
     for uses in slices:
         lengths = {(use.stop or prefixes[id(use.model)][1]) - use.start for use in uses}
         if len(lengths) > 1:
-            raise UsageError(f"a slice has ranges of several lengths: {some(map(str, lengths))}")
+            raise UsageError(f"the ranges of a slice differ in length: {some(map(str, lengths))}")
         (length,) = lengths
         for number in range(length):
             inputs = [_layer(use, prefixes[id(use.model)][0], number) for use in uses]
@@ -384,7 +388,7 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
                 name = f"{target}{count + number}{rest}"
                 new.add(name, row, [use.numbers for use in uses], _share(number, length))
         count += length
-    outside: dict[str, list[str]] = {}  # names by the models that they are of
+    outside: dict[str, list[str]] = {}  # model -> names outside the layers copied from it
     for uses, is_first in ((slices[0], True), (slices[-1], False)):
         held = [use.model.required.tensors for use in uses]
         for name in held[0]:
@@ -401,7 +405,7 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
 
 
 def _layer(use: Use, prefix: str, number: int) -> dict[str, Tensor]:
-    """Return the tensors of a layer, by what follows its number."""
+    """Map the names of the tensors of a layer, without the prefix and number, to the tensors."""
     start = f"{prefix}{use.start + number}."
     tensors = use.model.required.tensors
     return {name[len(start) - 1 :]: tensors[name] for name in tensors if name.startswith(start)}
@@ -413,8 +417,8 @@ def _range(text: str, model: Checkpoint) -> tuple[int, int]:
     start, stop = (int(match[1] or 0), int(match[2] or have)) if match else (1, 0)
     if not start < stop <= have:
         raise UsageError(
-            f"{text!r} is not a range of layers",
+            f"{text!r} is not a valid layer range",
             where=model.name,
-            hint=f"it has {plural(have, 'layer')}: 0:{have} is all of them",
+            hint=f"it has {plural(have, 'layer')}: 0:{have} selects all",
         )
     return start, stop

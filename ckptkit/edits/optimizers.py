@@ -1,11 +1,11 @@
-"""Optimizers: their state follows names, is keyed by names or numbers, and loses parameters.
+"""Edit the state of optimizers: rename parameters, key them by names or numbers, drop them.
 
-torch's own optimizers number their parameters, in the order of the groups; see
-torch/optim/optimizer.py. FSDP and ``torch.distributed.checkpoint.state_dict`` save names instead,
-and resume from names. ``load_state_dict`` of torch goes by the order of the parameters: an
-optimizer that kept the state of dropped ones would give their moments to others. So parameters
-whose weights are dropped go, and the others are numbered anew; where it is not certain which
-parameter is which weight (`names_of`), the optimizer is dropped.
+The optimizers of torch number their parameters in the order of the groups (see
+torch/optim/optimizer.py). FSDP and ``torch.distributed.checkpoint.state_dict`` save names and load
+by names. ``load_state_dict`` of torch matches parameters by their order. If the state of a dropped
+weight stayed, torch would load its moments into another parameter. So if weights are dropped, their
+state is dropped too, and the other parameters are renumbered. If it is not certain which parameter
+belongs to which weight (`names_of`), the whole optimizer is dropped.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
 from ckptkit.core.tree import Node, Path, children, join, like, rebuild, walk
 from ckptkit.core.weights import as_tensor, is_optimizer, locate, state_dicts
 
-_LISTS = ("params", "param_names")  # of a group
+_LISTS = ("params", "param_names")  # keys of a parameter group
 
 Names = Mapping[str, str]
 
 
-def followed(root: Node, names: Names, edited: Iterable[Node]) -> tuple[dict[int, Node], list[str]]:
-    """Return what replaces the nodes that name parameters, by their ids, and notes about it.
+def rename_parameters(
+    root: Node, names: Names, edited: Iterable[Node]
+) -> tuple[dict[int, Node], list[str]]:
+    """Rename parameters in the state of optimizers. Return new nodes by old ids, and notes.
 
-    `names` maps the old names of weights to the new ones, `edited` are the mappings that had them.
-    Of several optimizers with these names, none is touched where another mapping has them as well:
-    nothing tells which one trains what. Raises CollisionError.
+    `names` maps old to new names of weights; `edited` are the dicts that contained them. If several
+    optimizers have these names and another dict has them too, no optimizer is changed: it is
+    unclear which optimizer belongs to which weights. Raises CollisionError.
     """
-    found: list[tuple[Path, dict[Node, Node], int]] = []  # with how many parameters are named
+    found: list[tuple[Path, dict[Node, Node], int]] = []  # with the number of renamed parameters
     for path, node in walk(root):
         if isinstance(node, dict) and is_optimizer(node):
             every = chain(_keys(node), chain.from_iterable(_lists(node)))
@@ -55,19 +57,20 @@ def followed(root: Node, names: Names, edited: Iterable[Node]) -> tuple[dict[int
             new = {_renamed(key, names): value for key, value in state.items()}
             if len(new) < len(state):
                 place = f"{join(path)}.state"
-                raise CollisionError(f"two parameters of {place} would have the same name")
+                raise CollisionError(f"two parameters of {place} would get the same name")
             swap[id(state)] = like(state, new)
-    return swap, [f"{plural(count, 'name')} of {join(path)} follow" for path, _, count in found]
+    notes = [f"renamed {plural(count, 'parameter')} in {join(path)}" for path, _, count in found]
+    return swap, notes
 
 
 def _keys(node: dict[Node, Node]) -> list[str]:
-    """Return the names that are keys of the state."""
+    """Return the string keys of the optimizer state."""
     state = node["state"]
     return [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
 
 
 def _lists(node: dict[Node, Node]) -> Iterator[list[Node]]:
-    """Yield the lists of names in the groups."""
+    """Yield the lists of names in the parameter groups."""
     groups = node["param_groups"]
     for group in groups if isinstance(groups, list) else ():
         for word in _LISTS if isinstance(group, dict) else ():
@@ -81,10 +84,10 @@ def _renamed(key: Node, names: Names) -> Node:
 
 
 NAMES, NUMBERS = "names", "numbers"
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # that no optimizer has
-_NO_SHAPE = "step"  # of a state: says nothing of the shape of its parameter
-_MOST_PAIRS = 5_000_000  # of a state and a weight, that are looked at
-_HINT = "save it from an optimizer made of named_parameters(), or take the weights alone"
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # not in any optimizer
+_NO_SHAPE = "step"  # the one state tensor without the shape of its parameter
+_MOST_PAIRS = 5_000_000  # largest number of (state, weight) pairs to try
+_HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
 
 class Optimizer(NamedTuple):
@@ -101,7 +104,7 @@ class Optimizer(NamedTuple):
 
     @property
     def own_names(self) -> list[Node]:
-        """The names that the groups give to the parameters, if they name all of them."""
+        """The names of the parameters in the groups; empty unless all have one."""
         names = self._all("params")
         if not all(isinstance(each, str) for each in names):
             names = self._all("param_names")
@@ -114,7 +117,7 @@ class Optimizer(NamedTuple):
 
 @edit
 def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
-    """Key the state of the one optimizer of a checkpoint by ``names`` or by ``numbers``.
+    """Key the optimizer state of a checkpoint by ``names`` or by ``numbers``.
 
     Names come from the optimizer itself (``param_names``, torch 2.6 and later), else from the
     weights in their order. The shapes of the states must fit in exactly one way. Raises UsageError
@@ -122,7 +125,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     """
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
-        raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))
+        raise UsageError(f"cannot key an optimizer by {by!r}", hint=f"use {' or '.join(near)}")
     optimizers = [(join(path), node) for path, node in walk(ck.root) if _is_plain(node)]
     if not optimizers:
         raise UsageError("has no state_dict of an optimizer", where=ck.name)
@@ -130,7 +133,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
         paths = [path for path, _ in optimizers]
         raise UsageError(
             f"has several optimizers: {some(paths)}", where=ck.name,
-            hint="choose one: drop the others with " + " ".join(
+            hint="drop all but one: " + " ".join(
                 typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
                 for path in paths[1:]
             ),
@@ -145,7 +148,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
         keys = {each: number for number, each in enumerate(found.params)}
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.with_root(
-            ck.root, warnings=[NoOpWarning(f"{found.path} is keyed by {by} already")]
+            ck.root, warnings=[NoOpWarning(f"{found.path} is already keyed by {by}")]
         )
     groups = [
         {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
@@ -155,24 +158,24 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
         id(found.node["param_groups"]): groups,
         id(found.state): like(found.state, state),
     }
-    note = f"{plural(len(keys), 'parameter')} of {found.path} are keyed by {by}"
+    note = f"keyed {plural(len(keys), 'parameter')} of {found.path} by {by}"
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
 
 
 def read(path: str, node: Node) -> Optimizer:
-    """Return the optimizer that a node is. Raises UsageError for a malformed one."""
+    """Read the state_dict of an optimizer. Raises UsageError if it is malformed."""
     if not _is_plain(node):
         raise UsageError(f"{path} is a pickled object, not a state_dict")
     groups, state = node["param_groups"], node["state"]
     if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
-        raise UsageError(f"{path}.param_groups is no list of groups")
+        raise UsageError(f"{path}.param_groups is not a list of dicts")
     if not isinstance(state, dict):
-        raise UsageError(f"{path}.state is no mapping")
+        raise UsageError(f"{path}.state is not a dict")
     optimizer = Optimizer(path, node, groups, state)
     if not all(isinstance(each, (int, str)) for each in optimizer.params):
         raise UsageError(f"{path} has parameters that are neither numbers nor names")
     if unknown := without(state, set(optimizer.params)):
-        raise UsageError(f"{path}.state has {some(map(str, unknown))}, which no group has")
+        raise UsageError(f"{path}.state has {some(map(str, unknown))}, which are in no group")
     return optimizer
 
 
@@ -181,7 +184,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
-    """Return a list that a group has, an empty one where it has none."""
+    """Return the list `word` of a group; an empty one if it is missing."""
     found = group.get(word)
     return found if isinstance(found, list) else []
 
@@ -189,26 +192,26 @@ def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
 def names_of(
     optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
 ) -> dict[Node, str]:
-    """Return the name of each parameter. Raises UsageError where the weights leave a doubt.
+    """Map each parameter of an optimizer to a weight name. Raises UsageError if it is ambiguous.
 
-    That of `unordered` weights does, unless the optimizer itself has the names.
+    It is ambiguous for `unordered` weights, unless the optimizer has names itself.
     """
     params, own = optimizer.params, optimizer.own_names
     if own or not params:
         return dict(zip(params, own, strict=True))
     if unordered:
         raise UsageError(
-            f"{optimizer.path} numbers the parameters in the order of the model, which the file of "
-            "the weights does not keep",
+            f"{optimizer.path} numbers the parameters in the order of the model, but this file "
+            "format does not keep the order of the weights",
             hint=_HINT,
         )
     if len(optimizer.groups) > 1:
         raise UsageError(
-            f"{optimizer.path} has several groups, so that the order of the weights does not say "
-            "which number is which parameter",
+            f"{optimizer.path} has several groups, so the order of the weights does not tell "
+            "which number belongs to which weight",
             hint=_HINT,
         )
-    known: list[tuple[str, Shape]] = []  # the weights that may be parameters, tied ones once
+    known: list[tuple[str, Shape]] = []  # weights that may be parameters; tied ones once
     seen: set[object] = set()
     for name, node in weights.items():
         tensor = as_tensor(node)
@@ -216,7 +219,7 @@ def names_of(
             continue
         seen.add(memory_of(tensor))
         known.append((name, tensor.shape))
-    states = []  # the shapes of the tensors that the optimizer keeps for each parameter
+    states = []  # for each parameter: the shapes of its state tensors
     for param in params:
         held = optimizer.state.get(param)
         entries = held.items() if isinstance(held, dict) else ()
@@ -225,7 +228,7 @@ def names_of(
     places = _places(states, [shape for _, shape in known])
     if isinstance(places, str):
         raise UsageError(
-            f"the {plural(len(params), 'parameter')} of {optimizer.path} are not the "
+            f"cannot match the {plural(len(params), 'parameter')} of {optimizer.path} to the "
             f"{plural(len(known), 'weight')} that may be parameters: {places}",
             hint=_HINT,
         )
@@ -238,27 +241,28 @@ def may_be_parameter(name: str, tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Return what tied tensors have in common."""
+    """Return a key that is equal for tied tensors."""
     if tensor.storage is None:
         return id(tensor)
     return id(tensor.storage), tensor.offset, tensor.shape
 
 
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
-    """Return which shape, in order, belongs to each state; or why that is not certain.
+    """Return the index of the shape that belongs to each state, or why there is no single answer.
 
-    A state without tensors may belong to any.
+    Both are in order, and some shapes may be skipped. A state without tensors fits any shape.
     """
     spare = len(shapes) - len(states)
     if spare < 0:
-        return "there are fewer"
+        return "there are fewer weights than parameters"
     if (spare + 1) * len(states) > _MOST_PAIRS:
-        return f"{spare:,} of them are too many to tell apart"
+        return f"{spare:,} more weights than parameters are too many to try"
 
     def fits(i: int, skipped: int) -> bool:
         return not states[i] or shapes[i + skipped] in states[i]
 
-    # ways[i][skipped]: to place the states from i on, when so many shapes were passed over; 2: more
+    # ways[i][n]: the number of ways to place states i, i + 1, ... if n shapes were skipped before;
+    # 2 means several.
     ways = [[1] * (spare + 1)]
     for i in reversed(range(len(states))):
         row, later = [0] * (spare + 1), ways[-1]
@@ -268,7 +272,7 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
         ways.append(row)
     ways.reverse()
     if ways[0][0] != 1:
-        return "their shapes are others" if not ways[0][0] else "their shapes fit in several ways"
+        return "the shapes do not fit" if not ways[0][0] else "the shapes fit in several ways"
     places, skipped = [], 0
     for i in range(len(states)):
         skipped = next(k for k in range(skipped, spare + 1) if fits(i, k) and ways[i + 1][k])
@@ -276,12 +280,12 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     return places
 
 
-Parameters = Mapping[Node, str]  # of the parameters, by their keys
+Parameters = Mapping[Node, str]  # key of a parameter in the optimizer -> name of its weight
 
 
 @dataclass
 class Cut:
-    """Replacements of nodes of optimizers, by their ids; entries to drop; notes and warnings."""
+    """Changes to optimizers: new nodes by old ids, entries to drop, notes and warnings."""
 
     swap: dict[int, Node] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
@@ -290,15 +294,19 @@ class Cut:
 
 
 def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
-    """Return what becomes of the optimizers where only the weights `kept` stay.
+    """Return the changes to optimizers if only the weights `kept` stay.
 
-    Optimizers of other weights stay as they are. Raises UsageError for one that has to be dropped
-    and is in no dict.
+    Optimizers of other weights do not change. Raises UsageError if an optimizer must be dropped and
+    is not in a dict.
     """
     made = Cut()
     if all(name in kept for name in _parameter_names(ck)):
         return made
-    found = {id(node): (path, node) for path, node in walk(ck.root, _is_met) if _is_met(path, node)}
+    found = {
+        id(node): (path, node)
+        for path, node in walk(ck.root, _is_nested_optimizer)
+        if _is_nested_optimizer(path, node)
+    }
     owned: list[tuple[Path, Optimizer, Parameters]] = []
     for path, node in found.values():
         try:
@@ -312,14 +320,14 @@ def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
     for path, optimizer, names in owned:
         try:
             if several and not optimizer.own_names:
-                raise UsageError("several optimizers fit the weights")
+                raise UsageError("several optimizers fit these weights")
             _cut(made, optimizer, _left(ck, names, kept))
         except UsageError as error:
             _drop(made, ck, path, error.message)
     return made
 
 
-def _is_met(path: Path, node: Node) -> bool:
+def _is_nested_optimizer(path: Path, node: Node) -> bool:
     return bool(path) and is_optimizer(node)
 
 
@@ -331,9 +339,9 @@ def _parameter_names(ck: Checkpoint) -> Iterator[str]:
 
 
 def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
-    """Return the names of the parameters, None for an optimizer of another entry.
+    """Return the parameters of an optimizer of the weights; None if it belongs to another entry.
 
-    Raises UsageError where it is not certain.
+    Raises UsageError if that is ambiguous.
     """
     weights = ck.required
     fitting: dict[int, Parameters] = {}
@@ -352,12 +360,12 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
     if id(weights.node) not in fitting or (default in fitting and default != id(weights.node)):
         return None
     if len(fitting) > 1 and default not in fitting:
-        raise UsageError("it fits several entries")
+        raise UsageError("it fits several state_dicts")
     return fitting[id(weights.node)]
 
 
 def _default(root: Node) -> int | None:
-    """Return the id of the weights that are taken where no key is given."""
+    """Return the id of the weights that are selected without a key."""
     try:
         found = locate(root)
     except AmbiguousError:
@@ -366,9 +374,10 @@ def _default(root: Node) -> int | None:
 
 
 def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameters:
-    """Return the parameters that stay.
+    """Return the parameters of the weights that stay.
 
-    Raises UsageError for one that stays under the name of a tied weight: it may have another place.
+    Raises UsageError if a weight is dropped and one that is tied to it stays: the order of the
+    parameters may then change.
     """
     memories = {
         name: memory_of(tensor)
@@ -383,9 +392,9 @@ def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameter
 
 
 def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
-    """Leave out the parameters that are not `left`. Raises UsageError if none is."""
+    """Drop the parameters that are not in `left`. Raises UsageError if none is left."""
     if not left:
-        raise UsageError("none of its parameters is left")
+        raise UsageError("none of its parameters is kept")
     keys: dict[Node, Node] = {}  # old -> new
     groups: list[dict[Node, Node]] = []
     for group in optimizer.groups:
@@ -400,12 +409,12 @@ def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
     made.swap[id(optimizer.state)] = like(optimizer.state, state)
     note = f"kept {len(keys):,} of {plural(len(optimizer.params), 'parameter')} of {optimizer.path}"
     if gone := len(optimizer.groups) - len(groups):
-        note += f", and dropped {plural(gone, 'group')} without any"
+        note += f", and dropped {plural(gone, 'empty group')}"
     made.notes.append(note)
 
 
 def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
-    """Drop an optimizer; of several in a list, the list: their places tell which is which."""
+    """Drop an optimizer; if it is in a list, the whole list: positions identify the others."""
     node, entry = ck.root, path[:0]
     for depth, key in enumerate(path):
         if isinstance(node, dict):
@@ -414,13 +423,12 @@ def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
     weights = ck.required.path
     if not entry or weights[: len(entry)] == entry:
         raise UsageError(
-            f"{join(path)} cannot follow the selected weights ({why}), and has no entry of its own",
+            f"cannot cut {join(path)} to the selected weights ({why}), nor drop it: it is not a "
+            "dict entry of its own",
             where=ck.name,
-            hint="take the weights alone first: "
+            hint="extract the weights first: "
             f"`ckptkit extract --key {shell_word(join(weights))} {{where}} {{new}}`",
         )
     if join(entry) not in made.dropped:
         made.dropped.append(join(entry))
-        made.warnings.append(
-            f"dropped {join(entry)}, which cannot follow the selected weights: {why}"
-        )
+        made.warnings.append(f"dropped {join(entry)}: cannot cut it to the selected weights: {why}")

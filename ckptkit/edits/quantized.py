@@ -1,9 +1,9 @@
-"""Quantized weights as floating-point ones, and the reverse.
+"""Dequantize weights to floating point, and quantize them.
 
-Weights are quantized without data, by rounding to nearest: FP8 in blocks, and MXFP4. torch's own
-quantized tensors are the scale times the difference to the zero point, per tensor or per channel.
-Its quantized layers pack weight and bias into one value: ``fc._packed_params._packed_params =
-(weight, bias)``. Dequantized they are ``fc.weight`` and ``fc.bias``, as the layer had them before.
+Quantization needs no data; it rounds to nearest: block-wise FP8, and MXFP4. The quantized tensors
+of torch are dequantized as scale * (code - zero point), per tensor or per channel. The quantized
+layers of torch pack weight and bias into one value: ``fc._packed_params._packed_params = (weight,
+bias)``. Dequantized they become ``fc.weight`` and ``fc.bias``, the names before quantization.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, plural, quoted, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.edits import groups, keys
+from ckptkit.edits import keys, quantized_names
 from ckptkit.edits.config_file import config_of, with_config
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of
 from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
 
 _HEADERS = ("tensor_names", "_quantization_metadata")
-GGUF = "gguf"  # a family
+GGUF = "gguf"
 _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
@@ -55,53 +55,53 @@ def dequantize(
     and tensors that only quantized inference needs are dropped. Raises UsageError if nothing is
     quantized, unless `missing_ok`, and UnsupportedError for an unreadable weight.
     """
-    wanted = None if dtype is None else target(dtype)
-    own = dequantized(ck, wanted or dtypes.BY_NAME["float32"])
+    out_dtype = None if dtype is None else target(dtype)
+    own = dequantized(ck, out_dtype or dtypes.BY_NAME["float32"])
     found = quantized.find(ck)
     if own is None and not found and missing_ok:
         return ck
     if own is None and not found:
         raise UsageError(
-            "nothing in it is quantized in a way that is known",
+            "has no quantized weights of a known layout",
             where=ck.name,
-            hint=f"`ckptkit inspect {{where}}` shows it; {typed('--cast float16', 'cast')} casts "
-            "floats",
+            hint=f"`ckptkit inspect {{where}}` lists its tensors; {typed('--cast float16', 'cast')}"
+            " casts floats",
         )
     if own is None:
-        return _without_groups(ck, found, wanted)
+        return _without_groups(ck, found, out_dtype)
     found = quantized.find(own)
-    return _without_groups(own, found, wanted) if found else own
+    return _without_groups(own, found, out_dtype) if found else own
 
 
 def target(name: DTypeLike) -> DType:
-    """Return the dtype to make. Raises UsageError for one that is not dequantized to."""
+    """Return the dtype to dequantize to. Raises UsageError for one that is not supported."""
     try:
         dtype = dtypes.parse(name)
     except FormatError as error:
         raise UsageError(error.message, hint=error.hint) from error
     if dtype.name not in TARGETS:
         raise UsageError(
-            f"weights are not dequantized to {name!r}",
-            hint=f"choose one of {', '.join(TARGETS)}; {typed('--cast', 'cast')} casts the result "
+            f"cannot dequantize to {name!r}",
+            hint=f"use one of {', '.join(TARGETS)}; {typed('--cast', 'cast')} casts the result "
             "to another",
         )
     return dtype
 
 
-def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
+def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None) -> Checkpoint:
     read = tuple(group for group in found.groups if group.layout is not None)
-    # A weight of GGUF is a tensor, which a later step may leave out; writers refuse it.
+    # A GGUF weight is a single tensor that a later step may still drop; writers refuse it.
     if any(group.family != GGUF for group in found.unread):
         refuse_unread(ck, found)
     found = replace(found, groups=read)
     weights, view = ck.required, found.view
     assert view is not None
-    types = {id(group): wanted or default_dtype(view, group) for group in found.groups}
+    types = {id(group): out_dtype or default_dtype(view, group) for group in found.groups}
     made_of = {*found.by_member, *found.serving}
     names = {name for name in weights.nodes if name not in made_of}
     twice = next((group.name for group in found.groups if group.name in names), None)
     if twice is not None:
-        both = f"a dequantized weight and another would both be called {twice!r}"
+        both = f"a dequantized weight and another tensor would both be called {twice!r}"
         raise CollisionError(both, where=ck.name)
     root, _ = exchanged(ck, found, types)
     kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
@@ -112,10 +112,10 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
     parts = [name for name, group in found.by_member.items() if name != group.name]
     if parts:
         count = plural(len(parts), "tensor")
-        notes.append(f"left out {count} that they were made of: {quoted(parts)}")
+        notes.append(f"dropped {count} with their codes and scales: {quoted(parts)}")
     if found.serving:
-        notes.append(f"left out what only quantized inference uses: {quoted(found.serving)}")
-    # The strings of the container without those that describe quantized tensors.
+        notes.append(f"dropped tensors that only quantized inference uses: {quoted(found.serving)}")
+    # Drop the metadata strings that describe quantized tensors.
     extras = without(ck.extras, {*_HEADERS, *(group.name for group in found.groups)})
     if "tensor_names" in ck.extras:
         extras = {key: text for key, text in extras.items() if '"_type"' not in text}
@@ -125,20 +125,20 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
-    """Raise UnsupportedError if a weight is not read, naming the first."""
+    """Raise UnsupportedError with the first weight of a layout that ckptkit cannot read."""
     if not found.unread:
         return
     first = found.unread[0]
-    more = f" ({len(found.unread):,} weights in all)" if len(found.unread) > 1 else ""
+    more = f" ({len(found.unread):,} weights in total)" if len(found.unread) > 1 else ""
     raise UnsupportedError(
-        f"{first.name!r} is quantized as {first.family} and cannot be dequantized: "
+        f"cannot dequantize {first.name!r} ({first.family}): "
         f"{first.reason}{more}",
         where=ck.name, hint=first.hint,
     )  # fmt: skip
 
 
 def _without_quantization(ck: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with a config.json that has no quantization, with a warning."""
+    """Remove the quantization from config.json, with a warning."""
     config = config_of(ck)
     if not quantization_of(config) and not any(key in config for key in _CONFIG):
         return ck
@@ -146,8 +146,8 @@ def _without_quantization(ck: Checkpoint) -> Checkpoint:
     if isinstance(inner, dict):
         config["text_config"] = without(inner, _CONFIG)
     warning = (
-        "config.json says how the weights were quantized: its quantization_config is left out of a "
-        "folder that is written, and must go from a copy beside a single file"
+        "config.json has a quantization_config: in an output folder it is removed; if you copy "
+        "config.json next to a single file, remove it yourself"
     )
     made = with_config(ck, without(config, _CONFIG))
     return replace(made, warnings=(*made.warnings, warning))
@@ -155,7 +155,7 @@ def _without_quantization(ck: Checkpoint) -> Checkpoint:
 
 KINDS = ("fp8-block", "mxfp4")
 SOURCES = ("float32", "bfloat16", "float16", "float64")
-# Modules that the libraries leave as they are: their matrices are looked up, or decide.
+# Modules that the libraries do not quantize: embeddings, heads, routers.
 KEPT = frozenset({
     "embed", "embed_tokens", "embeddings", "word_embeddings", "tok_embeddings", "wte", "wpe",
     "shared", "lm_head", "head", "output", "gate", "router", "classifier", "score",
@@ -164,15 +164,16 @@ KEPT = frozenset({
 
 @edit
 def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
-    """Quantize each matrix of a layer to codes and scales: ``fp8-block`` or ``mxfp4``.
+    """Quantize the matrices of layers to codes and scales: ``fp8-block`` or ``mxfp4``.
 
     ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv`` (DeepSeek, transformers), or
-    ``X.weight_packed`` and ``X.weight_scale`` (compressed-tensors). Embeddings, the head, routers
-    and what does not divide into blocks stay. Raises UsageError for codes, and if nothing is left.
+    ``X.weight_packed`` and ``X.weight_scale`` (compressed-tensors). Embeddings, heads, routers and
+    matrices whose shape is not divisible by the block size stay. Raises UsageError for weights that
+    are already quantized, and if there is no matrix to quantize.
     """
     if kind not in KINDS:
-        raise UsageError(f"{kind!r} is not a way to quantize", hint=f"one of {', '.join(KINDS)}")
-    groups.refuse(ck, None, "codes are not quantized again")
+        raise UsageError(f"cannot quantize to {kind!r}", hint=f"use one of {', '.join(KINDS)}")
+    quantized_names.refuse(ck, None, "codes cannot be quantized again")
     weights = ck.required
     done: list[str] = []
     left: list[str] = []
@@ -189,11 +190,11 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
             left.append(key)
             new[key] = node
     if not done:
-        raise UsageError(f"no weight is a matrix of blocks that {kind} has", where=ck.name)
+        raise UsageError(f"has no matrix whose shape fits the blocks of {kind}", where=ck.name)
     node = keys.with_paths(mapping_of(weights), new, lambda paths: paths)
     notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
-        notes.append(f"left as they are: {quoted(left)}")
+        notes.append(f"not quantized: {quoted(left)}")
     ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)
     config = config_of(ck)
     if not config:
@@ -210,7 +211,7 @@ def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
 
 
 def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the codes and the scales of a matrix, with their names."""
+    """Yield (name, tensor) of the codes and of the scales of a matrix."""
     rows, columns = tensor.shape
     if kind == "fp8-block":
         parts = [
@@ -232,7 +233,7 @@ def _contiguous(storage: Storage, dtype: DType, shape: Shape) -> Tensor:
 
 
 def _settings(kind: str, left: list[str]) -> dict[str, Any]:
-    """Return what config.json says of quantized weights, and which are not."""
+    """Return the quantization_config for config.json; `left` are the weights not quantized."""
     modules = [name.removesuffix(".weight") for name in left]
     if kind == "fp8-block":
         return {
@@ -252,21 +253,20 @@ def _settings(kind: str, left: list[str]) -> dict[str, Any]:
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
-_STATE = "state"  # of an object
-_PACKING = ("_packed_params", "_packed_weight", _STATE)  # from there on a path says how, not where
+_STATE = "state"  # path component of an object's state
+_PACKING = ("_packed_params", "_packed_weight", _STATE)  # the module path ends before these
 _PACKER = "PackedParamsBase"
 
 
 def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
-    """Every quantized tensor of torch as `dtype`, bit for bit as ``dequantize()`` computes it, then
-    rounded; those that are packed with a bias join the weights, named after their layer. None if
-    there is none.
+    """Dequantize the quantized tensors of torch to `dtype`; return None if there are none.
 
-    What has no affine scheme stays as it is, which a warning says. Raises TensorError for a scale
-    or zero point that torch could not have, CollisionError.
+    Results equal ``dequantize()`` of torch bit by bit, rounded to `dtype`. Weights packed with a
+    bias join the other weights under the name of their layer. Tensors without an affine scheme
+    stay, with a warning. Raises TensorError for an invalid scale or zero point, CollisionError.
     """
     swap: dict[int, Node] = {}
-    olds: Counter[str] = Counter()  # the former dtypes
+    olds: Counter[str] = Counter()  # number of tensors by their old dtype
     left = 0
     for node in nodes(ck.root):
         if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
@@ -292,7 +292,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     warnings = []
     if left:
         count = plural(left, "quantized tensor")
-        warnings.append(f"left as they are, with no affine scheme: {count}")
+        warnings.append(f"not dequantized, because they have no affine scheme: {count}")
     if not swap:
         return ck.with_root(ck.root, warnings=warnings) if left else None
     return ck.with_root(rebuild(ck.root, swap=swap), notes=notes, warnings=warnings)
@@ -300,7 +300,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
 
 def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
     if type(axis) is not int or tensor.storage is None:
-        raise TensorError("a quantized tensor whose channels have no axis, or without its bytes")
+        raise TensorError("a quantized tensor has no bytes, or no axis for its channels")
     scale, zero_point = (
         each if as_tensor(each) is None else as_tensor(each) for each in (scale, zero_point)
     )
@@ -310,8 +310,7 @@ def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: No
 
 
 class _Layer(NamedTuple):
-    """A packed layer: where its tuple lies below the weights, what it is called, and its tensors by
-    name."""
+    """A packed layer: the path of its tuple in the weights, its name, and its tensors by name."""
 
     path: Path
     name: str
@@ -328,7 +327,7 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]
-        # With the short name that it had before it was packed, and with one that is unique.
+        # The name before packing is preferred. If it is taken, the unique one is used.
         before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
         unique = ".".join(part for part in parts if part != _STATE)
         found.append((path, before, unique, tensors))
@@ -342,8 +341,10 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
 
 
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
-    """The outermost tuples that pack one weight, perhaps with its bias, and these two. A tied layer
-    is met again."""
+    """Yield (path, {"weight": ..., "bias": ...}) of the outermost tuples that pack one weight.
+
+    The bias is optional. A tied layer is yielded for each of its paths.
+    """
     inside: set[int] = set()
     holder: Object | None = None
     for path, node in walk(root):
@@ -356,7 +357,7 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
         inside |= nested
         tensors = [part for part in parts if as_tensor(part) is not None]
         chosen = [part for part in tensors if _kind(part) == "quantized"]
-        # The state of an object that packs the parameters of a layer.
+        # The state of a packer object has the weight as its first tensor, quantized or not.
         if not chosen and holder is not None and holder.state is node:
             chosen = tensors[:1] if str(holder.global_).endswith(_PACKER) else []
         if len(chosen) == 1:
@@ -376,7 +377,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """Flatten nested lists and tuples: the items, in order, and the ids of the containers."""
+    """Flatten nested lists and tuples; return the items in order, and the ids of the containers."""
     found: list[Node] = []
     nested: set[int] = set()
     waiting = list(reversed(root))
@@ -391,15 +392,14 @@ def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
 
 
 def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
-    """The weights with the tensors of the layers: in their place in a mapping, after all others of
-    a module."""
+    """Replace packed layers in the weights by their tensors; in a module, append them."""
     if weights.is_module:
         packed = flatten(layer.named() for layer in layers)
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
     by_key: dict[Node, list[_Layer]] = defaultdict(list)
     for layer in layers:
         by_key[layer.path[0]].append(layer)
-    # fc._packed_params.dtype = torch.qint8
+    # A packed layer also has an entry fc._packed_params.dtype = torch.qint8. It is dropped.
     dtypes = {f"{key.rpartition('.')[0]}.dtype" for key in by_key}
     pairs: list[tuple[str, Node]] = []
     for key, node in weights.node.items():

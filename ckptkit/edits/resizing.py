@@ -1,4 +1,4 @@
-"""Give matrices more rows, or fewer: the vocabulary of a model."""
+"""Change the number of rows of matrices, such as embeddings for a new vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import nearest, plural, quoted
 from ckptkit.core.tree import Node, rebuild
-from ckptkit.edits import groups
+from ckptkit.edits import quantized_names
 from ckptkit.edits.config_file import with_changes
 
 
@@ -34,9 +34,9 @@ def resize(
     one.
     """
     if fill not in FILLS:
-        raise UsageError(f"{fill!r} is no way to fill rows", hint=f"one of {', '.join(FILLS)}")
+        raise UsageError(f"cannot fill rows with {fill!r}", hint=f"use one of {', '.join(FILLS)}")
     if rows < 1:
-        raise UsageError(f"rows is {rows}: a matrix has one row at least")
+        raise UsageError(f"rows must be at least 1, got {rows}")
     weights = ck.required.tensors
     globs = list(keys)
     for glob in globs:
@@ -45,7 +45,7 @@ def resize(
             hint = f"did you mean {quoted(close[:4])}?" if close else None
             raise UsageError(f"no weight matches {glob!r}", where=ck.name, hint=hint)
     chosen = {n: each for n, each in weights.items() if any(fnmatchcase(n, g) for g in globs)}
-    groups.refuse(ck, chosen, "rows of codes cannot be added")
+    quantized_names.refuse(ck, chosen, "rows of codes cannot be added")
     views = {each.elements_key for each in chosen.values()}
     tied = {name: each for name, each in weights.items() if each.elements_key in views}
     made: dict[object, Tensor] = {}
@@ -53,12 +53,12 @@ def resize(
         if not tensor.shape or tensor.storage is None or tensor.layout != "strided":
             raise UnsupportedError(f"{name!r} has no rows", where=ck.name)
         if rows > tensor.shape[0] and tensor.dtype.name not in FLOATS:
-            what = f"{name!r} is {tensor.dtype}: only rows of floating-point numbers are added"
+            what = f"cannot add rows to {name!r}: {tensor.dtype} is not a floating-point dtype"
             raise UnsupportedError(what, where=ck.name)
         if tensor.elements_key not in made and tensor.shape[0] != rows:
             made[tensor.elements_key] = _resized(tensor, rows, fill, seed)
     if not made:
-        return ck.with_root(ck.root, warnings=[NoOpWarning(f"all have {rows:,} rows already")])
+        return ck.with_root(ck.root, warnings=[NoOpWarning(f"all already have {rows:,} rows")])
     sizes = {each.shape[0] for each in tied.values() if each.elements_key in made}
 
     def leaf(node: Node) -> Node:
@@ -75,7 +75,7 @@ def resize(
 
 
 def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:
-    """Return the tensor with other rows, contiguous, in storage of its own."""
+    """Return a contiguous copy of the tensor with `rows` rows."""
     shape = (rows, *tensor.shape[1:])
     unit = prod(tensor.shape[1:]) * tensor.dtype.itemsize
     old = contiguous(tensor)

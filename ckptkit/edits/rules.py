@@ -1,4 +1,4 @@
-"""Apply rules to a checkpoint: which tensors they are about, and what is to be said of it."""
+"""Apply tensor rules to a checkpoint; read config.json; check names and shapes (``--like``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ckptkit.core.text import plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.edits import groups
 from ckptkit.edits import keys as names
+from ckptkit.edits import quantized_names
 from ckptkit.rules.names import Config
 from ckptkit.rules.notation import NotReversibleError, about
 from ckptkit.rules.planner import (
@@ -39,16 +39,16 @@ from ckptkit.rules.planner import (
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-# The numbers of a model beside its checkpoint: config.json, never executed.
+# config.json next to a checkpoint: rules take sizes of the model from it.
 
 
 CONFIG_NAME = "config.json"
-BYTES = 1 << 20
-ARCHITECTURE = "general.architecture"  # the key of GGUF whose value begins the other keys
+BYTES = 1 << 20  # largest config.json to read
+ARCHITECTURE = "general.architecture"  # GGUF key; its value is the prefix of the other keys
 
 
 def read(path: str) -> Mapping[str, Any]:
-    """Return the object in the JSON file at `path`. Raises PathError, UsageError."""
+    """Read a JSON object from the file `path`. Raises PathError, UsageError."""
     source = LocalFile(path)
     try:
         return _parsed(source)
@@ -57,7 +57,7 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
-    """Return the object in config.json beside a checkpoint, None without. Raises UsageError."""
+    """Read config.json next to a checkpoint; None if there is none. Raises UsageError."""
     folder = _folder(source)
     try:
         if folder is None or CONFIG_NAME not in folder:
@@ -68,21 +68,22 @@ def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
 
 
 def is_beside(source: ByteSource | Folder | None) -> bool:
-    """Return whether there is a config.json beside a checkpoint."""
+    """Return whether there is a config.json next to a checkpoint."""
     folder = _folder(source)
     return folder is not None and CONFIG_NAME in folder
 
 
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
-    """Return the configuration that a checkpoint brings along, else the one beside it, when asked
-    for.
+    """Return a function that reads the configuration when it is called.
+
+    That is the config.json that an earlier edit set on the checkpoint, or the one next to the file.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
 
 
 def metadata(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the metadata of a GGUF file about its architecture, without that prefix."""
+    """Return the architecture metadata of a GGUF file; keys have no architecture prefix."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     prefix = f"{root.get(ARCHITECTURE)}."
     return {
@@ -102,7 +103,7 @@ def _folder(source: ByteSource | Folder | None) -> Folder | None:
 def _parsed(source: ByteSource) -> Mapping[str, Any]:
     if source.size > BYTES:
         raise UsageError(
-            f"is larger than {BYTES:,} bytes: it is not a configuration", where=source.name
+            f"is larger than {BYTES:,} bytes, too large for a configuration", where=source.name
         )
     try:
         found = json.loads(source.read(0, source.size).decode(), object_hook=_number)
@@ -114,20 +115,20 @@ def _parsed(source: ByteSource) -> Mapping[str, Any]:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """Return Infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    """Decode ``{"__float__": "Infinity"}``, the notation of transformers for NaN and infinities."""
     if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
         return float(found["__float__"])
     return found
 
 
-# The names and shapes that a checkpoint must have: those of another one.
+# `--like`: the output must have the names and shapes of another checkpoint.
 
 
-Shapes = Mapping[str, Shape | None]  # None: the shape is not known
+Shapes = Mapping[str, Shape | None]  # None: the shape is unknown
 
 
 class UnlikeError(TensorError):
-    """The names or shapes are not those that were asked for."""
+    """Names or shapes differ from the expected ones."""
 
 
 def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoint:
@@ -140,39 +141,37 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
     if missing := [key for key in expected if key not in found]:
         faults.append(f"{plural(len(missing), 'key')} missing: {quoted(missing)}")
     if more := [key for key in found if key not in expected]:
-        faults.append(f"{plural(len(more), 'key')} too many: {quoted(more)}")
+        faults.append(f"{plural(len(more), 'key')} unexpected: {quoted(more)}")
     shapes = [
         f"{key} {shape_text(found[key])} instead of {shape_text(shape)}"
         for key, shape in expected.items()
         if shape is not None and key in found and found[key] != shape
     ]
     if shapes:
-        faults.append(f"of another shape: {', '.join(shapes[:4])}")
+        faults.append(f"different shapes: {', '.join(shapes[:4])}")
     if faults:
-        raise UnlikeError(f"is not like {name}: {'; '.join(faults)}", hint="nothing was written")
+        raise UnlikeError(f"differs from {name}: {'; '.join(faults)}", hint="nothing was written")
     return checkpoint
 
 
-# Keep the tensors of a quantized weight together under rules, and its blocks whole.
-#
-# A rename takes the codes and scales of a weight along. A layout may change where whole blocks
-# move,
-# and where the codes and scales that come out are known as one weight again.
+# Quantized weights under rules. A rename of one tensor renames all tensors of the weight. A layout
+# change must move whole blocks, and its results must again be the codes and scales of one weight.
 
 
 def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
-    """Return new names of kept tensors that are one weight with renamed ones.
+    """Return new names of kept tensors that belong to a quantized weight with a renamed tensor.
 
-    With the checkpoint that knows the new names. Raises UsageError as `groups.followed` does.
+    Also return the checkpoint with its quantization metadata renamed. Raises UsageError as
+    `quantized_names.rename_together` does.
     """
     moved = {made.sources[0]: name for name, made in outcome.made.items() if made.is_moved}
-    names, known = groups.followed(ck, moved)
+    names, known = quantized_names.rename_together(ck, moved)
     kept = set(outcome.kept)
     return {old: new for old, new in names.items() if old in kept and old != new}, known
 
 
 def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target]) -> None:
-    """Raise UsageError where a rule cuts the blocks of a quantized weight, or loses its scales."""
+    """Raise UsageError if a rule cuts blocks of a quantized weight, or separates its scales."""
     found = quantized.find(ck)
     if not found:
         return
@@ -183,19 +182,19 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
             if not _is_whole(target, group, shapes):
                 problem = "would cut its blocks"
             else:
-                # The weight that was made has to be read as the old one is.
+                # ckptkit must recognize the new tensors as the same kind of quantized weight.
                 new = known.get(name)
                 is_same = new is not None and new.family == group.family
                 has_layout = new is not None and new.layout is not None
                 if is_same and (has_layout or group.layout is None):
                     continue
-                problem = "makes tensors that are no such weight; its codes and scales need a rule"
-            groups.refuse(ck, group.parts, f"rule {target.rule} {problem}")
+                problem = "separates codes and scales; each of them needs a rule"
+            quantized_names.refuse(ck, group.parts, f"rule {target.rule} {problem}")
 
 
 def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
-    """Return whether the target is made of runs of whole blocks of the group's tensors."""
-    if group.family == "gguf":  # copies that cut rows of blocks were refused
+    """Return whether the target copies only runs of whole blocks of the weight's tensors."""
+    if group.family == "gguf":  # copies that cut blocks were refused earlier
         return True
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
@@ -206,7 +205,7 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 
 
 def _rows(group: QuantizedWeight, source: str) -> int:
-    """Return how many rows of a tensor belong together; 0: all."""
+    """Return the height of a block in rows of this tensor; 0 if its rows must stay together."""
     layout = group.layout
     if not isinstance(layout, Blocks):
         return 0
@@ -232,37 +231,38 @@ def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
     return not (copy.start % step or copy.place % step or count % step)
 
 
-# Apply rules to a checkpoint: which tensors they are about, and what is to be said of it.
+# Apply rules to a checkpoint.
 
 
 @dataclass(slots=True)
-class Done:
+class RuleResult:
     """The changes that one rule made."""
 
     taken: Taken
     how: str = "moved"
     bytes: int = 0
-    forms: set[str] = field(default_factory=set)  # shapes and dtypes
+    forms: set[str] = field(default_factory=set)  # "shape dtype" of the tensors made
 
 
 @dataclass(slots=True)
 class RulesReport:
     """The changes that one step of rules made."""
 
-    step: int  # its number in the recipe
+    step: int  # number of the step in the recipe, from 1
     keys: int
     kept: int
     made: int
-    rules: list[Done]
-    reversible: str | None  # why it is not; None: it is
-    pairs: list[tuple[str, str]]  # names before and after
+    rules: list[RuleResult]
+    reversible: str | None  # why the step is not reversible; None if it is
+    pairs: list[tuple[str, str]]  # (old name, new name)
 
 
 class RuleOptions(NamedTuple):
-    """Arguments that all steps of rules share: the sizes that the caller gives, and the direction.
+    """Options that all rule steps of a recipe share.
 
-    With ``reports``, each step leaves a `RulesReport` on the checkpoint. ``meta`` is the metadata
-    of another file, in place of that of the checkpoint; ``dequantize`` the dtype of that step.
+    ``args`` are sizes given by the caller. With ``reports``, each step adds a `RulesReport` to the
+    checkpoint. ``meta`` is the metadata of another file, used instead of that of the checkpoint.
+    ``dequantize`` is the dtype for the dequantize step.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
@@ -298,7 +298,7 @@ def apply_rules(
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)
         if not any(map(str.strip, rules)):
-            raise UsageError("there is no rule", hint="e.g. 'model.{x} -> {x}'")
+            raise UsageError("no rule given", hint="e.g. 'model.{x} -> {x}'")
         rules = RuleSet.parse(rules, sizes or {})
     unused = (args or {}).keys() - rules.words()
     if unused:
@@ -314,7 +314,7 @@ def step(
     keys: Sequence[str] = (),
     number: int = 1,
 ) -> Checkpoint:
-    """Apply the rules of one step, which is `number` in a row of steps."""
+    """Apply the rules of one step; `number` is its position in the recipe, from 1."""
     given = options.config
     if given is None:
         given = lazily(checkpoint)
@@ -332,7 +332,7 @@ def step(
     if work.is_relaid:
         _check_optimizers(checkpoint)
         if is_beside(checkpoint.source):
-            note = f"{CONFIG_NAME} beside it describes the old layout"
+            note = f"{CONFIG_NAME} next to it describes the old layout"
             if note not in made.notes:
                 made = made.with_root(made.root, notes=[note])
     return made
@@ -347,12 +347,12 @@ class _Step:
     config: Config
     number: int
     is_relaid: bool = False
-    extras: Mapping[str, str] | None = None  # where they name other tensors now
+    extras: Mapping[str, str] | None = None  # metadata strings with new names, if they changed
     reports: list[RulesReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     relaid: dict[str, Target] = field(default_factory=dict)
 
-    def rewritten(self, target: names.Target) -> names.NameChange:
+    def rewritten(self, target: names.EditedDict) -> names.NameChange:
         tensors = {
             name: tensor
             for name in target.names
@@ -371,32 +371,33 @@ class _Step:
         if known is not self.checkpoint:
             self.extras = known.extras
         self.relaid |= {name: made for name, made in outcome.made.items() if not made.is_moved}
-        making = _Making(target, tensors, outcome, following)
-        entries = making.entries()
-        self.is_relaid = self.is_relaid or making.is_relaid
+        builder = _DictBuilder(target, tensors, outcome, following)
+        entries = builder.entries()
+        self.is_relaid = self.is_relaid or builder.is_relaid
         if self.options.reports:
             made = len(outcome.targets) - len(outcome.kept)
-            done = list(making.done.values())
+            done = list(builder.done.values())
             report = RulesReport(
-                self.number, len(shapes), len(outcome.kept), made, done, reversible, making.pairs
+                self.number, len(shapes), len(outcome.kept), made, done, reversible, builder.pairs
             )
             self.reports.append(report)
         lost: list[str] = []
-        paths = names.moved_paths(names.paths_of(target.entries) or {}, making.pairs, lost)
+        paths = names.moved_paths(names.paths_of(target.entries) or {}, builder.pairs, lost)
         if lost:
             entry = plural(len(lost), "_metadata entry")
-            making.warnings.append(f"dropped {entry}: made of several that differ: {quoted(lost)}")
-        moved = {} if making.is_relaid else {old: new for old, new in making.pairs if old != new}
-        self.warnings += making.warnings
+            reason = "of modules made from modules with different entries"
+            builder.warnings.append(f"dropped {entry} {reason}: {quoted(lost)}")
+        moved = {} if builder.is_relaid else {old: new for old, new in builder.pairs if old != new}
+        self.warnings += builder.warnings
         node = names.with_paths(target.entries, entries, lambda _: paths)
-        return names.NameChange(target, node, moved, [*making.notes()])
+        return names.NameChange(target, node, moved, [*builder.notes()])
 
     def _reversible(
         self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]
     ) -> str | None:
-        """Return why the step cannot be run backwards, where that is asked.
+        """Return why the step is not reversible; None if it is, or if nothing needs to know.
 
-        Raises NotReversibleError where it is needed.
+        Raises NotReversibleError if the step is to run backwards.
         """
         if not self.options.reverse and not self.options.reports:
             return None
@@ -410,33 +411,36 @@ class _Step:
 
 
 @dataclass
-class _Making:
-    """The new entries of a mapping."""
+class _DictBuilder:
+    """The new entries of one dict, built from the targets of the rules."""
 
-    target: names.Target
+    target: names.EditedDict
     tensors: dict[str, Tensor]
     outcome: RulesOutcome
-    following: Mapping[str, str]  # kept tensors that are renamed with those of their weight
+    following: Mapping[str, str]  # kept tensors renamed with the other tensors of their weight
     pairs: list[tuple[str, str]] = field(default_factory=list)  # (old name, new name)
     is_relaid: bool = False
     warnings: list[str] = field(default_factory=list)
     _storages: dict[object, Storage] = field(default_factory=dict)
     _mixed: list[str] = field(default_factory=list)
     _arrays: list[str] = field(default_factory=list)
-    _used: dict[object, set[int]] = field(default_factory=dict)  # where each view of memory went
+    # View of memory -> ids of the nodes or storages made from it; several mean no longer tied.
+    _used: dict[object, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.done = {taken.number: Done(taken) for taken in self.outcome.taken}
+        self.done = {taken.number: RuleResult(taken) for taken in self.outcome.taken}
 
     def entries(self) -> dict[Node, Node]:
-        """The mapping, in the order of the keys that its tensors are made of."""
+        """Return the new dict; its keys are in the order of their sources."""
         order = {key: number for number, key in enumerate(self.target.entries)}
         placed: list[tuple[int, Node, Node]] = []
         for name, made in self.outcome.targets.items():
             if made is None:
                 new_name = self.following.get(name, name)
                 if new_name != name and new_name in self.outcome.targets:
-                    raise CollisionError(f"{name} follows its weight to {new_name}, which is taken")
+                    raise CollisionError(
+                        f"{name} belongs to a renamed quantized weight, but {new_name} exists"
+                    )
                 self.pairs.append((name, new_name))
                 self._note_use([name], id(self.target.entries[name]))
                 placed.append((order[name], new_name, self.target.entries[name]))
@@ -447,11 +451,11 @@ class _Making:
         for key, node in self.target.entries.items():
             if key not in self.tensors:
                 if key in new:
-                    raise CollisionError(f"{key} is written by a rule, and is there already")
+                    raise CollisionError(f"a rule makes {key}, which already exists")
                 placed.append((order[key], key, node))
         placed.sort(key=itemgetter(0))
         if self._mixed:
-            self.warnings.append(f"parameters and plain tensors made one: {quoted(self._mixed)}")
+            self.warnings.append(f"made from both parameters and tensors: {quoted(self._mixed)}")
         return {name: node for _, name, node in placed}
 
     def _node(self, name: str, made: Target) -> Node:
@@ -468,7 +472,7 @@ class _Making:
         tensors = [self.tensors[key] for key in sources]
         first = tensors[0]
         self._check_alike(made.rule, sources)
-        # One for all that are made in the same way of the same memory.
+        # Targets made in the same way from the same memory share one storage.
         key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
         if key not in self._storages:
             self._storages[key] = self._new(made, first)
@@ -494,13 +498,11 @@ class _Making:
             tensor, node = self.tensors[key], self.target.entries[key]
             is_plain = isinstance(node, Tensor) or tensor.kind == "ndarray"
             if not is_plain or tensor.storage is None or tensor.layout != "strided":
-                message = (
-                    f"{key} can only be renamed: it is not a plain tensor with bytes of its own"
-                )
-                hint = "a rule without [ ] renames"
+                message = f"{key} can only be renamed: it is sparse, a subclass, or has no bytes"
+                hint = "a rule without [ ] renames it"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:
-                message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
+                message = f"{sources[0]} is {first.dtype}, but {key} is {tensor.dtype}"
                 word, dtype = "cast", "float32"
                 if first.dtype.block > 1 or tensor.dtype.block > 1:
                     word, dtype = "dequantize", "bfloat16"
@@ -508,7 +510,7 @@ class _Making:
                 hint = f"{word} first: {asked}; in a recipe, `- {word}: {dtype}`"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.device != first.device:
-                message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
+                message = f"{sources[0]} is on {first.device}, but {key} is on {tensor.device}"
                 hint = f"remap first: {typed('--to cpu', 'remap')}; in a recipe, `- remap: cpu`"
                 raise about(rule, TensorError(message, hint=hint))
 
@@ -516,7 +518,7 @@ class _Making:
         dtype = first.dtype
         length = dtype.nbytes(prod(made.shape))
         whole = first.storage
-        # Contiguous, and from the first byte of its storage on.
+        # A contiguous tensor that fills its storage keeps it.
         is_plain = first.is_contiguous and not (first.offset or first.conj or first.neg)
         if made.is_moved and whole is not None and is_plain and whole.nbytes == length:
             return whole
@@ -526,14 +528,14 @@ class _Making:
             found = in_bytes(copies, dtype.bits, dtype.block)
             last = {self.tensors[source].shape[-1:] for source in made.sources}
             if found is None or last != {made.shape[-1:]}:
-                hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
-                message = f"{made.sources[0]} would be taken apart inside of a byte"
+                hint = f"{dtype} packs elements along the last dimension: do not split it"
+                message = f"the rule splits bytes of {made.sources[0]}"
                 if dtype.block > 1:
-                    message = f"{made.sources[0]} ({dtype}): its blocks would be cut"
+                    message = f"the rule cuts blocks of {made.sources[0]} ({dtype})"
                     hint = f"dequantize first: {typed('--dequantize bfloat16', 'dequantize')}"
                 raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
-        # The fields inside of blocks keep their byte order.
+        # Moving blocks does not change the byte order of the fields inside them.
         is_swapped = dtype.block > 1 and whole is not None and whole.big_endian
         record = Arranged(records, copies, itemsize, length)
         return Storage(record, first.device, big_endian=is_swapped)
@@ -543,7 +545,7 @@ class _Making:
             self._used.setdefault(_view(self.tensors[source]), set()).add(storage)
 
     def notes(self) -> Iterable[str]:
-        """Yield the changes, for the report."""
+        """Yield notes on the changes."""
         taken = [done.taken for done in self.done.values()]
         matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
         kept = len(self.outcome.kept)
@@ -554,7 +556,7 @@ class _Making:
                 yield f"rule {each.number} dropped {each.dropped:,} elements"
             if each.zeros:
                 yield f"rule {each.number} wrote {each.zeros:,} zeros"
-        # Keys that held one view of memory, and whose targets do not.
+        # Find keys that were tied, and whose targets no longer share memory.
         by_view: dict[object, list[str]] = {}
         for key, tensor in self.tensors.items():
             by_view.setdefault(_view(tensor), []).append(key)
@@ -567,7 +569,7 @@ class _Making:
         if apart:
             yield f"no longer tied: {quoted(apart)}"
         if self._arrays:
-            yield f"made tensors of arrays of numpy: {quoted(self._arrays)}"
+            yield f"converted NumPy arrays to tensors: {quoted(self._arrays)}"
 
 
 def _view(tensor: Tensor) -> object:
@@ -580,13 +582,14 @@ _ORDER = ("moved", "joined", "gathered", "transposed")
 
 
 def _check_optimizers(ck: Checkpoint) -> None:
-    """Raise UsageError if the tree holds state of an optimizer, which belongs to the old layout."""
+    """Raise UsageError if the tree has optimizer state, which fits only the old layout."""
     for path, node in walk(ck.root):
         if not is_optimizer(node):
             continue
         state = node["state"] if isinstance(node, dict) else None
         if state:
             raise UsageError(
-                "the state of an optimizer belongs to the old order and shapes of the weights",
-                hint=f"--drop-entry {shell_word(join(path))}; or `- weights: true` in a recipe",
+                "the optimizer state fits only the old order and shapes of the weights",
+                hint=f"drop it: --drop-entry {shell_word(join(path))}; or `- weights: true` in a "
+                "recipe",
             )

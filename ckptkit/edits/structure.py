@@ -1,4 +1,4 @@
-"""Take one entry out of a checkpoint, or put a checkpoint under a name: each undoes the other."""
+"""Extract an entry of a checkpoint, drop or set entries, or wrap a checkpoint in a dict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import from_python
 
-OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/record.py
+OWN_RECORD = "ckptkit"  # key in the metadata of safetensors, see formats/record.py
 
 
 @edit
@@ -53,24 +53,24 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
         raise UsageError(
             f"the entry {key!r} is a single {type_name(node)}, not a checkpoint",
             where=ck.name,
-            hint="name a mapping, a list or a tensor; `ckptkit inspect {where}` shows values",
+            hint="use the path of a dict, list or tensor; `ckptkit inspect {where}` shows values",
         )
-    # The key of the weights once the entry is the root; there is none if they are outside of it.
+    # The key of the weights below the new root; None if they are outside of it.
     inner = None
     if ck.key is not None:
         weights, _ = find(ck.root, ck.key)
         if len(weights) >= len(path) and join(weights[: len(path)]) == join(path):
             inner = join(weights[len(path) :])
     others = [each for each, _ in children(ck.root) if path and each is not path[0]]
-    leaving = f", leaving {some(map(key_text, others))}" if others else ""
-    return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}{leaving}"])
+    dropped = f"; dropped {some(map(key_text, others))}" if others else ""
+    return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}{dropped}"])
 
 
 def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
-    """Return the checkpoint with `value` at the dotted `path`: another one there, or a new entry.
+    """Set the entry at the dotted `path` to `value`; add it if it does not exist.
 
-    A new entry goes into the deepest mapping that the path leads through. Raises UsageError where
-    it leads through something else, ArgumentError for a value that no file can hold.
+    A new entry is added to the deepest existing dict on the path. Raises UsageError if the parent
+    of the path is not a dict or list, ArgumentError for a value that no file can store.
     """
     new = from_python.node(value)
     holder, key, is_new = _place(ck, arguments.text("path", path))
@@ -79,13 +79,13 @@ def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
     elif isinstance(holder, dict):
         changed = like(holder, {**holder, key: new})
     else:
-        raise UsageError(f"the entry {path!r} is not in a mapping or list, and cannot be set")
+        raise UsageError(f"cannot set the entry {path!r}: its parent is not a dict or list")
     note = f"{'added' if is_new else 'set'} {path!r}"
     return ck.with_root(rebuild(ck.root, swap={id(holder): changed}), notes=[note])
 
 
 def _place(ck: Checkpoint, path: str) -> tuple[Node, Node, bool]:
-    """Return what holds the entry at `path`, the entry's key there, and whether it is new."""
+    """Return (parent of the entry at `path`, key of the entry in it, whether it is new)."""
     if not path:
         raise UsageError("an entry needs a name")
     try:
@@ -102,11 +102,11 @@ def _place(ck: Checkpoint, path: str) -> tuple[Node, Node, bool]:
             continue
         if isinstance(holder, dict):
             return holder, ".".join(parts[cut:]), True
-    raise UsageError(f"the entry {path!r} is not in a mapping, and cannot be added")
+    raise UsageError(f"cannot add the entry {path!r}: its parent is not a dict")
 
 
 def _holder(root: Node, path: Path) -> Node:
-    """Return the node that holds the node at `path`."""
+    """Return the parent of the node at `path`."""
     for part in path[:-1]:
         root = dict(children(root))[part]
     return root
@@ -114,10 +114,10 @@ def _holder(root: Node, path: Path) -> Node:
 
 @edit
 def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = False) -> Checkpoint:
-    """Return the checkpoint without the entries at the dotted `paths`.
+    """Drop the entries at the dotted `paths`.
 
-    Raises UnknownNameError if there is no such entry, unless `missing_ok` allows that; UsageError
-    for an entry of what is not a mapping.
+    Raises UnknownNameError if an entry does not exist, unless `missing_ok`; UsageError if its
+    parent is not a dict.
     """
     for key in paths:
         try:
@@ -125,45 +125,45 @@ def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = Fa
         except UsageError:
             if not missing_ok:
                 raise
-            missing = NoOpWarning(f"there is no entry {key!r} to leave out")
+            missing = NoOpWarning(f"there is no entry {key!r} to drop")
             ck = ck.with_root(ck.root, warnings=[missing])
             continue
         holder = _holder(ck.root, path)
         if not path or not isinstance(holder, dict):
-            raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
+            raise UsageError(f"cannot drop the entry {key!r}: its parent is not a dict")
         entries = {name: value for name, value in holder.items() if name != path[-1]}
         swap = {id(holder): like(holder, entries)}
-        ck = ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
+        ck = ck.with_root(rebuild(ck.root, swap=swap), notes=[f"dropped {key!r}"])
     return ck
 
 
 @edit
 def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint with the strings `metadata` in its `extras`, which safetensors keep.
+    """Set strings in the `extras` of the checkpoint; safetensors files store them as metadata.
 
-    Raises UsageError for a name that ckptkit itself uses there.
+    Raises UsageError for the name that ckptkit uses itself.
     """
     if OWN_RECORD in metadata:
-        raise UsageError(f"the metadata entry {OWN_RECORD!r} is ckptkit's own record")
+        raise UsageError(f"ckptkit itself uses the metadata entry {OWN_RECORD!r}")
     note = f"set the metadata of {quoted(metadata)}"
     return replace(ck, extras={**ck.extras, **metadata}, notes=(*ck.notes, note))
 
 
 @edit
 def bare(ck: Checkpoint) -> Checkpoint:
-    """Return the weights as a checkpoint of their own; of a pickled module, its state_dict.
+    """Return a checkpoint with only the weights; for a pickled module, its state_dict.
 
-    Raises UsageError without any.
+    Raises UsageError if there are no weights.
     """
     weights = ck.require_complete().required
     others = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
     note = (
-        f"took the weights out of {join(weights.path)!r}"
+        f"extracted the weights from {join(weights.path)!r}"
         if weights.path
-        else "took the weights alone"
+        else "kept only the weights"
     )
     if others:
-        note += f", leaving {others:,} other {'entry' if others == 1 else 'entries'}"
+        note += f"; dropped {others:,} other {'entry' if others == 1 else 'entries'}"
     notes = [note]
     if weights.module is not None:
         notes += [
@@ -178,15 +178,16 @@ def bare(ck: Checkpoint) -> Checkpoint:
 def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
     """Return ``{key: root, **beside}``. `key` is one plain key; dots are part of it.
 
-    Raises UsageError if it is empty, or is one of `beside`.
+    Raises UsageError if `key` is empty or one of `beside`.
     """
     if not key:
-        raise UsageError("an entry needs a name", hint=f"e.g. {typed_value('key', 'state_dict')}")
+        raise UsageError("key is empty", hint=f"e.g. {typed_value('key', 'state_dict')}")
     others = {name: from_python.node(value) for name, value in (beside or {}).items()}
     if key in others:
-        raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
+        raise UsageError(f"{key!r} is both the key of the checkpoint and of another value")
     inner = ck.key
     if inner is not None:
         inner = f"{key}.{inner}" if inner else key
-    note = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
+    added = f" with {', '.join(map(repr, others))}" if others else ""
+    note = f"wrapped as {key!r}{added}"
     return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[note])

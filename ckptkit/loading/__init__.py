@@ -1,8 +1,8 @@
-"""Checkpoint -> torch: ``load``, ``load_into``, and models to compare with.
+"""Load checkpoints into torch: ``load``, ``load_into``, and comparing with models.
 
-In: a checkpoint and a map_location or a model. Out: torch tensors; a filled model; a diff against a
-model. Uses core, compute, quantized, edits, formats, api, analysis and lora. No class that a
-file names is imported or called.
+Input: a checkpoint, and a map_location or a model. Output: torch tensors, a filled model, or a diff
+against a model. Uses core, compute, quantized, edits, formats, api, analysis and lora. Classes
+named in a file are never imported or called.
 """
 
 from ckptkit.loading.model import LoadReport, diff, load_into

@@ -1,4 +1,4 @@
-"""Model classes of the user, as shapes to compare with, and the devices of this machine."""
+"""Build models from user code, list the shapes of models, and list devices of this machine."""
 
 from __future__ import annotations
 
@@ -21,34 +21,32 @@ if TYPE_CHECKING:
 
 
 def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
-    """Return the model that user code makes: ``package.module:Class`` or ``path/to/file.py:Class``.
+    """Import and build the model ``package.module:Class`` or ``path/to/file.py:Class``.
 
-    The code is imported and run. The model is built on the meta device, which needs no memory for
-    its weights, or on the CPU where its constructor cannot do that. Raises ModelError.
+    This runs the user's code. The model is built on the meta device, which needs no memory for
+    weights. If its constructor fails there, it is built on the CPU. Raises ModelError.
     """
     import torch
 
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ModelError(
-            f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class"
+            f"{spec!r} is not a model class",
+            hint="write package.module:Class or path/to/file.py:Class",
         )
     folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
-    with _importable(folder), _users_code(f"{spec} cannot be imported"):
+    with _importable(folder), _users_code(f"cannot import {spec}"):
         make = _member(_module(place), name, place)
         _check_arguments(make, name, args or {})
         model = _built(make, name, args or {})
     if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"{spec} gives a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(f"{spec} returns a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 @contextmanager
 def _users_code(what: str, hint: str | None = None) -> Iterator[None]:
-    """Raise ModelError for whatever the user's code raises, an exit included.
-
-    An interrupt passes.
-    """
+    """Turn all errors of user code into ModelError, including SystemExit, but not Ctrl-C."""
     try:
         yield
     except (KeyboardInterrupt, CkptkitError):
@@ -63,32 +61,32 @@ def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -
     import torch
 
     try:
-        with _users_code(f"{name} cannot be built on the meta device"), torch.device("meta"):
+        with _users_code(f"cannot build {name} on the meta device"), torch.device("meta"):
             return make(**args)
-    except CkptkitError:  # whatever it is, it may not happen on the CPU
+    except CkptkitError:  # it may work on the CPU
         pass
-    with _users_code(f"{name} cannot be built", _signature(make)):
+    with _users_code(f"cannot build {name}", _signature(make)):
         return make(**args)
 
 
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
-        hint = "a file is named by its path: path/to/file.py:Class"
-        with _users_code(f"{place} cannot be imported", hint):
+        hint = "for a file, write its path: path/to/file.py:Class"
+        with _users_code(f"cannot import {place}", hint):
             return importlib.import_module(place)
-    with _users_code(f"{place} cannot be imported"):
+    with _users_code(f"cannot import {place}"):
         name = os.path.splitext(os.path.basename(place))[0]
         spec = importlib.util.spec_from_file_location(name, place)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(name, module)  # where dataclasses and pickle look for it
+        sys.modules.setdefault(name, module)  # dataclasses and pickle look it up there
         spec.loader.exec_module(module)
         return module
 
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Make modules in the folder of the user's file importable, as running that file does."""
+    """Make modules next to the user's file importable, as if Python ran this file."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -121,23 +119,23 @@ def _check_arguments(make: Callable[..., object], name: str, args: Mapping[str, 
         inspect.signature(make).bind(**args)
     except TypeError as error:
         raise ModelError(f"{name}: {error}", hint=_signature(make)) from error
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         pass
 
 
 def _signature(make: Callable[..., object]) -> str:
-    asked = typed(
-        "give its arguments, as in --arg width=64 or --arg name='\"resnet18\"'",
-        "give a model made with its arguments",
+    hint = typed(
+        "pass its arguments, as in --arg width=64 or --arg name='\"resnet18\"'",
+        "pass a model built with its arguments",
     )
     try:
-        return f"{asked}; it takes {inspect.signature(make)}"
+        return f"{hint}; its signature is {inspect.signature(make)}"
     except (TypeError, ValueError):
-        return asked
+        return hint
 
 
 def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of the tensors in the module's state_dict, in its order."""
+    """Map the names of the tensors in the module's state_dict to (dtype, shape), in order."""
     import torch
 
     return {
@@ -148,13 +146,13 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _state_dict(module: nn.Module, **options: Any) -> list[tuple[str, Any]]:
-    """Return the items of the module's state_dict. Raises ModelError where its code fails."""
-    with _users_code(f"{type(module).__qualname__} has no state_dict"):
+    """Return the items of the module's state_dict. Raises ModelError if its code fails."""
+    with _users_code(f"{type(module).__qualname__}.state_dict() fails"):
         return list(module.state_dict(**options).items())
 
 
 def model_ties(module: nn.Module) -> list[list[str]]:
-    """Return groups of names in the module's state_dict that are one parameter or buffer."""
+    """Return groups of names in the module's state_dict that share one parameter or buffer."""
     names: dict[int, list[str]] = {}
     for name, value in _state_dict(module, keep_vars=True):
         names.setdefault(id(value), []).append(name)
@@ -162,10 +160,10 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 
 
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names (module, name) in torch that the torch of this machine does not have.
+    """Return those of the (module, name) pairs that the installed torch does not have.
 
-    Import only torch and call nothing. Skip names in modules that torch did not load. Without
-    torch, return an empty list.
+    Imports only torch and calls nothing. Names in modules that `import torch` does not load are
+    skipped. Without torch, return an empty list.
     """
     if torch_or_none() is None:
         return []
@@ -176,9 +174,9 @@ def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment() -> dict[str, object]:
-    """Return versions, and the devices that torch sees here: name -> (title, bytes of memory).
+    """Return versions, and the devices of this machine: name -> title, memory in bytes, uuid.
 
-    Without torch its entries are None, and the CPU is the only device.
+    Without torch, its entries are None and the CPU is the only device.
     """
     import numpy
     import safetensors
@@ -198,7 +196,7 @@ def environment() -> dict[str, object]:
 
 
 def torch_or_none() -> Any:
-    """The module torch, None where it is not installed."""
+    """Import and return torch; None if it is not installed."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -213,7 +211,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
         return
     for number in range(torch.cuda.device_count()):
         each = torch.cuda.get_device_properties(number)
-        uuid = getattr(each, "uuid", None)  # from torch 2.4 on
+        uuid = getattr(each, "uuid", None)  # since torch 2.4
         about = {"title": each.name, "memory": each.total_memory}
         yield f"cuda:{number}", {**about, "uuid": None if uuid is None else str(uuid)}
     if torch.backends.mps.is_available():
@@ -221,7 +219,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _memory() -> int | None:
-    """Bytes of the machine's memory, None where the system does not say."""
+    """Return the memory of the machine in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import quantized
 from ckptkit.analysis import diff as reports
 from ckptkit.analysis.diff import compare_checkpoints, entire
-from ckptkit.analysis.matching import Shapes, Way, certain, fits, prefixes
+from ckptkit.analysis.matching import PrefixChange, Shapes, certain, fits, prefixes
 from ckptkit.api import open_checkpoint, reading
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.torch_bridge import dtype_of, overflows
@@ -29,7 +29,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import matcher, plural, shell_word, some, without
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
-from ckptkit.edits import groups, keys
+from ckptkit.edits import keys, quantized_names
 from ckptkit.edits.keys import add_prefix, rename, strip_prefix
 from ckptkit.formats.format import steady
 from ckptkit.loading import building
@@ -87,7 +87,7 @@ def diff(
             )
         arguments.module("other", other)
         if atol is not None or rtol is not None:
-            raise UsageError("a model has keys and shapes alone: atol and rtol have no effect")
+            raise UsageError("a model has no values to compare: remove atol and rtol")
         module: Any = other
         return against_model(ck, module, ck.name, matches=matches)
 
@@ -100,7 +100,10 @@ def against_model(
     stored: bool = False,
     matches: reports.Matches | None = None,
 ) -> reports.Diff:
-    """Compare weights with the state_dict of a model: quantized ones as the model has them."""
+    """Compare weights with the state_dict of a model. `stored` keeps quantized weights as stored.
+
+    Otherwise weights that are floats in the model are dequantized.
+    """
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
     sides = reports.selected(ck.weights, matches), reports.selected(shapes, matches)
@@ -109,26 +112,26 @@ def against_model(
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
-    """The checkpoint with the weights that a model of these dtypes and shapes would be given."""
+    """Return the checkpoint with those weights dequantized that are floats in the model."""
     return dequantized_for_model(ck, {name: dtype for name, (dtype, _) in shapes.items()})
 
 
-_NUMBERS = ("float", "int", "bool")  # kinds of elements that torch casts to each other
+_NUMBERS = ("float", "int", "bool")  # torch casts these kinds of elements to each other
 
 
 def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
-    """Fill plain parameters and buffers of `model`, and return the names of those.
+    """Fill the contiguous parameters and buffers of `model`; return their names.
 
-    They are contiguous ones of modules without loading of their own. Of several names of one
-    parameter the last one counts, as for torch. Where parameters overlap in another way, their
-    order matters: none is filled.
+    Modules with a `_load_from_state_dict` of their own are skipped. If a parameter has several
+    names, the last one counts, as in torch. If parameters partly overlap in memory, their order
+    matters, and none is filled.
     """
     from torch.nn import Module
 
     filled: set[str] = set()
     pairs: dict[tuple[int, int], tuple[Tensor, torch.Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        # Only what `load_state_dict` fills by the code of `torch.nn.Module` itself.
+        # Other modules may transform their entries, so torch must load these.
         loading = getattr(module._load_from_state_dict, "__func__", None)
         if loading is not Module._load_from_state_dict:
             continue
@@ -168,21 +171,21 @@ def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
-    # torch casts these elements, each of whole bytes, to each other
+    # Both are plain numbers that torch casts, or have the same dtype.
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
     return plain or both[0] == both[1]
 
 
-GROUP = 1 << 30  # bytes in memory at once, beside the model
+GROUP = 1 << 30  # bytes of the file in memory at once, in addition to the model
 
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """The result of `load_into`: names are those of the model, those in `unexpected` of the file.
+    """The result of `load_into`. Names are those of the model; in `unexpected`, those of the file.
 
-    ``stripped`` and ``added`` are the prefixes by which the names of the file had to be changed.
-    ``mismatched`` maps a name to its shape in the file and in the model, ``narrowed`` a name to
-    what its values lose in the dtype of the model beside precision.
+    ``stripped`` and ``added`` are the prefixes removed from and added to the names of the file.
+    ``mismatched`` maps a name to its shapes in the file and in the model. ``narrowed`` maps a name
+    to what its values lose by the cast to the dtype of the model, precision aside.
     """
 
     loaded: tuple[str, ...]
@@ -195,7 +198,7 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """Return whether file and model have the same entries."""
+        """Whether file and model have the same entries, with the same shapes."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __repr__(self) -> str:
@@ -210,20 +213,21 @@ class LoadReport:
         return "\n".join(["; ".join(changes), *self.faults()])
 
     def faults(self) -> Iterator[str]:
-        """Return a line for each way in which file and model differ."""
+        """Yield a line for each kind of difference between file and model."""
         if self.missing:
             yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
             yield f"not in the model: {some(self.unexpected, 8)}"
         if self.mismatched:
             shapes = [f"{name} {a} instead of {b}" for name, (a, b) in self.mismatched.items()]
-            yield f"of another shape: {some(shapes, 8)}"
+            yield f"different shapes: {some(shapes, 8)}"
         if self.narrowed:
             lost = [f"{name} ({how})" for name, how in self.narrowed.items()]
-            yield f"not kept in the dtypes of the model: {some(lost, 8)}"
+            yield f"values lost in the dtypes of the model: {some(lost, 8)}"
 
 
-@collector_paused()  # else a first look at all of torch's objects falls into most first calls
+# Without this, most first calls would trigger a full garbage collection of torch objects.
+@collector_paused()
 def load_into(
     model: nn.Module,
     source: Source,
@@ -232,7 +236,7 @@ def load_into(
     key: str | None = None,
     assign: bool = False,
 ) -> LoadReport:
-    """Copy weights into `model`, on its devices, in its dtypes; `source` may be a loaded dict.
+    """Copy weights into `model`, on its devices and in its dtypes; `source` may be a loaded dict.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped or added so that
     most names match. For tied weights of the model, one name is enough. If hooks of modules accept
@@ -256,7 +260,7 @@ def load_into(
         raise ModelError(
             "the model is on the meta device",
             hint="assign=True puts the tensors of the file into it; "
-            "model.to_empty(device='cpu') gives it memory",
+            "model.to_empty(device='cpu') allocates memory",
         )
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
@@ -273,10 +277,10 @@ def load_into(
     twins = _twins(model, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}
     report = _report(found, unchanged, needed, versions or {}, way)
-    handed = set(report.loaded)
+    passed = set(report.loaded)
     if not report.complete:
-        report, handed = _as_torch_counts(model, found, versions, report, unchanged)
-    nodes = {name: node for name, node in found.items() if name in handed}
+        report, passed = _as_torch_counts(model, found, versions, report, unchanged)
+    nodes = {name: node for name, node in found.items() if name in passed}
     if not assign:
         report = replace(report, narrowed=dict(_narrowed(nodes, own)))
     if strict and (report.narrowed or not report.complete):
@@ -305,9 +309,9 @@ def load_into(
 def _of_peft(
     model: nn.Module, ck: Checkpoint, own: dict[str, Any]
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return an adapter under the names that a model of peft has for it, and what it is to fill.
+    """Rename an adapter to the names of a peft model; also return the entries that it fills.
 
-    peft saves an adapter without its name, and without the base. Source: peft 0.21.2
+    peft saves an adapter without the adapter name and without the base model. Source: peft 0.21.2
     (utils/save_and_load.py, set_peft_model_state_dict).
     """
     active: Any = getattr(model, "active_adapter", "default")
@@ -324,27 +328,27 @@ def _of_peft(
 
 
 def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise ModelError for codes and scales where the model has numbers."""
+    """Raise ModelError if the file has codes and scales where the model has floats."""
     foreign = quantized.find(ck).foreign_to(own)
     if not foreign:
         return
     first = next(iter(foreign.unread or foreign.groups))
     raise ModelError(
-        f"{first.name!r} is quantized as {first.label} ({first.family}), and "
-        f"{type(model).__name__} has no codes: {first.reason or 'dequantize it first'}",
+        f"{first.name!r} is quantized as {first.label} ({first.family}), but "
+        f"{type(model).__name__} has floats: {first.reason or 'dequantize it first'}",
         where=ck.name,
-        hint=first.hint if first.reason else groups.instead(ck),
+        hint=first.hint if first.reason else quantized_names.dequantize_hint(ck),
     )
 
 
 def _rehearsed(
     model: nn.Module, nodes: Mapping[str, Node], versions: Any
 ) -> tuple[set[str], set[str]] | None:
-    """Return torch's answer to all of `nodes`: names that it lacks, and those that no module takes.
+    """Return the missing and unexpected keys that torch reports if it loads `nodes`.
 
-    Hooks of modules take names that are not their own. Nothing is loaded: a copy of the model on
-    the meta device takes tensors without bytes; where hooks look at values, a copy on the CPU takes
-    the tensors. None where torch refuses them, or the model cannot be copied.
+    Load hooks may accept other names, so torch must be asked. The given model is not changed: a
+    copy on the meta device loads tensors without bytes. If hooks need values, a copy on the CPU
+    loads the tensors. Return None if torch refuses them, or the model cannot be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -354,15 +358,15 @@ def _rehearsed(
             state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
             if versions is not None:
                 state._metadata = versions
-            said = copied(model).load_state_dict(state, strict=False)
-        except Exception:  # whatever the code of a model raises; our own count stands then
+            result = copied(model).load_state_dict(state, strict=False)
+        except Exception:  # code of the model may raise anything; then our own report is used
             continue
-        return {*said.missing_keys}, {*said.unexpected_keys}
+        return {*result.missing_keys}, {*result.unexpected_keys}
     return None
 
 
 def _has_own_loading(model: nn.Module) -> bool:
-    """Return whether code beside torch's own modules looks at the state_dict while it is loaded."""
+    """Return whether the model has hooks or modules that process the state_dict themselves."""
     from torch.nn import Module
 
     return type(model).load_state_dict is not Module.load_state_dict or any(
@@ -374,7 +378,7 @@ def _has_own_loading(model: nn.Module) -> bool:
 
 
 def _shell(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are on the meta device."""
+    """Return a copy of the model with its parameters and buffers on the meta device."""
     from torch.nn import Parameter
     from torch.nn.parameter import is_lazy
 
@@ -394,9 +398,9 @@ def _as_torch_counts(
     report: LoadReport,
     unchanged: Mapping[str, str],
 ) -> tuple[LoadReport, set[str]]:
-    """Return the report as torch counts, and the names to hand to it.
+    """Correct the report by what torch reports; also return the names to pass to torch.
 
-    What it takes in another shape does not count as mismatched: hooks reshape some.
+    Tensors that torch accepts with another shape are not mismatched: hooks may reshape them.
     """
     left = {name: node for name, node in found.items() if name not in report.mismatched}
     for nodes in (found, left) if report.mismatched else (found,):
@@ -419,7 +423,7 @@ def _as_torch_counts(
 
 
 def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
-    """Return the tied names of the model that the file lacks, and a name that it has for each."""
+    """Map tied names of the model that the file does not have to a name that it has."""
     held = model.state_dict(keep_vars=True)
     places = {name: place for name, value in held.items() if (place := _place(value)) is not None}
     filled = {places[name]: name for name in reversed([*found]) if name in places}
@@ -431,7 +435,7 @@ def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
 
 
 def _place(value: Any) -> tuple[object, ...] | None:
-    """Return what two names of one plain tensor have in common: memory and layout, or itself."""
+    """Return a key that is equal for two names of one plain tensor; None for other values."""
     from torch import Tensor as TorchTensor
     from torch import strided
     from torch.nn import Parameter
@@ -445,8 +449,8 @@ def _place(value: Any) -> tuple[object, ...] | None:
     return (value.data_ptr(), tuple(value.shape), value.stride())
 
 
-def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
-    """Return the names of the file as the model has them, as far as that is certain."""
+def _changed(ck: Checkpoint, way: PrefixChange, theirs: Shapes) -> Checkpoint:
+    """Rename the weights to names of the model: change prefixes, and undo renames by torch."""
     ck = strip_prefix(ck, way.strip) if way.strip else ck
     ck = add_prefix(ck, way.add) if way.add else ck
     found = {name: _shape(as_tensor(node)) for name, node in entries(ck.required)}
@@ -455,7 +459,7 @@ def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
 
 
 def _shape(value: Any) -> Shape | None:
-    """The shape of a tensor of either kind, None where it has none (yet)."""
+    """Return the shape of a Tensor or torch.Tensor; None if it has none (yet)."""
     if isinstance(value, Tensor):
         return value.shape if value.layout != "nested" else None
     from torch import Tensor as TorchTensor
@@ -470,7 +474,7 @@ def _report(
     unchanged: Mapping[str, str],
     theirs: Shapes,
     versions: Mapping[str, Any],
-    way: Way,
+    way: PrefixChange,
 ) -> LoadReport:
     both = [(name, node) for name, node in found.items() if name in theirs]
     shapes = {name: (_shape(as_tensor(node)), theirs[name]) for name, node in both}
@@ -488,7 +492,7 @@ def _report(
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
-    """Return whether torch makes the entry up: the batch counter of batch norm before version 2."""
+    """Return whether torch adds the entry itself: the batch counter of batch norm version 1."""
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None
@@ -496,7 +500,7 @@ def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
 
 
 def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of weights that lose more than precision in the model, and how."""
+    """Yield (name, loss) of weights whose cast to the model's dtype loses more than precision."""
     for name, node in nodes.items():
         value: Any = own.get(name)
         if isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype"):
@@ -506,7 +510,7 @@ def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tup
 
 
 def _loss(tensor: Tensor, target: DType) -> str | None:
-    """Return what a tensor loses in another dtype beside precision, None for nothing."""
+    """Return what a tensor loses in another dtype, precision aside; None if nothing."""
     source = tensor.dtype
     if source.kind == "complex" and target.kind in ("float", "int", "bool"):
         return "imaginary parts"
@@ -526,14 +530,14 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
         groups = _groups(without(nodes, filled))
     for group in groups:
         values = PythonValues(TorchTensors("cpu"))
-        part: Any = OrderedDict((name, values(_alone(nodes[name]))) for name in group)
+        part: Any = OrderedDict((name, values(_compacted(nodes[name]))) for name in group)
         _load(model, part, versions)
 
 
 def _assign(
     model: nn.Module, nodes: Mapping[str, Node], versions: Any, twins: Mapping[str, str]
 ) -> None:
-    """Put the tensors of the file into the model; tied weights stay one parameter."""
+    """Replace the tensors of the model by those of the file; tied weights stay one parameter."""
     from torch.nn import Parameter
 
     held = model.state_dict(keep_vars=True)
@@ -555,7 +559,7 @@ def _load(model: nn.Module, state: Any, versions: Any, **options: bool) -> None:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Raise the errors of torch as ModelError."""
+    """Turn the errors of torch into ModelError."""
     try:
         yield
     except RuntimeError as error:
@@ -563,9 +567,9 @@ def _refusing(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
-    """Yield names in order, cut where `GROUP` bytes are reached.
+    """Yield groups of names in order; a group ends after `GROUP` bytes.
 
-    Those of one module stay together: it may need them all.
+    The names of one module stay in one group, because its loading code may need all of them.
     """
     group: list[str] = []
     size = 0
@@ -581,8 +585,8 @@ def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
         yield group
 
 
-def _alone(node: Node) -> Node:
-    """A tensor that is part of a storage, without the rest of it."""
+def _compacted(node: Node) -> Node:
+    """Return a tensor without the unused bytes of its storage."""
     if (
         not isinstance(node, Tensor)
         or node.storage is None

@@ -1,4 +1,4 @@
-"""Torch tensors of a checkpoint: one torch storage for each Storage, one tensor for each Tensor."""
+"""Make torch tensors from a checkpoint: one torch storage per Storage, one tensor per Tensor."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ else:
 
 
 class TorchTensors:
-    """Makes the tensors of one checkpoint, each storage once: shared memory is shared again.
+    """Make the torch tensors of one checkpoint; tensors that shared a storage share it again.
 
-    `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
-    devices, or a function of a storage on the CPU and its tag. A missing device raises
-    DeviceError. Tensors on the CPU are parts of `files`, where these are given and it is possible.
+    `map_location` has the values of ``torch.load``: None (as saved), a device, a dict from tags to
+    devices, or a function (storage on the CPU, tag) -> storage. A missing device raises
+    DeviceError. With `files`, tensors on the CPU are mapped from the file if possible.
     """
 
     def __init__(self, map_location: MapLocation = None, files: MappedFiles | None = None) -> None:
@@ -68,12 +68,12 @@ class TorchTensors:
         self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._keep: list[Storage] = []  # ids in the one above stay taken
+        self._keep: list[Storage] = []  # keeps the ids in `_storages` valid
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
-        """Return the bytes of a storage, on the device that `map_location` chooses.
+        """Return the torch storage, on the device that `map_location` selects.
 
-        `dtype` is that of the tensors on it.
+        `dtype` is the dtype of its tensors.
         """
         import torch
 
@@ -99,14 +99,14 @@ class TorchTensors:
         return memory
 
     def device(self, tag: str) -> torch.device:
-        """Return where torch puts what is tagged `tag`.
+        """Return the device for the tag `tag`.
 
-        Torch is asked once for each device, with a storage of no bytes.
+        The restore function of torch is called once for each device, with an empty storage.
         """
         where = self._map_location
         if callable(where):
             raise UnsupportedError(
-                "a function as map_location says nothing about tensors that have no storage"
+                "map_location cannot be a function: the file has tensors without a storage"
             )
         location = tag
         if isinstance(where, Mapping):
@@ -121,10 +121,10 @@ class TorchTensors:
         return self._devices[location]
 
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
-        """Return the tensor that a node is, or that the call which it describes would give.
+        """Return the torch tensor for a Tensor, or for the rebuild call of an Object.
 
-        Classes of tensors are not restored, `attributes` are the caller's. Raises
-        UnsupportedError for what only its own class can make.
+        Tensor subclasses become plain tensors; the caller sets `attributes`. Raises
+        UnsupportedError if only the subclass itself could rebuild it.
         """
         return self._strided(node) if isinstance(node, Tensor) else self._called(node)
 
@@ -152,17 +152,16 @@ class TorchTensors:
         except _FAILURES as error:
             why = str(error).strip().split("\n")[0]
             raise TensorError(
-                f"the tensor that {node.global_} makes does not hold together: {why}"
+                f"the arguments of {node.global_} do not fit together: {why}"
             ) from error
         raise UnsupportedError(
-            f"a tensor that {node.global_ or 'its own class'} makes cannot be made without its "
-            "class",
-            hint="ckptkit.load(..., whole=True) gives the tree with such values left as they are",
+            f"cannot rebuild a tensor of {node.global_ or 'a tensor subclass'} without its class",
+            hint="ckptkit.load(..., whole=True) returns the tree with such values as Object",
         )
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Return a storage moved as `torch.load` moves it, by the function registered for the tag."""
+    """Move a storage to a location as `torch.load` does. Raises DeviceError."""
     import torch
 
     try:
@@ -173,12 +172,13 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     except (RuntimeError, AssertionError) as error:
         why = str(error).strip().split("\n")[0]
         raise DeviceError(
-            f"cannot put tensors on {location}: {why}", hint="map_location='cpu' needs no device"
+            f"cannot put tensors on {location}: {why}",
+            hint="map_location='cpu' loads them on the CPU",
         ) from error
 
 
-# What the calls of torch/_utils.py do, each with the arguments of a node that the reader has
-# checked
+# The rebuild functions of torch/_utils.py. The reader has checked the arguments of each node.
+# Their docstrings list these arguments.
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def attributes(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the attributes that were set on a tensor or parameter of torch's own class, by name."""
+    """Yield (name, value) of attributes that were set on a plain tensor or parameter."""
     if not isinstance(node, Object) or node.global_ is None:
         return
     name, args = node.global_.name, node.args
@@ -204,7 +204,7 @@ def attributes(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _from_type(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(function, class, arguments, state): the tensor without its class and attributes."""
+    """(function, class, arguments, state); the class and the state are ignored."""
     inner = Object(node.args[0], node.args[2], tensor=node.tensor)
     return tensors._called(inner)
 
@@ -219,8 +219,11 @@ def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(layout, data): COO (indices, values, size[, is_coalesced]); other layouts (compressed,
-    plain, values, size)"""
+    """(layout, data)
+
+    For COO, data is (indices, values, size[, is_coalesced]); otherwise (compressed, plain, values,
+    size).
+    """
     import torch
 
     assert node.tensor is not None
@@ -241,8 +244,10 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(storage, offset, size, stride, (scheme, scale, zero_point) or (scheme, scales, zero_points,
-    axis), ..)"""
+    """(storage, offset, size, stride, quantizer, ...)
+
+    The quantizer is (scheme, scale, zero_point) or (scheme, scales, zero_points, axis).
+    """
     import torch
 
     like, scheme = node.tensor, node.args[4]
@@ -263,7 +268,7 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
         axis, rank = scheme[3], len(like.shape)
         if not 0 <= axis < rank or not len(scales) == len(zeros) == like.shape[axis]:
             raise TensorError(
-                f"quantized per channel of axis {axis}, which does not fit shape {like.shape}"
+                f"per-channel quantization along axis {axis} does not fit shape {like.shape}"
             )
         made = torch._empty_per_channel_affine_quantized(
             like.shape, scales=scales, zero_points=zeros, axis=axis,
@@ -274,7 +279,10 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(buffer, sizes, strides, offsets): torch does not check that these are inside the buffer"""
+    """(buffer, sizes, strides, offsets)
+
+    torch does not check that these are inside the buffer.
+    """
     import torch
 
     buffer, sizes, strides, offsets = map(tensors.tensor, node.args)
@@ -293,7 +301,7 @@ def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     return made
 
 
-# What torch raises for parts that do not hold together.
+# The errors that torch raises for inconsistent arguments.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError)
 _MODULES = ("torch._utils", "torch._tensor", "torch.tensor")
 _CLASSES = (
@@ -354,10 +362,10 @@ def load(
 
 
 def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
-    """Yield names and nodes of a state_dict: its tensors, and others (``_extra_state``).
+    """Yield (name, node) of the entries of a state_dict: tensors and ``_extra_state``.
 
-    A mapping with ``_metadata`` is a state_dict and belongs to it as a whole; any other may be a
-    wrapper.
+    A dict with ``_metadata`` is a state_dict, so all its entries count. Any other dict may contain
+    other values, which are skipped.
     """
     if weights.is_module:
         yield from weights.nodes.items()
@@ -371,15 +379,15 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
 
 
 class PythonValues:
-    """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth.
+    """Convert nodes to Python values, each once: shared values and cycles are kept, at any depth.
 
-    `arrays` makes the tensors of numpy's arrays, which have no other device than the CPU.
+    `arrays` makes NumPy arrays; these are always on the CPU.
     """
 
     def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:
         self.tensors, self.arrays = tensors, arrays or TorchTensors("cpu")
         self._made: dict[int, Any] = {}
-        self._keep: list[Node] = []  # ids in _made stay taken
+        self._keep: list[Node] = []  # keeps the ids in `_made` valid
         self._queue: list[tuple[Node, Any]] = []
 
     def __call__(self, root: Node) -> Any:
@@ -389,9 +397,9 @@ class PythonValues:
         return made
 
     def state_dict(self, weights: Weights) -> dict[str, Any]:
-        """Return name -> tensor.
+        """Map names to torch tensors.
 
-        Those of a pickled module are detached, as its ``state_dict()`` would give them.
+        Tensors of a pickled module are detached, as in its ``state_dict()``.
         """
         ordered = isinstance(weights.node, OrderedMapping) or weights.is_module
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
@@ -405,11 +413,11 @@ class PythonValues:
                 found[name] = found[name].detach()
         if isinstance(weights.node, OrderedMapping):
             self._attributes(weights.node, found)
-        self(None)  # which fills all that is not filled yet
+        self(None)  # fills the containers that are still in the queue
         return found
 
     def _value(self, node: Node) -> Any:
-        """The value of a node, which may still have to be filled."""
+        """Return the value of a node; a container may still be empty, and is queued."""
         if node.__class__ in _PLAIN:
             return node
         if id(node) in self._made:
@@ -423,7 +431,7 @@ class PythonValues:
         return made
 
     def _new(self, node: Node) -> Any:
-        """Return the value of a node; a container, or an Object of what it holds, still empty."""
+        """Return the value of a node; containers and Objects are empty."""
         kind = type(node)
         if kind in _SHELLS:
             return _SHELLS[kind]()
@@ -437,10 +445,10 @@ class PythonValues:
         if isinstance(node, Tensor):
             return self._tensor(node, node)
         if isinstance(node, TypedStorage):
-            # As `torch.load` gives it: one of bytes is of uint8.
+            # torch.load returns an untyped storage as a TypedStorage of uint8 too.
             import torch
 
-            make: Any = torch.storage.TypedStorage  # without types
+            make: Any = torch.storage.TypedStorage  # Any: torch has no type annotations for it
             memory = self.tensors.storage(node.storage, node.dtype)
             dtype = torch_dtype(node.dtype or UINT8)
             return make(wrap_storage=memory, dtype=dtype, _internal=True)
@@ -455,19 +463,19 @@ class PythonValues:
         return node.data if isinstance(node, ByteString) else node
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
-        if like.kind == "ndarray":  # numpy has one device: map_location is for tensors
+        if like.kind == "ndarray":  # map_location does not apply to NumPy arrays
             return self.arrays.tensor(node).numpy()
         return self._with_attributes(node)
 
     def _with_attributes(self, node: Tensor | Object) -> Any:
-        """Return the tensor that a node is, with the attributes that Python code had set on it."""
+        """Return the torch tensor of a node, with the attributes that Python code set on it."""
         made = self.tensors.tensor(node)
         for key, value in attributes(node):
             made.__dict__[key] = self._value(value)
         return made
 
     def _frozen(self, root: Node) -> Any:
-        """Make tuples and frozen sets, the inner ones first; all else in them is made."""
+        """Return the value of a tuple or frozen set; nested ones are made first."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
@@ -490,7 +498,7 @@ class PythonValues:
             self._fill_object(old, new)
         elif isinstance(new, dict):
             for key, value in _items(old):
-                # A key that equals another or cannot be hashed stays the node that it is.
+                # If a key equals another one or cannot be hashed, use its node as the key.
                 item, made = self._value(value), self._value(key)
                 try:
                     new[key if made in new else made] = item
@@ -506,7 +514,7 @@ class PythonValues:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
 
     def _attributes(self, old: OrderedMapping, new: Any) -> None:
-        """Set ``_metadata``, the attribute that torch sets. Other attributes are not restored."""
+        """Set ``_metadata``, the only attribute that is restored."""
         held = attributes_of(old)
         if MODULE_VERSIONS in held:
             new._metadata = self._value(held[MODULE_VERSIONS])
@@ -535,7 +543,7 @@ def _is_frozen(node: Node) -> bool:
 
 
 def _items(node: Node) -> Iterable[tuple[Node, Node]]:
-    """The items of a mapping, of a Counter's argument, or of the steps that fill a defaultdict."""
+    """Return the items of a dict, of a Counter's argument, or of the steps of a defaultdict."""
     if isinstance(node, dict):
         return node.items()
     if node.steps:
@@ -549,7 +557,7 @@ def _hashable(values: Iterable[Any]) -> Iterator[Any]:
             hash(value)
         except TypeError as error:
             raise FormatError(
-                f"a set holds a {type(value).__name__}, which cannot be in one"
+                f"a set contains a {type(value).__name__}, which is not hashable"
             ) from error
         yield value
 
@@ -558,7 +566,7 @@ _FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)
 
 
 def _plain_object(node: Object) -> Any:
-    """Return the plain value that an Object is, None if it is none or has other arguments."""
+    """Return the value of an Object of a known plain class; None for all others."""
     if node.global_ is None:
         return None
     name, args = (node.global_.module, node.global_.name), node.args
@@ -578,7 +586,7 @@ def _plain_object(node: Object) -> Any:
 
         try:
             return torch.device(*args)
-        except (RuntimeError, TypeError):  # a device that this torch has no name for
+        except (RuntimeError, TypeError):  # the installed torch does not know this device
             return None
     if name == ("collections", "Counter") and not node.steps:
         return collections.Counter() if not args or isinstance(first, dict) else None

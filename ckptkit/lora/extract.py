@@ -27,7 +27,7 @@ from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError,
 from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
-from ckptkit.edits import groups
+from ckptkit.edits import quantized_names
 from ckptkit.lora.arithmetic import as_matrix
 from ckptkit.lora.changes import made_of
 from ckptkit.lora.convert import refuse_damaged, tensors_of
@@ -177,7 +177,7 @@ def extract_lora(
         tempfile.TemporaryFile() as spool,
     ):
         for each in (after, before):
-            groups.refuse(each.require_complete(), None, "codes have no difference")
+            quantized_names.refuse(each.require_complete(), None, "codes have no difference")
         olds = before.required.tensors
         wide = (each for name, each in olds.items() if _WIDE.fullmatch(name) and each.ndim == 2)
         is_conv1d = any(each.shape[1] > each.shape[0] for each in wide)

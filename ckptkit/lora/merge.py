@@ -31,8 +31,8 @@ from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import like, rebuild
 from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.elements import cast
-from ckptkit.edits.groups import instead
 from ckptkit.edits.keys import substituted
+from ckptkit.edits.quantized_names import dequantize_hint
 from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import of_weights
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
@@ -203,7 +203,7 @@ class MergePlan:
         if group is not None:
             what = f"{group.name} of the base is quantized as {group.label} ({group.family})"
             name = base.name or "BASE"
-            fix = instead(base).replace("{where}", shell_word(name))
+            fix = dequantize_hint(base).replace("{where}", shell_word(name))
             fix = fix.replace("{new}", shell_word(output_name(name, "new")))
             self._refuse("quantized", what, fix)
         if any(each.code == "method" and not each.modules for each in self.problems) or group:

@@ -1,10 +1,9 @@
-"""Run one command over many files: find the jobs, skip the finished ones, run the others.
+"""Run one command on many files: find the jobs, skip the finished ones, run the others.
 
-Inputs are files, folders that are checkpoints, and matches of patterns, local or remote. Each
-output appears whole or not at all, as always. Finished jobs are recorded in the outputs' folder,
-and skipped the next time. Jobs go to workers in groups, a few groups for each at a time. A worker
-that dies loses its group: those jobs are run once more, one by one and with nothing in parallel, so
-that the one that killed the worker is known when it kills the second.
+Inputs are files, checkpoint folders, and matches of patterns, local or remote. Outputs are written
+atomically. Finished jobs are recorded in the output folder; the next batch skips them. Each worker
+gets a few groups of jobs at a time. If a worker dies, the jobs of its group run again, one at a
+time and nothing in parallel. If a worker dies again, the job that killed it is known.
 """
 
 from __future__ import annotations
@@ -44,31 +43,31 @@ from ckptkit.publish.copying import checksums, in_order, write_all
 from ckptkit.publish.preflight import check_folder
 from ckptkit.run.workers import Pool
 
-AHEAD = 2  # groups for each worker: a running one and a waiting one
-GROUP = 32  # jobs at most
-GROUP_BYTES = 64 << 20  # of input; a larger job is a group of its own
-ROUNDS = 8  # groups for each worker in a batch, at least, so that all are busy to the end
-DEATHS = 8  # in a row, for each worker, after which the batch is given up
+AHEAD = 2  # groups submitted for each worker: one running, one waiting
+GROUP = 32  # most jobs in a group
+GROUP_BYTES = 64 << 20  # most input bytes in a group; a larger job is a group of its own
+ROUNDS = 8  # least groups for each worker in a batch, so that all stay busy to the end
+DEATHS = 8  # the batch fails after this many deaths in a row for each worker
 BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
 LARGEST = 256 << 20  # bytes of a manifest
-PAUSE = 30.0  # seconds between two uploads of the manifest
+PAUSE = 30.0  # least seconds between two uploads of the manifest
 SHARE = 20  # the pause is at least this many times the duration of an upload
 
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
 
-# Size and time of change, or an object's ETag: by it, a later run recognizes that a file is the
-# same. See remote.listing.
+# Size and modification time, or ETag of an object. If the mark is equal, a later batch takes the
+# file as unchanged. See remote.files.
 Mark = tuple[int, int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file or folder to read. `mark` is None if it does not exist, which reading it reports.
+    """A file or folder to read. `mark` is None if it does not exist; reading then fails.
 
-    `name` is that of its output below the batch's folder, with slashes: its path below the fixed
-    part of the pattern (``runs/**/*.pth``: below ``runs``), or its own last name.
+    `name` is the name of its output relative to the output folder, with slashes: its path below the
+    fixed part of the pattern (``runs`` in ``runs/**/*.pth``), or its own file name.
     """
 
     path: str  # absolute, or a URL
@@ -84,15 +83,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`input` becomes `output`, a name with slashes below the batch's folder."""
+    """Make `output`, a path with slashes relative to the output folder, from `input`."""
 
     input: Input
     output: str
-    digest: str  # of all that the output depends on
+    digest: str  # digest of everything that the output depends on
 
 
 class Work(Protocol):
-    """Makes `destination` from `source`, or with `dry_run` only its plan; picklable for workers."""
+    """Write `destination` from `source`, or with `dry_run` only plan it. Workers unpickle it."""
 
     def __call__(
         self, source: str, destination: str, *, force: bool, dry_run: bool
@@ -100,7 +99,7 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job as workers see it: two paths, whether the output may be replaced, or only planned."""
+    """A job for a worker. `force` allows it to replace the output; `dry_run` only plans it."""
 
     source: str
     destination: str
@@ -112,9 +111,9 @@ class Task(NamedTuple):
 class Outcome:
     """The outcome of a job.
 
-    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: not in the manifest, but
-    the output exists and is what this job makes; ``failed``; ``planned``, in a dry run. ``made`` is
-    the output's mark.
+    ``state`` is ``done``, ``skipped`` (an earlier batch did it), ``found`` (not in the manifest,
+    but the output exists and equals what this job writes), ``failed``, or ``planned`` (dry run).
+    ``made`` is the mark of the output.
     """
 
     state: str
@@ -127,7 +126,7 @@ class Outcome:
     error: str | None = None
     hint: str | None = None
     exit_code: int = 0
-    code: str = ""  # of the error
+    code: str = ""  # code of the error
 
 
 _Item = tuple[Job, Task]
@@ -138,11 +137,10 @@ Results = Generator[tuple[Job, Outcome], None, None]
 
 
 def find(sources: Iterable[str], into: str) -> list[Input]:
-    """Return the inputs that `sources` name, in order and each once.
+    """Return the inputs for paths, URLs and patterns, in order and each once.
 
-    Matches of a pattern that are below `into` are left out. Raises UsageError for a pattern that
-    matches nothing, or nothing but files below `into`; PathError where a remote place cannot be
-    listed.
+    Matches below the output folder `into` are ignored. Raises UsageError if a pattern matches
+    nothing, or only files below `into`; PathError if a remote folder cannot be listed.
     """
     found: dict[str, Input] = {}
     for source in sources:
@@ -161,7 +159,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def mark(path: str) -> Mark | None:
-    """Return the mark of the file or folder at `path`, a path or URL; None if it cannot be seen."""
+    """Return the mark of the file or folder at a path or URL; None if it cannot be accessed."""
     try:
         if is_url(path):
             from ckptkit.remote import files
@@ -214,8 +212,8 @@ def _remote(source: str, into: str) -> Iterator[Input]:
     place, query, parameters = source.partition("?")
     fixed, rest = _split(place.split("/"))
     if len(fixed) < 3:
-        hint = "name the host or bucket without wildcards"
-        raise UsageError("the pattern has no fixed part to look below", where=shown, hint=hint)
+        hint = "write the host or bucket without wildcards"
+        raise UsageError("the pattern has a wildcard in its host or bucket", where=shown, hint=hint)
     base = "/".join(fixed) + query + parameters
     entries = files.matching(base, "/".join(rest))
     outputs = without_query(into).rstrip("/") + "/"
@@ -227,31 +225,31 @@ def _remote(source: str, into: str) -> Iterator[Input]:
 
 
 def _split(parts: list[str]) -> tuple[list[str], list[str]]:
-    """Split the parts of a path before the first one with a wildcard."""
+    """Split the parts of a path in two; the second half starts with the first wildcard."""
     at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return parts[:at], parts[at:]
 
 
 def _plain(name: str, source: str) -> str:
-    """Return `name` if it stays below a folder that it is joined to. Raises PathError.
+    """Return `name` unchanged. Raises PathError if it would leave the output folder.
 
-    An object's key may contain ``..``.
+    The key of an object may contain ``..``.
     """
     for part in name.split("/"):
         drive = os.name == "nt" and ":" in part
         if part in ("", ".", "..") or "\0" in part or os.sep in part or drive:
-            raise PathError(f"{name!r} cannot be the name of an output", where=source)
+            raise PathError(f"{name!r} is not a valid output name", where=source)
     return name
 
 
 def _check_found(pattern: str, into: str, found: int, left: int) -> None:
-    """Raise UsageError for a pattern that matches nothing, or nothing but outputs."""
+    """Raise UsageError if a pattern matches nothing, or only outputs."""
     if not found:
         hint = "quote the pattern, as in 'runs/**/*.pth'"
         raise UsageError("nothing matches", where=pattern, hint=hint)
     if not left:
-        why = f"everything that matches is below {shown_url(into)}, where the outputs go"
-        raise UsageError(why, where=pattern, hint="name another folder with --into")
+        why = f"all matches are in the output folder {shown_url(into)}"
+        raise UsageError(why, where=pattern, hint="use another folder with --into")
 
 
 # The jobs
@@ -262,10 +260,10 @@ def plan(
 ) -> list[Job]:
     """Return the jobs for `inputs`.
 
-    `recipe` is plain data (JSON) that contains all that their outputs depend on. `format` is that
-    of the outputs, None for one that depends on each input; `shards` means that each output is a
-    folder of shards. Raises UsageError for an unknown format, and where two inputs would become one
-    output, or one inside another.
+    `recipe` is JSON data with all settings that the outputs depend on. `format` is the format of
+    all outputs; None selects it by input. With `shards`, each output is a folder of shards. Raises
+    UsageError for an unknown format, and if two outputs would have one path, or one path inside the
+    other.
     """
     given = formats.for_writing("", format, shards=shards) if format is not None else None
     jobs = []
@@ -285,12 +283,12 @@ def plan(
 
 
 def _output(each: Input, given: Format | None, shards: bool) -> str:
-    """Return the input's name with the suffix of the output's format, where known and different."""
+    """Return the name of the output: that of the input, with the suffix of the output format."""
     if given is None and each.is_folder and not shards:
-        try:  # the format in which a folder is written by default
+        try:  # a folder is written in its own format by default
             read = formats.identify(Probe(open_unchecked(each.path)))
             given = formats.for_writing(each.name, keep=read.name)
-        except CkptkitError:  # reported again when it is read
+        except CkptkitError:  # reading it in the job raises the same error
             pass
     if shards:
         return formats.named(each.name, ())
@@ -301,9 +299,9 @@ def _collision(first: Job, second: Job) -> UsageError:
     names = f"{shown_url(first.input.path)} and {shown_url(second.input.path)}"
     where = first.output if first.output == second.output else f"{first.output} and {second.output}"
     return UsageError(
-        f"the outputs of {names} would collide, as {where}",
-        hint="a pattern keeps the folders below its fixed part: 'runs/**/*.pth'; "
-        "or run them as two batches",
+        f"the outputs of {names} would overwrite each other: {where}",
+        hint="use a pattern, which keeps the folders below its fixed part: 'runs/**/*.pth'; "
+        "or run two batches",
     )
 
 
@@ -316,14 +314,13 @@ def run(
     pool: Pool | None = None,
     dry_run: bool = False,
 ) -> Results:
-    """Run `jobs`, with outputs below the folder or URL `into`, and yield outcomes in any order.
+    """Run `jobs` with outputs in the folder or URL `into`; yield outcomes in any order.
 
-    `work` is done in this process, or by the workers of `pool`, which are stopped if this generator
-    is closed before its end. Outputs that an earlier batch made and that have not changed since may
-    be replaced, others with `force`. With `dry_run`, `work` only plans each job and nothing is
-    written: jobs that would succeed are ``planned``, the others fail as they would. Raises only for
-    failures that are not a single job's: UsageError where another batch writes to `into`,
-    OutputError where the manifest cannot be written or the workers do not work.
+    `work` runs in this process or in the workers of `pool`. Closing this generator early stops the
+    workers. Unchanged outputs of an earlier batch may be replaced, all others only with `force`.
+    With `dry_run`, `work` only plans each job and nothing is written. A failed job yields an
+    outcome too. Raises UsageError if another batch writes to `into`, OutputError if the manifest
+    cannot be written or workers keep dying.
     """
     with manifest(into, reading=dry_run) as known:
         marks = known.marks(job.output for job in jobs if job.output in known.done)
@@ -360,7 +357,7 @@ def _joined(into: str, name: str) -> str:
 
 
 def _sweep(into: str, todo: Sequence[_Item]) -> None:
-    """Remove stale temporaries that killed batches left beside the outputs of jobs."""
+    """Remove stale temporary files of killed batches next to the outputs of jobs."""
     if is_url(into):
         return
     outputs = {os.path.split(task.destination) for _, task in todo}
@@ -378,7 +375,7 @@ def _sweep(into: str, todo: Sequence[_Item]) -> None:
 
 
 def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
-    """Run the jobs; those of a worker that dies are run last, each alone."""
+    """Run the jobs. Jobs of a worker that died run last, one at a time."""
     if pool is None:
         for job, task in todo:
             yield job, attempt(work, [task], __version__)[0]
@@ -390,8 +387,8 @@ def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
             try:
                 yield job, pool.submit(attempt, work, [task], __version__).result()[0]
             except BrokenExecutor:
-                error = f"{shown_url(job.input.path)}: its worker was killed, twice"
-                hint = "it may need more memory than there is; `dmesg` may say what killed it"
+                error = f"{shown_url(job.input.path)}: its worker was killed twice"
+                hint = "it may need more memory than available; `dmesg` may show what killed it"
                 yield job, failed(OutputError(error, hint=hint))
     except BaseException:
         pool.stop()
@@ -399,7 +396,7 @@ def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
 
 
 def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) -> Results:
-    """Run the jobs, in groups; those whose worker dies are put into `lost`."""
+    """Run the jobs in groups. Add the jobs of a worker that dies to `lost`."""
     groups = _groups(todo, pool.workers())
     waiting: dict[Future[list[Outcome]], list[_Item]] = {}
     deaths = 0
@@ -417,14 +414,14 @@ def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) 
                 lost += group
                 deaths += 1
                 if deaths > DEATHS * pool.workers():
-                    raise OutputError("workers keep ending before their work is done") from error
+                    raise OutputError("workers keep dying before they finish a job") from error
                 continue
             deaths = 0
             yield from ((job, outcome) for (job, _), outcome in zip(group, outcomes, strict=True))
 
 
 def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
-    """Yield the groups of jobs that a worker runs in one call: many jobs where they are small."""
+    """Yield the groups of jobs that a worker runs in one call; small jobs make large groups."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
     group: list[_Item] = []
     size = 0
@@ -438,17 +435,17 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
         yield group
 
 
-# A worker's part: jobs, one after another
+# In a worker: run a group of jobs
 
 
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
-    """Run `tasks`, and go on after failures.
+    """Run `tasks` in order; continue after failures.
 
-    Raises OutputError if this is another version of ckptkit.
+    Raises OutputError if `version`, that of the caller, is not the version of this worker.
     """
     if version != __version__:
         raise OutputError(
-            f"a worker has ckptkit {__version__}, and this is {version}",
+            f"a worker has ckptkit {__version__}, but this is {version}",
             hint="install the same version on every worker",
         )
     outcomes = []
@@ -463,7 +460,7 @@ def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
 
 
 def failed(error: Exception) -> Outcome:
-    """Return the outcome of a job that ended in `error`."""
+    """Return the outcome of a job that raised `error`."""
     known = foreseen(error)
     if isinstance(known, CkptkitError):
         return Outcome(
@@ -481,7 +478,7 @@ def _done(work: Work, task: Task) -> Outcome:
         made = work(task.source, _beside(task.destination), force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
-        state = "found"  # an earlier attempt made it, and ended before that was recorded
+        state = "found"  # an earlier batch was killed between writing and recording it
     return Outcome(
         state,
         made.plan.size,
@@ -494,13 +491,13 @@ def _done(work: Work, task: Task) -> Outcome:
 
 
 def _made(work: Work, task: Task) -> Conversion:
-    """Run the job, in a folder that is made where it does not exist."""
+    """Run the job; create the output folder if it is missing."""
     _for_folder(task, partial(os.makedirs, exist_ok=True))
     return work(task.source, task.destination, force=task.force, dry_run=False)
 
 
 def _planned(work: Work, task: Task) -> Conversion:
-    """Plan the job; where its folder does not exist yet, as if it wrote to the one above."""
+    """Plan the job. If its output folder is missing, plan it for the nearest existing parent."""
     _for_folder(task, check_folder)
     folder, name = os.path.split(task.destination)
     if is_url(folder) or os.path.isdir(folder):
@@ -517,23 +514,24 @@ def _planned(work: Work, task: Task) -> Conversion:
 
 
 def _for_folder(task: Task, act: Callable[[str], None]) -> None:
-    """Make or check the folder of an output. Raises OutputError."""
+    """Call `act` with the local folder of an output. Raises OutputError if that fails."""
     folder = os.path.dirname(task.destination)
     try:
         if not is_url(folder):
             act(folder)
     except OSError as error:
-        raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error
+        raise OutputError(f"cannot be created: {error.strerror}", where=folder) from error
 
 
 def _beside(path: str) -> str:
-    """Return a path in the same folder where nothing is, with the same suffix."""
+    """Return an unused path in the same folder, with the same suffix."""
     start = max(path.rfind("/"), path.rfind(os.sep)) + 1
-    return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"  # names have 255 bytes
+    # File names may have 255 bytes.
+    return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"
 
 
 def same(plan: Plan, destination: str) -> bool:
-    """Return whether the output at `destination` is, byte for byte, what `plan` would write."""
+    """Return whether the bytes at `destination` equal what `plan` would write."""
     place = open_unchecked(destination)
     if isinstance(place, Folder) != plan.is_folder:
         return False
@@ -549,23 +547,23 @@ def same(plan: Plan, destination: str) -> bool:
     for source, file in pairs:
         at = 0
         for piece in in_order(file.segments, checksums(file.segments)):
-            # startswith compares a buffer of any kind at the speed of memory
+            # startswith compares any buffer without a copy.
             if not source.read(at, len(piece)).startswith(piece):
                 return False
             at += len(piece)
     return True
 
 
-# The manifest: the list of finished jobs, kept in the folder of their outputs, to resume a batch
+# The manifest lists the finished jobs of an output folder. It is used to resume a batch.
 #
-# A JSON object per line, ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; of two for
-# one output the later counts. On this machine lines are appended, so that a kill costs the last one
-# at most, and the file is locked while a batch runs. An object in a store is rewritten now and
-# then, and when the batch ends.
+# Each line is a JSON object ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; the last
+# line for an output counts. A local manifest is locked while a batch runs, and lines are appended:
+# a kill loses the last line at most. A remote manifest is rewritten from time to time, and when the
+# batch ends.
 
 
 class JobRecord(NamedTuple):
-    """A finished job: its digest, and the mark of the output as it was made."""
+    """A finished job: its output, its digest, and the mark of the output when it was written."""
 
     output: str
     job: str
@@ -577,9 +575,9 @@ class JobRecord(NamedTuple):
 
 @contextmanager
 def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | RemoteManifest]:
-    """Yield the manifest of the folder or URL `into`, created where missing unless `reading`.
+    """Yield the manifest of the folder or URL `into`; create it if missing, unless `reading`.
 
-    Raises UsageError where another batch writes there, OutputError where it cannot be written.
+    Raises UsageError if another batch writes there, OutputError if it cannot be written.
     """
     if is_url(into):
         remote = RemoteManifest(into)
@@ -613,7 +611,7 @@ def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | Re
 
 
 class LocalManifest:
-    """The finished jobs by output, in a file on this machine."""
+    """The finished jobs by output, in a local file."""
 
     def __init__(self, into: str, data: bytes, fd: int) -> None:
         self.done = _parse(data)
@@ -627,13 +625,13 @@ class LocalManifest:
             raise OutputError(f"cannot be written: {error.strerror}", where=where) from error
 
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        """Return the marks that outputs have now, without those that do not exist."""
+        """Map the outputs that exist to their current marks."""
         found = ((name, mark(os.path.join(self._into, name))) for name in outputs)
         return {name: each for name, each in found if each is not None}
 
 
 class RemoteManifest:
-    """The finished jobs by output, in an object of a store."""
+    """The finished jobs by output, in an object of a remote store."""
 
     def __init__(self, into: str) -> None:
         from ckptkit.remote import files
@@ -650,7 +648,7 @@ class RemoteManifest:
             self.flush()
 
     def flush(self) -> None:
-        """Write it, if there is something new."""
+        """Write the manifest if it has changed."""
         if self._changed:
             from ckptkit.remote import files
 
@@ -660,7 +658,7 @@ class RemoteManifest:
             self._next = monotonic() + max(PAUSE, SHARE * (monotonic() - started))
 
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        """Return the marks that outputs have now, without those that do not exist."""
+        """Map the outputs that exist to their current marks."""
         from ckptkit.remote import files
 
         found = files.below(self._into)
@@ -668,7 +666,7 @@ class RemoteManifest:
 
 
 def _parse(data: bytes) -> dict[str, JobRecord]:
-    """Return the records of whole lines; torn lines and those of other programs are skipped."""
+    """Return the records by output; skip incomplete lines, and lines of other programs."""
     found: dict[str, JobRecord] = {}
     for text in data.split(b"\n"):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -680,15 +678,14 @@ def _parse(data: bytes) -> dict[str, JobRecord]:
 
 
 def _read(path: str) -> bytes:
-    """Return the bytes of a manifest, empty if there is none.
+    """Return the bytes of a manifest; empty if there is none.
 
-    Raises OutputError if it is not a regular file, or too large.
+    Raises OutputError if it is not a regular file, or is too large.
     """
     try:
         with closing(LocalFile(path, follow=False)) as file:
             if file.size > LARGEST:
-                what = f"has {file.size:,} bytes, more than the {LARGEST:,} of a manifest"
-                raise LimitError(what)
+                raise LimitError(f"has {file.size:,} bytes; a manifest may have {LARGEST:,}")
             return file.read(0, file.size)
     except CkptkitError as error:
         if not os.path.lexists(path):
@@ -705,7 +702,7 @@ def _lock(fd: int, path: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        where, hint = os.path.dirname(path), "wait for it, or name another --into"
-        raise UsageError("another batch is writing there", where=where, hint=hint) from error
+        where, hint = os.path.dirname(path), "wait for it, or use another --into"
+        raise UsageError("another batch is writing to it", where=where, hint=hint) from error
     except OSError:  # a file system without locks
         pass

@@ -1,7 +1,7 @@
-"""A GGUF file and its original in the layout of Hugging Face: compared, and written back.
+"""Compare a GGUF file with its original in the layout of Hugging Face, and write such a GGUF file.
 
-Both go through the recipe of the architecture. The way back keeps the whole file but the bytes of
-tensors: metadata, tokenizer, order and types are those of an existing GGUF.
+Both use the recipe of the architecture. Writing copies an existing GGUF file and replaces only the
+bytes of its tensors: metadata, tokenizer, order and types stay.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from ckptkit.rules.notation import RuleError
 from ckptkit.run import recipes
 from ckptkit.run.recipes import gguf
 
-# Weights of Hugging Face that llama.cpp's script leaves out: poolers, heads of other tasks, and
-# buffers that old versions saved.
-LEFT_OUT = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*h.*.attn.bias",
-            "embeddings.position_ids")  # fmt: skip
-# The types of the way back, by dtype of the file.
+# Weights that the script of llama.cpp does not convert: poolers, heads of other tasks, and buffers
+# that old versions saved.
+NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias",
+                 "*h.*.attn.bias", "embeddings.position_ids")  # fmt: skip
+# The types that ckptkit writes, by dtype of the file.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
-# Weights of which the script leaves out rows: beyond the vocabulary of the tokenizer (Gemma 3), and
-# the first ones of positions (RoBERTa).
+# Weights of which the script drops rows: the last ones, beyond the vocabulary of the tokenizer
+# (Gemma 3), or the first ones of position embeddings (RoBERTa).
 CUT = {EMBEDDING: "last", "output.weight": "last", "position_embd.weight": "first"}
 
 
 class Paired(NamedTuple):
-    """A GGUF file under the names of its original, and the original."""
+    """The tensors of a GGUF file, under the names of its original, and of the original."""
 
     gguf: Mapping[str, Tensor]
     original: Mapping[str, Tensor]
-    name: str | None  # of the original
+    name: str | None  # path of the original
     origins: Mapping[str, Origin]
-    left: tuple[str, ...]  # what only one of them has, and why
-    swapped: bool  # the original was named first
+    left: tuple[str, ...]  # descriptions of what only one of them has
+    swapped: bool  # the original was the first of the two files
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors of both."""
+        """The size of all tensors of both in bytes."""
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
-        """Compare them."""
+        """Compare the two; A and B are in the order in which the files were given."""
         found = compare_with_original(
             selected(self.gguf, matches),
             selected(self.original, matches),
@@ -79,7 +79,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # whose names are those of the original
+            matching=Matching(),  # its names would be those of the original
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 
@@ -87,7 +87,7 @@ class Paired(NamedTuple):
 def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     """Return a GGUF file and its original under the same names.
 
-    None where they have names in common already, and for a GGUF file without a recipe.
+    None if they already have names in common, or if there is no recipe for the GGUF file.
     """
     swapped = b.format == "gguf"
     file, original = (b, a) if swapped else (a, b)
@@ -102,15 +102,15 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     try:
         made, origins = under_new_names(file, name)
     except (RuleError, TensorError) as error:
-        error.hint = "--stored compares the files as they are"
+        error.hint = "--stored compares the stored names and tensors"
         raise
     kept = {each for origin in origins.values() for each in origin.names}
-    left = [f"{each} (only GGUF has it)" for each in file.weights if each not in kept]
+    left = [f"{each} (only in GGUF files)" for each in file.weights if each not in kept]
     _, original = quantized.dequantized_views(made, original)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     weights: dict[str, Tensor] = {}
     for each, tensor in original.weights.items():
-        if each not in made.weights and (why := _left_out(each, original, embedding)):
+        if each not in made.weights and (why := _why_missing(each, original, embedding)):
             left.append(f"{each} ({why})")
             continue
         weights[each] = tensor
@@ -119,12 +119,12 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
             weights[each] = _cut(tensor, first, made.weights[each].shape)
         if weights[each] is not tensor:
             rows = tensor.shape[0] - weights[each].shape[0]
-            left.append(f"{rows:,} rows of {each} (llama.cpp leaves them out)")
+            left.append(f"{rows:,} rows of {each} (llama.cpp drops them)")
     return Paired(made.weights, weights, original.name, origins, tuple(left), swapped)
 
 
 def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
-    """Return a matrix without the rows that a GGUF file leaves out of its tensor `name`."""
+    """Drop the rows of a matrix that its GGUF tensor `name`, of this shape, does not have."""
     if name not in CUT or len(tensor.shape) != 2 or len(shape) != 2:
         return tensor
     more = tensor.shape[0] - shape[0]
@@ -135,23 +135,25 @@ def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
 
 
 def known() -> list[str]:
-    """Return the names of the recipes of GGUF."""
+    """Return the names of the recipes for GGUF architectures."""
     return [each for each in recipes.names() if each.startswith(gguf.RECIPES)]
 
 
 class _Traced(NamedTuple):
+    """The GGUF tensors that a tensor was made from, and whether a step computed its values."""
+
     names: frozenset[str]
     computed: str
 
 
 def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
-    """Return a GGUF file as its recipe makes it, in float32, and the origin of each weight."""
+    """Apply the recipe to a GGUF file, in float32; return it with the origin of each weight."""
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
     types = {key: _type(tensor) for key, tensor in file.weights.items()}
     traced = {key: _Traced(frozenset((key,)), "") for key in types}
     ck = gguf.with_matrices(file)
     for step, written in zip(recipe.steps, recipe.written, strict=True):
-        if written.word == "gguf":  # makes config.json
+        if written.word == "gguf":  # this step only makes config.json
             continue
         before, ck = len(ck.reports), step(ck)
         if written.word == "compute":
@@ -179,10 +181,10 @@ def _type(tensor: Tensor) -> str:
     return WRITTEN.get(tensor.dtype.name, tensor.dtype.name)
 
 
-def _left_out(name: str, original: Checkpoint, embedding: str | None) -> str:
-    """Return why a GGUF file lacks a weight of its original, "" if it should have it."""
-    if any(fnmatchcase(name, glob) for glob in LEFT_OUT):
-        return "llama.cpp leaves it out"
+def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
+    """Return why a GGUF file does not have a weight of its original; "" if it should have it."""
+    if any(fnmatchcase(name, glob) for glob in NOT_CONVERTED):
+        return "llama.cpp does not convert it"
     weights = original.weights
     if embedding is None or embedding not in weights or name == embedding:
         return ""
@@ -191,22 +193,22 @@ def _left_out(name: str, original: Checkpoint, embedding: str | None) -> str:
     return f"equal to {embedding}" if is_alike and compare(one, other) is None else ""
 
 
-# The way back
+# Write a checkpoint of Hugging Face into a copy of a GGUF file
 
 
 def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan]:
-    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`, under its own names.
+    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`; names stay.
 
-    Raises TensorError where names or shapes differ, UnsupportedError for other types than
-    `WRITTEN`, for big-endian files and for split models.
+    Raises TensorError if names or shapes differ, UnsupportedError for types outside `WRITTEN`,
+    big-endian files and split models.
     """
     source = skeleton.source
     if skeleton.format != "gguf" or not isinstance(source, ByteSource):
-        what = "is a split model" if skeleton.format == "gguf" else "is no GGUF file"
+        what = "is a split model" if skeleton.format == "gguf" else "is not a GGUF file"
         raise UnsupportedError(
-            f"{what}, and --like needs one GGUF file",
+            f"{what}; --like needs a single GGUF file",
             where=skeleton.name,
-            hint="llama.cpp's llama-gguf-split --merge joins the files of a split model",
+            hint="llama-gguf-split --merge of llama.cpp joins the files of a split model",
         )
     ranges = _ranges(skeleton)
     old = gguf.with_matrices(skeleton).weights
@@ -231,9 +233,9 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
     ]
     if odd:
         raise UnsupportedError(
-            f"ckptkit writes the types {', '.join(WRITTEN.values())}: {some(odd, 4)}",
+            f"ckptkit writes only the types {', '.join(WRITTEN.values())}, not {some(odd, 4)}",
             where=skeleton.name,
-            hint="fill a GGUF file of one of these types, then run llama.cpp's llama-quantize",
+            hint="use a GGUF file of one of these types, then run llama-quantize of llama.cpp",
         )
     segments: list[Segment] = []
     at = 0
@@ -245,21 +247,21 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
         at = extent.offset + extent.length
     segments.append(Range(source, at, source.size - at))
     segments = [each for each in segments if not isinstance(each, Range) or each.length]
-    notes = [*ck.notes, f"metadata, tokenizer and types of {skeleton.name}"]
+    notes = [*ck.notes, f"copied metadata, tokenizer and types of {skeleton.name}"]
     if cut:
-        notes.append(f"left out rows that it lacks: {quoted(cut)}")
+        notes.append(f"dropped rows that it does not have: {quoted(cut)}")
     if kept:
-        notes.append(f"kept of it: {quoted(kept)}")
+        notes.append(f"copied its tensors {quoted(kept)}")
     return replace(new, notes=tuple(notes)), Plan((OutputFile("", tuple(segments)),))
 
 
 def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of Hugging Face under the names of a GGUF file, by its recipe."""
+    """Rename a checkpoint of Hugging Face to the names of a GGUF file, by the reversed recipe."""
     name = gguf.recipe_name(skeleton, known())
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     lacking = [each for each in ck.weights if each not in origins]
-    drop = [each for each in lacking if _left_out(each, ck, embedding)]
+    drop = [each for each in lacking if _why_missing(each, ck, embedding)]
     if drop:
         ck = select(ck, drop=drop)
     # llama.cpp's script computes in float16 for such weights, for all others in float32.
@@ -278,14 +280,14 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
 
 
 def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
-    """Return where the tensors of a file are, by name; those without elements are nowhere."""
+    """Return (name, byte range) of the tensors of a file, without empty tensors."""
     found = []
     for key, tensor in skeleton.weights.items():
         assert tensor.storage is not None
         extent = tensor.storage.record.locate()
         if not isinstance(extent, Range) or tensor.storage.big_endian:
             raise UnsupportedError(
-                "is big-endian, and ckptkit writes little-endian GGUF files",
+                "is big-endian; ckptkit writes only little-endian GGUF files",
                 where=skeleton.name,
                 hint="copy it, and run `gguf-convert-endian COPY little` of the package gguf; "
                 "after filling the copy, convert the result back with `big`",
@@ -296,14 +298,14 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
 
 
 def _encoded(name: str, tensor: Tensor, like: Tensor) -> Record:
-    """Return the elements of a weight in the type that the file has for it."""
+    """Return the elements of a weight, converted to the type of `like`, its tensor in the file."""
     record = contiguous(tensor)
     if tensor.dtype == like.dtype:
         return record
     if tensor.dtype.name not in FLOATS:
         raise TensorError(
-            f"{name!r} is {tensor.dtype}, not floats to write as {_type(like)}",
-            hint="--dequantize float32 makes floats of quantized weights",
+            f"cannot write {name!r} as {_type(like)}: {tensor.dtype} is not a float dtype",
+            hint="--dequantize float32 dequantizes weights",
         )
     if like.dtype.name == "Q8_0":
         return q8_0_record(record, tensor.dtype, name)

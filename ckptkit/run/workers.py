@@ -1,8 +1,8 @@
-"""Executors: processes on this machine, or a Dask cluster.
+"""Run calls in local processes or on a Dask cluster.
 
-Both take calls that pickle, and survive dead workers. A call whose worker died ends in
-BrokenExecutor, and the next call finds another worker. When the parent process has exited, for any
-reason, worker processes undo what they were writing and exit too.
+Both executors run picklable calls, and survive dead workers. If a worker dies, its call raises
+BrokenExecutor, and the next call gets another worker. If the parent process exits for any reason,
+worker processes remove the output that they are writing and exit too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ckptkit.core.text import shown_url
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-ANSWER = 10  # seconds for a scheduler to answer
-PATIENCE = 60  # seconds for it to have a worker
-FRESH = 5  # seconds for which a count of a cluster's workers is reused
+ANSWER = 10  # seconds to wait for a scheduler to answer
+PATIENCE = 60  # seconds to wait for its first worker
+FRESH = 5  # seconds for which the number of workers is cached
 INTERRUPTED = 130  # exit code
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator[Pool | None]:
-    """Yield `workers` processes, or the cluster of the Dask `scheduler`; None if neither is needed.
+    """Yield a pool of `workers` processes or of a Dask `scheduler`; None for a single process.
 
-    `scheduler` is an address (``tcp://host:8786``). Raises UsageError for both at once and where
-    Dask is missing, OutputError for a scheduler that does not answer.
+    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if both are given or Dask is
+    not installed, OutputError if the scheduler does not answer.
     """
     if scheduler is not None and workers is not None:
         raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")
@@ -56,17 +56,17 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
 
 
 class Pool(Executor):
-    """An executor that knows how many calls it can run at once, and can drop them."""
+    """An executor with a number of workers, whose running calls can be stopped."""
 
     def workers(self) -> int:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End the running calls, as soon as they have undone what they were writing."""
+        """Stop the running calls; each first removes the output that it is writing."""
 
 
 class Processes(Pool):
-    """Processes, each a pool of its own: one that dies loses only its calls, and is replaced."""
+    """Worker processes, each in a pool of its own: if one dies, only its own calls are lost."""
 
     def __init__(self, count: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(count)]
@@ -89,7 +89,7 @@ class Processes(Pool):
 
 
 class _Slot:
-    """A place for one process."""
+    """One worker process, started when needed and restarted after it died."""
 
     def __init__(self) -> None:
         self.waiting = 0  # calls that have not ended
@@ -107,7 +107,7 @@ class _Slot:
             self.waiting += 1
             future.add_done_callback(self._ended)
             return future
-        raise BrokenExecutor("processes end as soon as they are started")
+        raise BrokenExecutor("worker processes exit as soon as they are started")
 
     def _ended(self, _: Future[Any]) -> None:
         self.waiting -= 1
@@ -115,7 +115,7 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         from multiprocessing import get_context
 
-        # A fork of a process with threads may find their locks taken.
+        # After a fork, locks that threads of the parent held would stay locked.
         context = get_context("spawn")
         theirs, self._lifeline = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
@@ -135,7 +135,7 @@ class _Slot:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep new Python processes from importing modules of the working directory (Python 3.11)."""
+    """Set PYTHONSAFEPATH: new processes import no modules from the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -151,12 +151,12 @@ class _ParentExited(BaseException):
     """Raised in a worker whose parent process has exited."""
 
 
-_busy = False  # in a worker: whether it is in a call
-_leaving = False  # in a worker: whether it exits after the call
+_busy = False  # in a worker: a call is running
+_leaving = False  # in a worker: it exits after the call
 
 
 def _begin(lifeline: Connection) -> None:
-    """Initialize a worker: ignore SIGINT and exit when the parent process does."""
+    """Initialize a worker: ignore SIGINT, and exit when the parent process exits."""
     sys.unraisablehook = _unraisable
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
@@ -180,16 +180,16 @@ def _leave(_: int, __: object) -> None:
 
 
 def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
-    """Report an exception that Python dropped in a destructor, unless it is _ParentExited.
+    """Report an exception that Python ignored in a destructor, unless it is _ParentExited.
 
-    `_guarded` exits for that one after the call.
+    After _ParentExited, `_guarded` exits anyway.
     """
     if not issubclass(dropped.exc_type, _ParentExited):
         sys.__unraisablehook__(dropped)
 
 
 def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
-    """Run a call in a worker, and exit if the parent process has exited."""
+    """Run a call in a worker; exit if the parent process has exited."""
     global _busy
     try:
         try:
@@ -197,14 +197,14 @@ def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
             return function(*args, **named)
         finally:
             _busy = False
-            if _leaving:  # the exception may have been dropped in a destructor
+            if _leaving:  # Python may have ignored _ParentExited in a destructor
                 os._exit(INTERRUPTED)
-    except _ParentExited:  # also raised on the way out of `finally`
+    except _ParentExited:  # may also be raised inside `finally`
         os._exit(INTERRUPTED)
 
 
 class Cluster(Pool):
-    """The workers of a Dask scheduler, through the executor of its client."""
+    """The workers of a Dask scheduler, used through the executor of its client."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -216,7 +216,7 @@ class Cluster(Pool):
         make: Any = distributed.Client
         try:
             self._client = make(address, timeout=ANSWER, set_as_default=False)
-        except (OSError, ValueError, MemoryError) as error:  # MemoryError: by another server
+        except (OSError, ValueError, MemoryError) as error:  # MemoryError: not a Dask server
             hint = "`dask scheduler` prints its address when it starts"
             raise OutputError("no scheduler answers", where=self.address, hint=hint) from error
         self._executor = self._client.get_executor(pure=False)
@@ -228,7 +228,7 @@ class Cluster(Pool):
             raise
 
     def _check(self) -> None:
-        """Raise OutputError without workers, or with some of another version."""
+        """Raise OutputError if there are no workers, or one has another version of ckptkit."""
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE)
         except TimeoutError as error:
@@ -241,7 +241,7 @@ class Cluster(Pool):
         for worker, version in versions.items():
             if version != __version__:
                 raise OutputError(
-                    f"has ckptkit {version}, and this is {__version__}",
+                    f"has ckptkit {version}, but this is {__version__}",
                     where=worker,
                     hint="install the same version on every worker",
                 )
@@ -253,7 +253,7 @@ class Cluster(Pool):
         return self._cores
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        # Dask looks into arguments for its own values; a partial is one opaque value to it.
+        # Dask searches arguments for its own objects; it does not look into a partial.
         call = self._executor.submit(partial(function, *args, **named))
         return _Remote(call, self.address)
 
@@ -283,8 +283,8 @@ class _Remote(Future[T]):
         try:
             self.set_result(inner.result())
         except CancelledError:
-            what = "the scheduler dropped the work: it has ended, or cannot be reached"
-            hint = "start it, and run the command again"
+            what = "the scheduler cancelled the work: it has stopped, or cannot be reached"
+            hint = "start it and run the command again"
             self.set_exception(OutputError(what, where=self._scheduler, hint=hint))
         except CkptkitError as error:
             self.set_exception(error)
@@ -296,7 +296,7 @@ class _Remote(Future[T]):
 
 
 def _silence() -> None:
-    """Keep Dask from printing the tracebacks of failures that end in an error anyway."""
+    """Keep Dask from logging tracebacks of failures that ckptkit reports itself."""
     import logging
 
     for name in ("distributed", "distributed.client", "distributed.core", "tornado"):
@@ -311,5 +311,5 @@ def _without(error: ImportError) -> OutputError:
 
 
 def _version() -> str:
-    """Return the version of ckptkit in a worker."""
+    """Return the version of ckptkit in a worker (Dask runs this function there)."""
     return __version__

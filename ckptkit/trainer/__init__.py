@@ -1,5 +1,6 @@
-"""The reference trainer: small models, real data, one loop; start at ``loop.py``.
+"""Train small models on real data, to make checkpoints for tests; start reading at ``loop.py``.
 
-In: a configuration. Out: checkpoints as plain ``torch.save`` writes them, which are the fixtures. A
-leaf: uses ckptkit's public names, as any user would. ``ckptkit train`` is ``-m ckptkit.trainer``.
+Input: a configuration. Output: checkpoints of plain ``torch.save``, which are the fixtures. Nothing
+else imports this package. It uses ckptkit's public functions, as a user would. ``ckptkit train``
+and ``python -m ckptkit.trainer`` run it.
 """

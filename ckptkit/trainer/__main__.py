@@ -1,7 +1,4 @@
-"""Run the trainer as a module: ``torchrun -m ckptkit.trainer OUT``.
-
-The same as ``ckptkit train``.
-"""
+"""Run ``ckptkit train`` as a module, e.g. under torchrun: ``torchrun -m ckptkit.trainer``."""
 
 from ckptkit.trainer.command import main
 

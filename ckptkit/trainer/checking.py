@@ -1,4 +1,4 @@
-"""How a check of :mod:`ckptkit.trainer.gpu` runs, and which of four outcomes it has."""
+"""Run the checks of :mod:`ckptkit.trainer.gpu`, and determine their outcomes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from ckptkit.core.text import plural
 from ckptkit.trainer.run import switches_restored
 
-LIMIT = 180  # seconds of a check
+LIMIT = 180  # time limit of a check in seconds
 Facts = dict[str, Any]
 
 
 class NotHere(Exception):
-    """Nothing of a check can be tried on this machine."""
+    """A check is not possible on this machine."""
 
 
 class Failed(Exception):
-    """A check found something wrong."""
+    """A check has failed."""
 
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """The machine of the checks; `device` is its first GPU, or the CPU where there is none.
+    """The machine of the checks; `device` is its first GPU, or the CPU if it has none.
 
-    Checkpoints that its GPUs tag are kept in `fixtures`.
+    Checkpoints saved on its GPUs are copied to the folder `fixtures`.
     """
 
     gpus: int
@@ -49,20 +49,20 @@ class GpuMachine:
 
     @property
     def pair(self) -> tuple[str, ...]:
-        """Two GPUs, or the CPU twice, which simulates two."""
+        """Two GPUs, or the CPU twice to simulate two."""
         return ("cuda:0", "cuda:1") if self.gpus > 1 else ("cpu", "cpu")
 
     def needs(self, gpus: int) -> None:
-        """Raise NotHere if there are fewer GPUs and nothing simulates them."""
+        """Raise NotHere if the machine has fewer GPUs."""
         if self.gpus < gpus:
-            raise NotHere(f"needs {plural(gpus, 'GPU')}, this machine has {self.gpus}")
+            raise NotHere(f"needs {plural(gpus, 'GPU')}, but this machine has {self.gpus}")
 
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """A function of the machine and an empty folder that returns its measurements.
+    """A check: a function of the machine and an empty folder that returns measurements.
 
-    It is about `gpus` GPUs. It raises NotHere, or Failed for what is wrong.
+    It needs `gpus` GPUs to be more than a simulation. It raises NotHere or Failed.
     """
 
     name: str
@@ -72,7 +72,7 @@ class DeviceCheck:
 
 @dataclass
 class CheckResult:
-    """The outcome of a check, its measurements, the reason, the devices that computed."""
+    """The outcome of a check, its measurements, the reason (`why`), and the devices it used."""
 
     name: str
     status: str
@@ -84,13 +84,13 @@ class CheckResult:
 
 
 def require(condition: bool, otherwise: str) -> None:
-    """Raise Failed unless a condition holds."""
+    """Raise Failed with the message `otherwise` unless a condition holds."""
     if not condition:
         raise Failed(otherwise)
 
 
 class Witness:
-    """The devices of the outputs of all layers that are called while it is open, in all threads."""
+    """Record the devices of the outputs of all layers that run inside it, in all threads."""
 
     def __init__(self) -> None:
         self.devices: set[str] = set()
@@ -112,9 +112,9 @@ class Witness:
 
 
 def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
-    """Run a check in a folder of its own; never raises.
+    """Run a check in a new folder; never raises.
 
-    Its facts may name ``processes``: what each process of a group reports of itself.
+    If it used several processes, its facts contain a list ``processes`` with their reports.
     """
     started, result = monotonic(), CheckResult(check.name, "failed")
     folder.mkdir()
@@ -138,22 +138,22 @@ def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
 
 
 def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts]) -> None:
-    """Raise Failed if a check did not compute on as many GPUs as it is about."""
+    """Raise Failed if a check did not compute on the number of GPUs that it needs."""
     used = ", ".join(sorted(witness.devices)) or "no device"
     require(
         len(witness.gpus) >= check.gpus,
-        f"is about {plural(check.gpus, 'GPU')}, and its layers ran on {used}",
+        f"needs {plural(check.gpus, 'GPU')}, but its layers ran on {used}",
     )
     if processes:
         backends = {each["backend"] for each in processes}
-        require(len(processes) > 1, "one process exchanges nothing")
-        require("nccl" in backends or check.gpus < 2, f"exchanged through {', '.join(backends)}")
+        require(len(processes) > 1, "a single process exchanges nothing")
+        require("nccl" in backends or check.gpus < 2, f"used the backend {', '.join(backends)}")
 
 
 def run_limited(
     check: DeviceCheck, on: GpuMachine, folder: Path, limit: float = LIMIT
 ) -> CheckResult:
-    """Run a check in a process of its own; end it, and those that it started, after `limit` s."""
+    """Run a check in a new process; after `limit` seconds, kill it and the processes it started."""
     started, answer = monotonic(), folder.with_suffix(".json")
     child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
     child.start()
@@ -162,7 +162,7 @@ def run_limited(
     if child.is_alive():
         why = f"took longer than {limit:g} s"
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # its own group, with processes that it left
+        os.killpg(child.pid, signal.SIGKILL)  # it leads a process group of its own
     child.join()
     if answer.is_file():
         return CheckResult(**json.loads(answer.read_text()))
@@ -176,4 +176,4 @@ def _child(check: DeviceCheck, on: GpuMachine, folder: Path, answer: Path) -> No
     result = json.dumps(asdict(run_check(check, on, folder)), default=str)
     unfinished = answer.with_suffix(".part")
     unfinished.write_text(result)
-    unfinished.replace(answer)  # a killed process leaves no half of an answer
+    unfinished.replace(answer)  # atomic: a killed process leaves no partial answer

@@ -1,4 +1,4 @@
-"""ckptkit train, and ``python -m ckptkit.trainer``."""
+"""Define the command ``ckptkit train``, and run it for ``python -m ckptkit.trainer``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles
 
 INTERRUPTED = 130  # exit code
 FILE = click.Path(dir_okay=False, path_type=Path)
-CHECKPOINT = click.Path(path_type=Path)  # a file, or a folder of shards
+CHECKPOINT = click.Path(path_type=Path)  # a file or a folder of shards
 
 
 def _of_config(function: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
         words |= {"default": "", "show_default": False, "callback": _devices}
         return click.option(f"--{name}", **words)
     if isinstance(of.default, bool):
-        # --resume may take it from a checkpoint, so that it must be possible to turn it off.
+        # --resume may set it from a checkpoint, so there must be a way to turn it off.
         if of.name in CHANGEABLE:
             return click.option(f"--{name}/--no-{name}", show_default=True, **words)
         return click.option(f"--{name}", is_flag=True, **words)
@@ -55,7 +55,7 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 
 
 def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Take the options that are not typed from the checkpoint."""
+    """Use the options of the checkpoint as defaults."""
     if path is not None and not ctx.resilient_parsing:
         from ckptkit.trainer import saving
 
@@ -120,10 +120,10 @@ def command(
              ckptkit train run.pth --parallel dp --keep-module-prefix
              ckptkit train --evaluate run.pth
     """
-    gc.enable()  # other commands end soon and need none
+    gc.enable()  # the command line disables it, because other commands are short
     source = click.get_current_context().get_parameter_source("keep_module_prefix")
     if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
-        options["keep_module_prefix"] = False  # resumed by --parallel none: nothing has a prefix
+        options["keep_module_prefix"] = False  # e.g. resumed with --parallel none: no prefix
     config = Config(**options)
     from ckptkit.trainer import loop, saving
 
@@ -149,7 +149,7 @@ def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
 
 
 def main() -> NoReturn:
-    """Run as the main program, with the messages and exit codes of ``ckptkit train``."""
+    """Run the command with the messages and exit codes of ``ckptkit train``."""
     text, hint, code = "interrupted", None, INTERRUPTED
     try:
         with on_command_line():

@@ -1,4 +1,4 @@
-"""The configuration of a training run, and errors for requests that cannot be met."""
+"""Define the configuration of a training run, and its errors."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ FORMS = ("bare", "wrapped", "full")
 SAMPLERS = ("hand", "distributed")
 AMP_DTYPES = ("bfloat16", "float16")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
-PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
-LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # of SGD
+PREFIXED = ("dp", "dp-balanced", "ddp")  # these wrappers add `module.` to every key
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # for SGD
 ADAM_LR = 0.001
-LR_STEP, LR_STEP_CRNN = 5, 8  # epochs between changes of the learning rate: the crnn learns late
+LR_STEP, LR_STEP_CRNN = 5, 8  # epochs between changes of the learning rate; the crnn learns slowly
 DATA = "digits, random or cifar10:DIR"
 
-# What a resumed run may change: where it computes, how much memory that takes, what it saves.
+# Options that a resumed run may change: devices, memory use, and what it saves.
 CHANGEABLE = (
     "devices", "output_device", "parallel", "epochs", "segments", "memory_efficient",
     "preserve_rng", "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
     "workers", "torch_compile", "foreach", "sync_batch_norm", "benchmark", "empty_cache",
 )  # fmt: skip
-# Recorded in a checkpoint only where they are not the default: runs that do not use them still give
-# the bytes that they gave before these options were added.
+# Options recorded in a checkpoint only if they are not the default. Other runs then write the same
+# bytes as before these options existed.
 RECORDED_IF_USED = (
     "optimizer", "weight_decay", "dropout", "preserve_rng", "eval_every", "save_best",
     "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",
     "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
-VALIDATION = 10  # --save-best holds out every tenth training image, unless --validation is given
+VALIDATION = 10  # by default, --save-best holds out every tenth training image
 
 
 class RequestError(CkptkitError):
-    """Options that exclude each other, or that this machine does not support."""
+    """Options contradict each other, or this machine does not support them."""
 
     exit_code = 2
 
 
 class SavingError(CkptkitError):
-    """A checkpoint could not be written; the previous one is intact."""
+    """A checkpoint cannot be written; the previous one is intact."""
 
     exit_code = 4
 
 
 def option(default: Any, help: str, **kind: Any) -> Any:
-    """Return a field of Config that is an option of the command.
+    """Return a field of Config that becomes an option of the command.
 
-    `kind` has the `choices`, the `metavar`, or the limits of a number: `least` (0 if not given),
-    `above`, `below`.
+    `kind` may have `choices`, `metavar`, or limits of a number: `least` (default 0), `above`,
+    `below`.
     """
     return field(default=default, metadata={"help": help, **kind})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One training run. Equal configs on the CPU give files of equal bytes."""
+    """The options of one training run. On the CPU, equal configs give files with equal bytes."""
 
     model: str = option("cnn", "Model to train.", choices=MODELS)
     data: str = option("digits", f"Data set: {DATA}.", metavar="DATA")
@@ -68,8 +68,8 @@ class Config:
     dropout: float = option(0.0, "Dropout probability of a densenet.", below=1)
     devices: tuple[str, ...] = option(
         (),
-        "Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU. "
-        "cpu,cpu simulates two for dp.",
+        "Devices, comma-separated; the model is on the first. Default: all GPUs, or the CPU. "
+        "cpu,cpu simulates two devices for dp.",
         metavar="A,B",
     )
     output_device: str = option(
@@ -81,21 +81,20 @@ class Config:
         "over dp, also on one machine.",
         choices=PARALLEL,
     )
-    epochs: int = option(10, "Number of epochs in total, those before --resume included.", least=1)
+    epochs: int = option(10, "Total number of epochs, including those before --resume.", least=1)
     batch_size: int = option(
         32,
-        "Images per batch, over all devices and processes together: of 32, each of two devices or "
-        "processes gets 16.",
+        "Images per batch, over all devices and processes: with 32, each of two processes gets 16.",
         least=1,
     )
     validation: int | None = option(
         None,
-        "Hold out every Nth training image: epochs are evaluated on these, the test set once at "
-        f"the end (0: none). Default: {VALIDATION} with --save-best, else 0.",
+        "Hold out every Nth training image (0: none). Epochs are evaluated on these images, the "
+        f"test set only once at the end. Default: {VALIDATION} with --save-best, else 0.",
         least=0,
     )
     workers: int = option(
-        0, "Processes that load batches; for a GPU, batches are in pinned memory."
+        0, "Processes that load batches. For a GPU, batches are in pinned memory."
     )
     sampler: str = option(
         "hand",
@@ -111,7 +110,7 @@ class Config:
         False, "Recompute the bottlenecks of a densenet in the backward pass."
     )
     preserve_rng: bool = option(
-        True, "Restore the random state for what is recomputed; dropout needs it."
+        True, "Restore the random state before recomputing; dropout needs it."
     )
     clip_norm: float = option(0.0, "Clip the norm of the gradients to this value (0: no clipping).")
     clip_norm_type: float = option(
@@ -127,8 +126,8 @@ class Config:
     weight_decay: float | None = option(None, "Weight decay. Default: as torch has it.")
     foreach: bool = option(
         True,
-        "Let the optimizer update all parameters at once: fast on GPUs, for as much memory again "
-        "as the model.",
+        "Let the optimizer update all parameters at once: fast on GPUs, but needs additional "
+        "memory of the size of the model.",
     )
     ema: float = option(
         0.0, "Decay of a moving average of the weights, saved as 'ema' (0: none).", below=1
@@ -140,7 +139,7 @@ class Config:
         least=0,
     )
     lr_gamma: float = option(0.3, "Factor of each change of the learning rate.", above=0)
-    amp: bool = option(False, "Compute in 16 bits where that is safe.")
+    amp: bool = option(False, "Compute in mixed precision (autocast).")
     amp_dtype: str = option(
         "bfloat16", "Dtype of --amp; float16 needs a scaled loss.", choices=AMP_DTYPES
     )
@@ -151,10 +150,10 @@ class Config:
         False, "Let BatchNorm use the statistics of all processes; ddp and fsdp on GPUs only."
     )
     benchmark: bool = option(
-        False, "Let cuDNN time its algorithms and take the fastest; for inputs of one shape."
+        False, "Let cuDNN time its algorithms and use the fastest; for inputs of one shape."
     )
     empty_cache: bool = option(
-        False, "After each epoch, give memory that no tensor uses back to the GPU."
+        False, "After each epoch, return unused memory of the allocator to the GPU."
     )
     seed: int = option(0, "Seed of all random number generators.")
     deterministic: bool = option(False, "Refuse nondeterministic algorithms.")
@@ -194,13 +193,13 @@ class Config:
             ),
             (
                 self.dropout and not self.preserve_rng,
-                "--no-preserve-rng would recompute with another dropout mask, and give wrong "
+                "--no-preserve-rng would recompute with another dropout mask, and compute wrong "
                 "gradients",
-                "without --dropout",
+                "remove --dropout",
             ),
             (
                 self.keep_module_prefix and not is_prefixed,
-                f"--parallel {self.parallel} gives the keys no prefix to keep",
+                f"--parallel {self.parallel} adds no prefix to the keys",
                 f"{', '.join(PREFIXED)} do",
             ),
             (
@@ -215,8 +214,8 @@ class Config:
             ),
             (
                 self.benchmark and self.deterministic,
-                "--benchmark lets cuDNN choose by time, so that runs differ",
-                "without --deterministic",
+                "--benchmark lets cuDNN choose algorithms by time, so runs are not deterministic",
+                "remove --deterministic",
             ),
             (
                 self.amp_dtype != "bfloat16" and not self.amp,
@@ -225,22 +224,22 @@ class Config:
             ),
             (
                 self.parallel == "fsdp" and self.amp_dtype == "float16",
-                "the loss of sharded models is not scaled",
+                "the trainer does not support loss scaling with fsdp, which float16 needs",
                 "--amp-dtype bfloat16, or --parallel ddp",
             ),
             (
                 self.parallel == "fsdp" and self.ema,
-                "sharded weights have no moving average here",
+                "the trainer does not support --ema with fsdp",
                 "--parallel ddp",
             ),
             (
                 self.sync_batch_norm and self.parallel not in ("ddp", "fsdp"),
-                f"--parallel {self.parallel} is one process: BatchNorm has no other to ask",
+                f"--parallel {self.parallel} is a single process: there are no statistics to sync",
                 "--parallel ddp",
             ),
             (
                 self.ema and self.save_form == "bare",
-                "a bare checkpoint has no place for the moving average",
+                "a bare checkpoint cannot contain the moving average",
                 "--save-form wrapped",
             ),
         ):
@@ -249,27 +248,27 @@ class Config:
 
     @property
     def held_out(self) -> int:
-        """Return N if every Nth training image is held out for validation, else 0."""
+        """N if every Nth training image is held out for validation, else 0."""
         if self.validation is None:
             return VALIDATION if self.save_best else 0
         return self.validation
 
     @property
     def initial_lr(self) -> float:
-        """Return the learning rate of the first epoch."""
+        """The learning rate of the first epoch."""
         if self.lr is not None:
             return self.lr
         return LR[self.model] if self.optimizer == "sgd" else ADAM_LR
 
     @property
     def epochs_per_lr(self) -> int:
-        """Return the epochs between changes of the learning rate, 0 for no change."""
+        """The number of epochs between changes of the learning rate; 0: it does not change."""
         if self.lr_step is not None:
             return self.lr_step
         return LR_STEP_CRNN if self.model == "crnn" else LR_STEP
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values only, for the checkpoint."""
+        """Return the options as plain values for the checkpoint."""
         values = {**asdict(self), "devices": list(self.devices), "lr": self.initial_lr}
         values |= {"lr_step": self.epochs_per_lr, "validation": self.held_out or None}
         used = {name: values.pop(name) for name in RECORDED_IF_USED}
@@ -280,7 +279,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Config
 
 
 def typed(name: str, value: object) -> str:
-    """Return a field and its value as they are typed: ``--lr 0.03``."""
+    """Return an option with its value as typed on the command line: ``--lr 0.03``."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -289,7 +288,7 @@ def typed(name: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files that a run reads and writes beside its checkpoint; None for none."""
+    """Files that a run reads and writes in addition to its checkpoint; None: not used."""
 
     resume: Path | None = None
     metrics: Path | None = None
@@ -299,6 +298,6 @@ class RunFiles:
 
     @property
     def written(self) -> list[Path]:
-        """Return the files that the run writes."""
+        """The files that the run writes."""
         written = self.metrics, self.plot, self.memory_report, self.memory_snapshot
         return [path for path in written if path]

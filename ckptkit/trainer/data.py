@@ -1,9 +1,9 @@
-"""Data sets, and what is learned from them.
+"""Load data sets, and define the tasks that models learn on them.
 
-``digits`` are the 1,797 handwritten digits that scikit-learn bundles (E. Alpaydin and C. Kaynak,
-UCI, CC BY 4.0), enlarged from 8 x 8 to 32 x 32 pixels so that they fit every model. ``cifar10:DIR``
-is the folder of CIFAR-10's python version. ``random`` is noise with random labels: nothing to
-learn, but an input of any size.
+``digits`` are the 1,797 handwritten digits of scikit-learn (E. Alpaydin and C. Kaynak, UCI, CC BY
+4.0), enlarged from 8 x 8 to 32 x 32 pixels to fit every model. ``cifar10:DIR`` is the folder of the
+Python version of CIFAR-10. ``random`` is noise with random labels: there is nothing to learn, but
+it has any input size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import ckptkit
 from ckptkit.trainer.config import DATA, Config, RequestError
 
 CLASSES = 10
-HELD_OUT = 5  # every fifth digit is one of the test set: both sets have all writers
-RANDOM = 512, 128  # images to train on, to test with
+HELD_OUT = 5  # every fifth digit is in the test set, so both sets contain all writers
+RANDOM = 512, 128  # number of training images, number of test images
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
 TEST_FILE = "test_batch"
 LINE = 4  # characters in a line of text
@@ -33,12 +33,12 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LearningTask:
-    """Three functions.
+    """A task: three functions.
 
-    ``prepare(images [n, channels, height, width] of 0 to 1, labels [n])`` gives inputs and targets,
-    one for each input; ``loss(outputs, targets)`` the mean over a batch; ``correct(outputs,
-    targets)`` a number from 0 to 1 for each output. Real images are trained on in `orders`
-    different orders.
+    ``prepare(images [n, channels, height, width] from 0 to 1, labels [n])`` returns inputs and
+    targets. ``loss(outputs, targets)`` returns the mean loss of a batch. ``correct(outputs,
+    targets)`` returns a number from 0 to 1 for each output. The training set contains the real
+    images `orders` times, each time in another order.
     """
 
     prepare: Callable[[Tensor, Tensor], Labelled]
@@ -48,9 +48,9 @@ class LearningTask:
 
 
 def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
-    """Concatenate neighboring images to lines: [n / 4, channels, height, 4 * width].
+    """Concatenate each four images to a line: [n / 4, channels, height, 4 * width].
 
-    Left-over images are dropped.
+    Remaining images are dropped.
     """
     lines = len(images) // LINE
     images = images[: lines * LINE].view(lines, LINE, *images.shape[1:])
@@ -58,9 +58,9 @@ def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
 
 
 def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
-    """Return the CTC loss of scores [batch, time, 1 + classes], the blank first.
+    """Return the CTC loss of scores [batch, time, 1 + classes]; class 0 is the blank.
 
-    Only ``ctc_loss`` wants the time in dim 0.
+    ``ctc_loss`` needs the time in dim 0.
     """
     steps = scores.float().log_softmax(2).transpose(0, 1)
     times, lengths = (torch.full((len(texts),), n) for n in (len(steps), texts.shape[1]))
@@ -68,14 +68,14 @@ def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
 
 
 def _reads(scores: Tensor, texts: Tensor) -> Tensor:
-    """Return 1 for each line whose best path, without repetitions and blanks, equals the text."""
+    """Return 1 for each line whose best path, without repetitions and blanks, is its target."""
     best = scores.argmax(2).cpu()
     read = [[symbol - 1 for symbol in row.unique_consecutive().tolist() if symbol] for row in best]
     return torch.tensor([float(a == b) for a, b in zip(read, texts.tolist(), strict=True)])
 
 
 def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of elements with the right sign."""
+    """Return the share of elements whose sign is right."""
     return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
 
 
@@ -84,9 +84,9 @@ CLASSIFY = LearningTask(
     cross_entropy,
     lambda scores, labels: (scores.argmax(1) == labels).float(),
 )
-# In one order, the digits make 359 lines: too few to learn to read from.
+# In a single order, the digits make 359 lines, which are too few to learn reading.
 READ = LearningTask(_as_lines, _ctc, _reads, orders=6)
-REDRAW = LearningTask(  # images of -1 to 1 are inputs and targets
+REDRAW = LearningTask(  # inputs and targets are images from -1 to 1
     lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side
 )
 TASKS = {
@@ -96,7 +96,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs [n, ...] and targets [n, ...] of training, test and validation set; the classes."""
+    """Inputs [n, ...] and targets [n, ...] of the training, test and validation set."""
 
     train: Labelled
     test: Labelled
@@ -105,7 +105,7 @@ class Data:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of one input."""
+        """The shape of one input."""
         return tuple(self.train[0].shape[1:])
 
 
@@ -130,7 +130,7 @@ def load(config: Config) -> Data:
     elif kind == "cifar10" and folder:
         train, test = _cifar10(Path(folder))
     else:
-        raise RequestError(f"no data is called {config.data!r}", hint=f"--data {DATA}")
+        raise RequestError(f"unknown data set {config.data!r}", hint=f"--data {DATA}")
     task, validation = TASKS[config.model], None
     if config.held_out:
         held = torch.arange(len(train[0])) % config.held_out == config.held_out - 1
@@ -144,7 +144,7 @@ def load(config: Config) -> Data:
 
 
 def _in_orders(images: Labelled, orders: int) -> Labelled:
-    """Return the images as they are, followed by `orders` - 1 shuffled copies of them."""
+    """Return the images followed by `orders` - 1 shuffled copies of them."""
     generator, count = torch.Generator().manual_seed(0), len(images[0])
     shuffled = (torch.randperm(count, generator=generator) for _ in range(orders - 1))
     numbers = torch.cat([torch.arange(count), *shuffled])
@@ -156,7 +156,7 @@ def _digits() -> tuple[Labelled, Labelled]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise RequestError(
-            "the digits come with scikit-learn", hint="pip install scikit-learn, or --data random"
+            "the digits need scikit-learn", hint="pip install scikit-learn, or --data random"
         ) from error
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -172,14 +172,14 @@ def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
     if missing:
         inner = folder / "cifar-10-batches-py"
         hint = (
-            "unpack cifar-10-python.tar.gz, and name the folder that holds "
+            "unpack cifar-10-python.tar.gz, and use the folder that contains "
             f"{TRAIN_FILES[0]} to {TEST_FILE}"
         )
         if inner.is_dir():
             hint = f"--data cifar10:{inner}"
         elif (folder / "train").is_file() and (folder / "meta").is_file():
-            hint = "that is CIFAR-100, which has other labels"
-        what = f"is not the folder of CIFAR-10: no {missing[0]}"
+            hint = "this is CIFAR-100, which has other labels"
+        what = f"is not the folder of CIFAR-10: {missing[0]} is missing"
         raise ckptkit.CkptkitError(what, where=str(folder), hint=hint)
     *batches, test = (_batch(folder / name) for name in needed)
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -189,7 +189,7 @@ def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
 def _batch(path: Path) -> Labelled:
     """Return images [n, 3, 32, 32] from 0 to 1 and labels [n].
 
-    The pickle, written by Python 2, is read symbolically, not run.
+    ckptkit reads the pickle (written by Python 2) without executing it.
     """
     tree: Any = ckptkit.load(path, whole=True)
     entries = {}
@@ -200,7 +200,7 @@ def _batch(path: Path) -> Labelled:
         labels = torch.tensor(entries["labels"], dtype=torch.int64)
     except (KeyError, TypeError, ValueError) as error:
         raise ckptkit.CkptkitError(
-            "holds no images and labels of CIFAR-10", where=str(path)
+            "contains no images and labels of CIFAR-10", where=str(path)
         ) from error
     right = (
         data.dtype == torch.uint8 and data.shape == (len(labels), 3 * 32 * 32) and labels.dim() == 1
@@ -213,12 +213,12 @@ def _batch(path: Path) -> Labelled:
 
 
 def split(tensor: Tensor, size: int) -> list[Tensor]:
-    """Split along dim 0 into parts of `size`, the last one smaller."""
+    """Split along dim 0 into parts of `size`; the last one may be smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
 
 
 class Batches(Dataset[Labelled]):
-    """The inputs and targets of whole batches: ``batches[numbers]`` of images."""
+    """A dataset of whole batches: ``batches[numbers]`` returns the images with these numbers."""
 
     def __init__(self, labelled: Labelled) -> None:
         self.inputs, self.targets = labelled
@@ -228,16 +228,16 @@ class Batches(Dataset[Labelled]):
 
 
 def loaded(labelled: Labelled, batches: list[Tensor], workers: int, pinned: bool) -> Iterator[Any]:
-    """Yield the inputs and targets of each batch, loaded ahead by `workers` processes.
+    """Yield the inputs and targets of each batch; `workers` processes load them ahead.
 
-    Pinned memory is what a GPU can copy while it computes: ``x.to(device, non_blocking=True)``.
+    A GPU can copy from pinned memory while it computes: ``x.to(device, non_blocking=True)``.
     """
     loader: Any = DataLoader(
         Batches(labelled),
-        batch_size=None,  # the sampler gives whole batches
+        batch_size=None,  # the sampler returns whole batches
         sampler=batches,
         num_workers=workers,
         pin_memory=pinned,
-        generator=torch.Generator(),  # of its own: a loader draws a number that a run would miss
+        generator=torch.Generator(),  # otherwise the loader would draw from the global generator
     )
     return iter(loader)

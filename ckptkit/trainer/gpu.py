@@ -1,17 +1,17 @@
 """Check the trainer and ckptkit on a machine with GPUs: ``python -m ckptkit.trainer.gpu OUT``.
 
-It runs the 25 rows of the manual's table, and what they do not name. OUT becomes a folder with
-``report.json``, ``report.md`` and, in ``cuda/``, checkpoints that GPUs have tagged. Each check has
-one of four outcomes:
+It runs a check for each of the 25 rows in the manual's table, and some others. The folder OUT gets
+``report.json``, ``report.md``, and in ``cuda/`` checkpoints saved on GPUs. A check has one of four
+outcomes:
 
-- passed: it ran on as many GPUs as it needs. Layers of the model computed on each of them; the
-  processes of DDP and FSDP reported their devices and exchanged through nccl.
-- simulated: it passed, but on the CPU, or on fewer devices than it is about.
-- not possible here: there is nothing that this machine could try.
-- failed. The exit code is 1 then.
+- passed: it ran on all GPUs that it needs. Layers of the model ran on each of them. The processes
+  of DDP and FSDP reported their devices and used nccl.
+- simulated: it passed on the CPU, or on fewer devices than it needs.
+- not possible here: this machine cannot run it.
+- failed: the exit code is then 1.
 
-Each check has a process of its own and a limit of seconds, so that one that hangs or breaks CUDA
-ends alone.
+Each check runs in its own process with a time limit. If it hangs or breaks CUDA, the other checks
+still run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def machine(fixtures: Path | None = None) -> GpuMachine:
 
 
 def versions(on: GpuMachine) -> Facts:
-    """Return what decides about the results: libraries, the driver, the GPUs and their UUIDs."""
+    """Return the versions of libraries and driver, and the GPUs with their UUIDs."""
     found: Facts = {
         "ckptkit": ckptkit.__version__,
         "torch": str(torch.__version__),
@@ -60,14 +60,14 @@ def versions(on: GpuMachine) -> Facts:
         found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # built without nccl
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        with suppress(OSError, IndexError):  # another system than Linux
+        with suppress(OSError, IndexError):  # not Linux
             found["driver"] = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ")
     for number in range(on.gpus):
         about = torch.cuda.get_device_properties(number)
         found["gpus"].append(
             {
                 "name": about.name,
-                "uuid": str(getattr(about, "uuid", "")),  # from torch 2.4 on
+                "uuid": str(getattr(about, "uuid", "")),  # since torch 2.4
                 "capability": f"{about.major}.{about.minor}",
                 "memory": about.total_memory,
             }
@@ -90,7 +90,7 @@ def report(results: list[CheckResult], on: GpuMachine) -> dict[str, Any]:
 
 
 def as_markdown(found: dict[str, Any]) -> str:
-    """Return a report as Markdown: its counts, a table, the tables of checks, the tracebacks."""
+    """Return a report as Markdown: counts, a table of all checks, their tables and tracebacks."""
     about = {name: each for name, each in found["versions"].items() if each and name != "gpus"}
     lines = [
         f"{found['device']}, {plural(found['gpus'], 'GPU')}, "
@@ -123,20 +123,20 @@ def as_markdown(found: dict[str, Any]) -> str:
     type=click.FloatRange(0, min_open=True),
     default=LIMIT,
     show_default=True,
-    help="Seconds that a check may take.",
+    help="Time limit of a check in seconds.",
 )
 @click.option(
     "--fixtures",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Folder for checkpoints that GPUs tag, e.g. fixtures/cuda. Default: OUT/cuda.",
+    help="Folder for checkpoints saved on GPUs, e.g. fixtures/cuda. Default: OUT/cuda.",
 )
 def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
     """Check the trainer on the GPUs of this machine; write a report to the folder OUT."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     chosen = [check for check in CHECKS if only.lower() in check.name.lower()]
     if not chosen:
-        raise click.UsageError(f"no check has {only!r} in its name")
+        raise click.UsageError(f"no check name contains {only!r}")
     on, results = machine((fixtures or out / "cuda").absolute()), []
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,7 +144,7 @@ def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
             result = run_limited(check, on, Path(scratch) / str(number), limit)
             results.append(result)
             click.echo(f"{result.status:17}{result.seconds:8.1f} s  {check.name}  {result.why}")
-            # After each check: what is known is kept if this process ends.
+            # Write the report after each check, in case this process is killed.
             found = report(results, on)
             (out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
             (out / "report.md").write_text(as_markdown(found))

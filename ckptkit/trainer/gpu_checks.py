@@ -1,7 +1,7 @@
-"""The checks of :mod:`ckptkit.trainer.gpu`: the rows of the manual's table, and some others.
+"""Define the checks of :mod:`ckptkit.trainer.gpu`: the rows of the manual's table, and others.
 
-``@check(name, gpus=2)`` is a check that has passed if it ran on two GPUs, and is simulated if it
-ran on fewer devices. Small nets and noise: the checks are about devices, not about learning.
+A check ``@check(name, gpus=2)`` passes on two GPUs, and is simulated on fewer devices. The models
+are small and the data is noise, because the checks test devices, not learning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ckptkit.trainer.run import prepare
 from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
-NET = (3, 32, 32), 10, 0.25  # the arguments of the Cnn of SMALL
-ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB that nvidia-smi showed
-CLOSE = 1e-3  # weights after two epochs: sums in another order, TF32
+NET = (3, 32, 32), 10, 0.25  # arguments of the Cnn in SMALL
+ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB in nvidia-smi, from the article
+CLOSE = 1e-3  # tolerance for weights after two epochs: summation order and TF32 differ
 CHECKS: list[DeviceCheck] = []
 
 
 def check(name: str, gpus: int = 1) -> Callable[[Callable[[GpuMachine, Path], Facts]], Any]:
-    """Add a function to the checks."""
+    """Return a decorator that adds a function to CHECKS."""
 
     def add(function: Callable[[GpuMachine, Path], Facts]) -> Callable[[GpuMachine, Path], Facts]:
         CHECKS.append(DeviceCheck(name, gpus, function))
@@ -67,13 +67,13 @@ def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
 def train_in_processes(
     processes: int, out: Path, files: RunFiles | None = None, **options: Any
 ) -> list[Facts]:
-    """Train a small run in several processes, as torchrun would start them.
+    """Train a small run in several processes, started as torchrun does.
 
-    Returns what each process reports of itself: rank, device, backend.
+    Returns the report of each process: rank, device, backend.
     """
     config = replace(SMALL, **{"save_form": "full", **options})
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # free a moment later, for the first process
+        port = server.getsockname()[1]  # the first process uses this port once it is closed here
     arguments = processes, port, config, out, files
     spawn(_process, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
     reports = [_report_of(out, rank) for rank in range(processes)]
@@ -92,7 +92,7 @@ def _process(
     torch.set_num_threads(1)
 
     def note(steps: list[loop.Step], title: str) -> list[loop.Step]:
-        """Note the backend while the group exists: each epoch begins here."""
+        """Record the backend; called at the start of each epoch, while the group exists."""
         seen["backend"] = dist.get_backend()
         return steps
 
@@ -108,7 +108,7 @@ def _report_of(out: Path, rank: int) -> Path:
 
 
 def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
-    """Return the largest difference between the weights of two files; require at most `most`."""
+    """Return the largest difference of weights in two files. Raises Failed above `most`."""
     ours, theirs = (ckptkit.load(path, map_location="cpu") for path in (one, other))
     ours, theirs = (
         {name.removeprefix("module."): value for name, value in each.items()}
@@ -143,13 +143,13 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     except RuntimeError as error:
         require("device_ids[0]" in str(error), str(error))  # the model is not on the first device
     else:
-        require(on.gpus < 2, "a model on the second device was taken")
+        require(on.gpus < 2, "torch accepted a model on the second device")
     return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
 
 
 @check("S02 seconds of a small model on one device and on two", gpus=2)
 def small_models(on: GpuMachine, folder: Path) -> Facts:
-    """Measure both; no time is wrong."""
+    """Measure both times; this check cannot fail."""
     seconds = {}
     for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
         train(on, folder / "warm.pth", parallel=kind, devices=devices)
@@ -173,14 +173,14 @@ def memory_report(on: GpuMachine, folder: Path) -> Facts:
     last = measured(on, folder / "run.pth")
     size = sum(each.nbytes for each in Cnn(*NET).parameters())
     require(last["parameters"] == size, f"{last['parameters']} bytes of parameters, not {size}")
-    used = last.get("used", {})  # what nvidia-smi shows, of all processes
+    used = last.get("used", {})  # bytes of all processes, as nvidia-smi shows them
     require(all(used[gpu] >= last["reserved"][gpu] for gpu in used), f"used: {used}")
     return last
 
 
 @check("S05 segments beside the article's figures")
 def segments(on: GpuMachine, folder: Path) -> Facts:
-    # Adam with foreach would add the size of the model to the peak: what is compared is segments.
+    # Without foreach, because it would add the size of the model to the peak.
     options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
     options |= {"optimizer": "adam", "batch_size": 16, "foreach": False, "deterministic": True}
     rows, table = [], ["segments  activations     peak  seconds  article"]
@@ -199,7 +199,7 @@ def segments(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S06 S24 recomputing with dropout")
 def recomputing(on: GpuMachine, folder: Path) -> Facts:
-    """Compare one step of a DenseNet that keeps its activations, and that recomputes them."""
+    """Compare one step of a DenseNet with kept activations and one with recomputed ones."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
     how |= {"deterministic": True, "foreach": False}
     kept = measured(on, folder / "kept.pth", **how)
@@ -224,7 +224,7 @@ def models(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S08 memory does not grow over epochs")
 def growth(on: GpuMachine, folder: Path) -> Facts:
-    if not on.gpus:  # there is no allocator to ask: count what autograd keeps
+    if not on.gpus:  # the CPU has no allocator statistics, so count what autograd keeps
         with SavedBytes() as saved:
             train(on, folder / "run.pth")
         require(saved.peak > 0 == saved.now, f"{saved.now} bytes are kept")
@@ -240,7 +240,7 @@ def growth(on: GpuMachine, folder: Path) -> Facts:
 
 
 def device_count(visible: str) -> int:
-    """Return the number of GPUs that a process with CUDA_VISIBLE_DEVICES has."""
+    """Return the number of GPUs that a process sees with this CUDA_VISIBLE_DEVICES."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
     try:
@@ -332,7 +332,7 @@ def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
     return {"bytes": len(one)}
 
 
-@check("S20 GPUs, their UUIDs, and memory given back")
+@check("S20 GPUs, their UUIDs, and returning memory")
 def about_gpus(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     train(on, folder / "run.pth", empty_cache=True)
@@ -340,15 +340,15 @@ def about_gpus(on: GpuMachine, folder: Path) -> Facts:
     torch.zeros(1 << 20, device=on.device)
     torch.cuda.empty_cache()
     about = [torch.cuda.get_device_properties(number) for number in range(on.gpus)]
-    uuids = [str(getattr(each, "uuid", "")) for each in about]  # from torch 2.4 on
+    uuids = [str(getattr(each, "uuid", "")) for each in about]  # since torch 2.4
     require(len(set(uuids)) == on.gpus or not any(uuids), f"UUIDs {uuids}")
-    require(torch.cuda.memory_reserved() <= reserved, "empty_cache gave nothing back")
+    require(torch.cuda.memory_reserved() <= reserved, "empty_cache returned no memory")
     return {"names": [each.name for each in about], "uuids": uuids, "reserved": reserved}
 
 
 @check("S23 clipping by norm, and a step schedule")
 def clipping(on: GpuMachine, folder: Path) -> Facts:
-    """With steps of the gradient itself, one step moves the weights by no more than the norm."""
+    """With a learning rate of 1, one step moves the weights by exactly the clipped norm."""
     config = replace(SMALL, devices=(str(on.device),), lr=1.0, momentum=0.0, batch_size=512)
     moved = {}
     for kind in (2.0, float("inf")):
@@ -400,7 +400,7 @@ def fsdp(on: GpuMachine, folder: Path) -> Facts:
     return {**found, "accuracy": accuracy, "processes": processes}
 
 
-# What the rows do not name
+# Checks that are not rows of the table
 
 
 @check("resuming is exact")
@@ -412,16 +412,16 @@ def resuming(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "run.pth", folder / "more.pth")
 
 
-@check("a run of the GPU goes on on the CPU, and says so")
+@check("a run on the GPU resumes on the CPU, with a message")
 def elsewhere(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1}
     train(on, folder / "run.pth", **options)
-    said: list[str] = []
+    lines: list[str] = []
     config = replace(SMALL, devices=("cpu",), **options)
     files = RunFiles(resume=folder / "run.epoch1.pth")
-    loop.train(config, folder / "more.pth", files, log=said.append)
-    require(not on.gpus or f"on cpu instead of {on.device}" in said[0], said[0])
-    return {"said": said[0], **same_weights(folder / "run.pth", folder / "more.pth", CLOSE)}
+    loop.train(config, folder / "more.pth", files, log=lines.append)
+    require(not on.gpus or f"on cpu instead of {on.device}" in lines[0], lines[0])
+    return {"message": lines[0], **same_weights(folder / "run.pth", folder / "more.pth", CLOSE)}
 
 
 @check("amp computes in bfloat16, also in the threads of replicas", gpus=2)
@@ -450,7 +450,7 @@ def float16(on: GpuMachine, folder: Path) -> Facts:
 
 @check("inputs on another device under DataParallel", gpus=2)
 def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
-    """The question that the second article leaves open: must inputs be on the first device?"""
+    """Answer an open question of the second article: must inputs be on the first device?"""
     on.needs(2)
     gpus = list(range(on.gpus))
     wrapped = nn.DataParallel(nn.Linear(4, 2).to(on.device), gpus)
@@ -488,7 +488,7 @@ def snapshot(on: GpuMachine, folder: Path) -> Facts:
     return {"bytes": path.stat().st_size}
 
 
-@check("out of memory says what helps")
+@check("an out-of-memory error has a hint")
 def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     total = torch.cuda.get_device_properties(on.device).total_memory
@@ -498,7 +498,7 @@ def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
     except ckptkit.CkptkitError as error:
         require("--batch-size" in (error.hint or ""), f"the hint is {error.hint}")
         require("Tried to allocate" in str(error), str(error))
-        # Nothing computes on a GPU where nothing fits: this does, once there is room again.
+        # The check must run layers on the GPU, so train once with enough memory.
         torch.cuda.set_per_process_memory_fraction(1.0, on.device)
         train(on, folder / "run.pth", epochs=1)
         return {"message": str(error), "hint": error.hint}
@@ -509,7 +509,7 @@ def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
     return {}
 
 
-@check("what is not deterministic on GPUs is refused")
+@check("--deterministic refuses models without deterministic kernels")
 def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     for model in ("generator", "crnn"):
@@ -524,17 +524,17 @@ def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
 
 
 def keep(on: GpuMachine, path: Path) -> None:
-    """Copy a checkpoint to the fixtures of this machine."""
+    """Copy a checkpoint to the fixtures folder, if there is one."""
     if on.fixtures:
         on.fixtures.mkdir(parents=True, exist_ok=True)
         (on.fixtures / path.name).write_bytes(path.read_bytes())
 
 
 def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) -> None:
-    """Require that a file of a GPU is what its twin of the CPU becomes by simulation.
+    """Require that a checkpoint of a GPU equals the simulated one made from its CPU twin.
 
-    Compared are tags, layouts, the order of the storages, keys, strings, generator states: all but
-    numbers and versions.
+    Compares tags, layouts, the order of storages, keys, strings and generator states, but not
+    element values and versions.
     """
     simulated = plain.with_name(f"simulated_{real.name}")
     loaded = ckptkit.load(plain, map_location="cpu", whole=True, mmap=False)
@@ -546,7 +546,7 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
 
 
 def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
-    """Save in every form on one GPU, and compare with the simulated twins."""
+    """Save all forms of checkpoints on one GPU, and compare them with simulated ones."""
     on.needs(index + 1)
     for form in FORMS:
         path = folder / f"none_{form}_cuda{index}.pth"
@@ -559,7 +559,7 @@ def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
 
 
 for _index in (0, 1):
-    # The second one computes on one GPU too, but it is there only where there are two.
+    # cuda:1 needs only one GPU to compute, but it exists only on machines with two.
     check(f"checkpoints tagged cuda:{_index} and their simulated twins")(
         partial(tagged, index=_index)
     )
@@ -583,7 +583,7 @@ def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
     train_in_processes(2, folder / "fsdp_cpu", devices=("cpu",), **options)
     ours, theirs = (ckptkit.open(folder / name).weights for name in ("fsdp_full", "fsdp_cpu"))
     require({k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()},
-            "FSDP: other names or shapes")  # fmt: skip
+            "FSDP: names or shapes differ")  # fmt: skip
     if on.fixtures:
         (on.fixtures / "fsdp_full").mkdir(parents=True, exist_ok=True)
         for each in (folder / "fsdp_full").iterdir():

@@ -1,10 +1,12 @@
-"""The reports of a run: a line per epoch, metrics, a plot, the memory of each step, shapes.
+"""Report a run: a line per epoch, metrics, a plot, the memory of each step, shapes.
 
-On the CPU, activations are the bytes that autograd keeps for the backward pass, counted by
-saved-tensor hooks, each storage once, without parameters; the peak is the sum of all. On a GPU,
-activations are what the forward pass leaves allocated there; the peak and the reserved bytes are
-those of the allocator, for each device; used bytes are those that nvidia-smi shows. (The first step
-includes what the CUDA libraries allocate once.)
+On the CPU, activations are the bytes that autograd keeps for the backward pass. Saved-tensor hooks
+count them: each storage once, without parameters. The peak is the sum of activations, parameters,
+gradients and optimizer state.
+
+On a GPU, activations are the bytes that the forward pass leaves allocated. Peak and reserved bytes
+are those of the allocator, for each device. Used bytes are those that nvidia-smi shows. The first
+step includes one-time allocations of the CUDA libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Print = Callable[[str], None]
 class Log:
     """Print and record the results of a run: ``with logged(run, files, print) as log: ...``.
 
-    Epochs are evaluated on the `held_out` images: those of the validation set, or of the test set.
+    `held_out` is the set on which epochs are evaluated: "validation" or "test".
     """
 
     def __init__(self, run: Run, print_line: Print, metrics: IO[str] | None) -> None:
@@ -64,7 +66,7 @@ class Log:
         )
 
     def test(self, loss: float, accuracy: float) -> float:
-        """Log the one look at the test set, after a run with a validation set."""
+        """Log the final evaluation on the test set, after a run with a validation set."""
         self._write(
             f"test loss {loss:.4f}  accuracy {accuracy:.4f}",
             {"test_loss": loss, "test_accuracy": accuracy},
@@ -72,7 +74,7 @@ class Log:
         return accuracy
 
     def average(self, loss: float, accuracy: float) -> None:
-        """Log the test of the moving average (--ema)."""
+        """Log the evaluation of the moving average (--ema)."""
         self._write(
             f"moving average: test loss {loss:.4f}  accuracy {accuracy:.4f}",
             {"average_test_loss": loss, "average_test_accuracy": accuracy},
@@ -86,17 +88,17 @@ class Log:
 
 @contextmanager
 def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
-    """Yield the log of a run, which draws its plot at the end.
+    """Yield the log of a run; at the end, draw its plot.
 
-    A resumed run appends to its metrics, and draws the epochs that it finds there too.
+    A resumed run appends to its metrics file, and also draws the epochs in it.
     """
-    figure = _figure() if files.plot else None  # now: matplotlib may be missing
+    figure = _figure() if files.plot else None  # fail before training if matplotlib is missing
     metrics: AbstractContextManager[IO[str] | None] = nullcontext()
     is_first, earlier = run.group.rank == 0, _earlier(run, files)
     if files.metrics and is_first:
         metrics = files.metrics.open("a" if files.resume else "w", encoding="utf-8")
     if files.plot and files.resume and not earlier:
-        print_line(f"the plot begins with epoch {run.epoch + 1}: no --metrics of those before")
+        print_line(f"the plot starts with epoch {run.epoch + 1}: no --metrics of earlier epochs")
     with metrics as file:
         log = Log(run, print_line, file)
         try:
@@ -107,7 +109,7 @@ def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
 
 
 def _earlier(run: Run, files: RunFiles) -> list[dict[str, Any]]:
-    """Return the finished epochs before a resumed run, from its metrics."""
+    """Return the finished epochs before a resumed run, from its metrics file."""
     if not (files.resume and files.plot and files.metrics and files.metrics.is_file()):
         return []
     rows = (json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines())
@@ -145,7 +147,7 @@ def _draw(figure: Any, rows: list[dict[str, Any]], held_out: str, path: Path) ->
 
 
 class SavedBytes:
-    """Count the bytes that autograd keeps, now and at the peak.
+    """Count the bytes that autograd keeps, currently and at the peak.
 
     ``with SavedBytes(model) as saved: model(inputs)``
     """
@@ -166,7 +168,7 @@ class SavedBytes:
         self._hooks.__exit__()
 
     def hold(self, tensor: Tensor, times: int) -> None:
-        """Count `tensor` as kept once more (1) or once less (-1)."""
+        """Count that autograd keeps `tensor` once more (`times` = 1) or once less (-1)."""
         address = _address(tensor)
         if address in self._parameters:
             return
@@ -177,7 +179,7 @@ class SavedBytes:
 
 
 class _Held:
-    """A reference to a tensor that lives as long as autograd keeps it."""
+    """A reference to a tensor; it lives as long as autograd keeps the tensor."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
@@ -188,9 +190,9 @@ class _Held:
 
 
 class AllocatedBytes:
-    """Measure what a forward pass leaves allocated on a GPU, at most: activations and outputs.
+    """Measure the most bytes that a forward pass leaves allocated on a GPU: activations, outputs.
 
-    Gradients do not count: the backward pass allocates them.
+    Gradients are not included, because the backward pass allocates them.
     """
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
@@ -216,7 +218,7 @@ class AllocatedBytes:
 
 
 def activations(wrapped: nn.Module, device: torch.device) -> SavedBytes | AllocatedBytes:
-    """Return a context manager whose ``peak`` is the bytes of activations on a device."""
+    """Return a context manager; its ``peak`` is the number of bytes of activations on a device."""
     return AllocatedBytes(wrapped, device) if device.type == "cuda" else SavedBytes(wrapped)
 
 
@@ -225,10 +227,10 @@ Measure = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
-    """Yield a context manager for each step, which writes its memory as a JSON line.
+    """Yield a function that returns a context manager for a step; it writes a JSON line.
 
-    It does nothing without a file. Bytes are those on the first device, before the gradients are
-    freed; peaks are given for each GPU.
+    Without a file, it does nothing. Bytes are those on the first device before gradients are freed.
+    Peaks are written for each GPU.
     """
     if path is None or run.group.rank:
         yield nullcontext
@@ -268,24 +270,26 @@ def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
 
 
 def _used(device: torch.device) -> int:
-    """Return the bytes in use on a GPU as nvidia-smi shows them: of all processes, with what the
-    allocator has reserved and what CUDA itself takes."""
+    """Return the bytes in use on a GPU as nvidia-smi shows them.
+
+    They include all processes, memory reserved by allocators, and the memory of CUDA itself.
+    """
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 @contextmanager
 def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
-    """Record each allocation on the GPUs, and write them at the end, also after an error.
+    """Record all allocations on the GPUs; write them to a file at the end, even after an error.
 
-    https://pytorch.org/memory_viz shows the file.
+    https://pytorch.org/memory_viz displays the file.
     """
     if path is None or run.group.rank:
         yield
         return
     if run.group.device.type != "cuda":
         raise RequestError(
-            "--memory-snapshot records the allocator of a GPU, and this run is on the CPU",
+            "--memory-snapshot records the allocator of a GPU, but this run is on the CPU",
             hint="--memory-report counts the bytes of tensors on the CPU",
         )
     torch.cuda.memory._record_memory_history()
@@ -297,7 +301,7 @@ def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
 
 
 def total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of tensors; of sharded ones, those of the local part."""
+    """Return the size of tensors in bytes; of a sharded tensor, only the local part counts."""
     return sum(_local(each).nbytes for each in tensors if isinstance(each, Tensor))
 
 
@@ -312,7 +316,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def shapes_traced(run: Run, print_line: Print, requested: bool = True) -> Iterator[None]:
-    """Print the shapes inside and outside the model, each combination once."""
+    """Print the shapes of inputs and outputs inside and outside the wrapper, each line once."""
     if not requested:
         yield
         return
@@ -322,7 +326,7 @@ def shapes_traced(run: Run, print_line: Print, requested: bool = True) -> Iterat
         if run.wrapped.simulated > 1:
             split = f"simulated: {devices} parts of each batch, one after the other on the CPU"
         elif devices == 1:
-            split = "one device: nothing is split (--devices cpu,cpu simulates a split into two)"
+            split = "one device: batches are not split (--devices cpu,cpu simulates two devices)"
         print_line(split)
     seen: set[str] = set()
 

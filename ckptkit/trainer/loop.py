@@ -1,9 +1,9 @@
-"""Training: one loop, from a batch of images to a saved checkpoint. Start here.
+"""Train a model in one loop, from batches of images to a saved checkpoint. Start reading here.
 
-:func:`train_epoch` is the loop; :func:`train` calls it for each epoch, evaluates and saves. What it
-works on is in ``run.py`` (how its parts are made), ``data.py``, ``parallel.py`` (several devices
-and processes), ``saving.py`` (checkpoints and resuming) and ``log.py``; the options are the fields
-of ``config.Config``.
+:func:`train_epoch` is the loop. :func:`train` calls it for each epoch, evaluates and saves. The
+other modules are ``run.py`` (builds the parts of a run), ``data.py``, ``parallel.py`` (several
+devices and processes), ``saving.py`` (checkpoints and resuming) and ``log.py``. The options are the
+fields of ``config.Config``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 
 
 class Step(NamedTuple):
-    """The numbers of this process's images in each micro-batch, and of all processes' images."""
+    """One optimizer step: the image numbers of this process in each micro-batch, and how many
+    `images` all processes have together.
+    """
 
     micro_batches: list[Tensor]
     images: int
@@ -59,8 +61,8 @@ def train(
 ) -> float:
     """Train, save to `out`, and return the accuracy on the test set.
 
-    `log` prints a line; `bar` wraps the steps and shows their progress. Raises CkptkitError if the
-    config cannot be run, and Stopped after a SIGTERM, when the checkpoint is saved.
+    `log` prints a line. `bar` wraps the steps and shows progress. Raises CkptkitError if the config
+    cannot run, and Stopped after a SIGTERM, once the checkpoint is saved.
     """
     files = files or RunFiles()
     with switches_restored(), _explained(config), parallel.group(config) as group:
@@ -83,7 +85,7 @@ def train(
                 loss = train_epoch(
                     run, measure, bar, lambda step: rows.step(step, *test(run, held_out)), stop
                 )
-                if run.step:  # stopped within the epoch
+                if run.step:  # stopped in the middle of the epoch
                     saving.save(run, out)
                     raise Stopped(run.epoch + 1, run.step, out, config.save_form)
                 run.scheduler.step()
@@ -93,14 +95,14 @@ def train(
                 saving.save_on_the_way(run, out, accuracy)
                 if config.empty_cache and group.device.type == "cuda":
                     torch.cuda.empty_cache()
-            if run.data.validation:  # the test set is looked at once
+            if run.data.validation:  # evaluate the test set only once, at the end
                 accuracy = rows.test(*test(run, run.data.test))
             if run.average:
                 rows.average(*test(run, run.data.test, run.average))
         saving.save(run, out)
         log(f"wrote {out}")
         if config.save_best and not saving.best(out).exists():
-            log(f"no epoch was better than {run.best_accuracy:.4f}, the best before --resume")
+            log(f"no epoch was better than {run.best_accuracy:.4f}, the best one before --resume")
         return accuracy
 
 
@@ -111,10 +113,11 @@ def train_epoch(
     evaluate: Callable[[int], None] = lambda step: None,
     stop: StopRequest | None = None,
 ) -> float:
-    """Train one epoch, a step per batch; return the mean loss.
+    """Train one epoch; return the mean loss.
 
-    The losses of the micro-batches are weighted by their sizes, so that the gradient is that of the
-    whole batch of all processes, also for a last, smaller one. A stop leaves ``run.step`` above 0.
+    Losses of micro-batches are weighted by their sizes. So the gradient is that of the whole batch
+    over all processes, also for a smaller last batch. After a stop request, ``run.step`` is above
+    0.
     """
     config, group, device = run.config, run.group, run.group.device
     steps = batches(run)[run.step :]
@@ -132,7 +135,7 @@ def train_epoch(
                     with parallel.autocast(config, device):
                         loss = run.loss(run.wrapped(x), y) * share
                     run.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                # A number: the tensor would keep the graph alive.
+                # Without item(), the tensor would keep the graph alive.
                 total += loss.item() * step.images / group.world
             if config.clip_norm:
                 run.scaler.unscale_(run.optimizer)
@@ -153,24 +156,25 @@ def train_epoch(
     mean = group.all_reduce_sum(total)[0] / max(seen, 1)
     if not isfinite(mean):
         raise CkptkitError(
-            f"the loss is {mean} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1"
+            f"the loss is {mean} in epoch {run.epoch + 1}",
+            hint="use a smaller --lr, or --clip-norm 1",
         )
     return mean
 
 
 def batches(run: Run) -> list[Step]:
-    """Return the images of each step, shuffled; the order is drawn once for each epoch.
+    """Return the steps of an epoch with shuffled images; the order is drawn once per epoch.
 
-    By hand, each process takes every Nth image of a batch, and a last micro-batch of fewer images
-    than processes is dropped. DistributedSampler deals the images out and repeats some, so that
-    each process has as many; it draws its order from the seed and the epoch.
+    With ``--sampler hand``, each process takes every Nth image of a batch; a last micro-batch with
+    fewer images than processes is dropped. DistributedSampler repeats some images, so that all
+    processes have the same number; its order depends on the seed and the epoch.
     """
     config, rank, world = run.config, run.group.rank, run.group.world
     size, images = config.batch_size, len(run.data.train[0])
     if config.sampler == "distributed":
-        data: Any = range(images)  # it asks for no more than a length
+        data: Any = range(images)  # the sampler uses only the length
         sampler: Any = DistributedSampler(data, world, rank, seed=config.seed)
-        sampler.set_epoch(run.epoch)  # without it, each epoch has the order of the first
+        sampler.set_epoch(run.epoch)  # otherwise all epochs have the same order
         own = split(torch.tensor(list(sampler)), size // world * config.accumulate)
         return [Step(split(batch, size // world), len(batch) * world) for batch in own]
     if run.order is None:
@@ -190,11 +194,11 @@ def test(
     model: nn.Module | None = None,
     batch_size: int = 256,
 ) -> tuple[float, float]:
-    """Return the mean loss and the accuracy on the test set, or on another.
+    """Return the mean loss and the accuracy on the test set, or on `labelled`.
 
-    Each process evaluates its images, and the sums are added up. All processes call the model
-    equally often, since DDP and FSDP exchange something in each call: one that has no image left
-    takes the first once more and does not count it.
+    Each process evaluates its share of the images, and the sums are added. All processes must call
+    the model equally often, because DDP and FSDP communicate in each call. A process without images
+    evaluates the first image of the batch and does not count it.
     """
     inputs, targets = labelled or run.data.test
     model, device, group = model or run.wrapped, run.group.device, run.group
@@ -214,9 +218,9 @@ def test(
 
 
 def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> float:
-    """Print and return the accuracy of the weights in a file or folder on the test set.
+    """Print and return the accuracy on the test set of the weights in a file or folder.
 
-    Runs on the devices of the config.
+    It runs on the devices of the config.
     """
     with switches_restored(), _explained(config), parallel.group(config) as group:
         run = prepare(config, group)
@@ -229,9 +233,9 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
 @contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Explain what torch raises where memory is full or --torch-compile fails.
+    """Turn out-of-memory errors and failures of torch.compile into errors with a hint.
 
-    If a GPU's memory is full, the hint names the options that need less.
+    If the memory of a GPU is full, the hint lists options that need less.
     """
     try:
         yield
@@ -239,12 +243,13 @@ def _explained(config: Config) -> Iterator[None]:
         ways = []
         if config.batch_size > 1:
             half, twice = config.batch_size // 2, config.accumulate * 2
-            ways.append(f"--batch-size {half} --accumulate {twice}")  # the steps stay the same
+            ways.append(f"--batch-size {half} --accumulate {twice}")  # same steps, less memory
         if config.model in SEGMENTED and not config.segments:
             ways.append("--segments 4")
         if config.model == "densenet" and not config.memory_efficient:
             ways.append("--memory-efficient")
-        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # that it is full, what it needed
+        # The first two sentences: memory is full, and how much was needed.
+        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",
             hint=", or ".join([*ways, "a smaller --width"]),
@@ -254,5 +259,5 @@ def _explained(config: Config) -> Iterator[None]:
             raise
         raise RequestError(
             f"torch.compile: {str(error).strip().splitlines()[0]}",
-            hint="--torch-compile inductor, which needs a C++ compiler, or without --torch-compile",
+            hint="use --torch-compile inductor, which needs a C++ compiler, or no --torch-compile",
         ) from error

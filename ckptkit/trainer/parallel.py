@@ -1,16 +1,16 @@
-"""Several devices: the processes of a run, and the wrappers of a model.
+"""Use several devices: join the processes of a run, and wrap the model.
 
-DataParallel copies the model from the first device to the others for every batch, splits the batch
-along dim 0 and gathers the outputs on the first device, where the loss is computed: that device
-needs more memory than the others. Balanced, the outputs stay on their devices, each device computes
-its loss, and only the losses are gathered. Both give the same gradients. With one GPU nothing is
-split; the keys still get their ``module.`` prefix. On a machine without GPUs, ``--devices cpu,cpu``
-simulates the split: the parts of a batch pass through the model one after the other.
+For every batch, DataParallel copies the model from the first device to the others, splits the batch
+along dim 0, and gathers the outputs on the first device, which computes the loss. So the first
+device needs more memory than the others. With ``dp-balanced``, each device computes the loss of its
+outputs, and only the losses are gathered. Both compute the same gradients. With one GPU, batches
+are not split, but the keys still get the prefix ``module.``. On a machine without GPUs,
+``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model one after the
+other.
 
-torch recommends DistributedDataParallel over DataParallel, also on one machine: each GPU has its
-own process, so that Python's lock is not shared and no model is copied in each step. Small models
-are slower on several GPUs than on one, either way: what is exchanged takes longer than what is
-computed.
+torch recommends DistributedDataParallel over DataParallel, even on one machine: each GPU has its
+own process, so processes do not share an interpreter lock, and no step copies the model. Small
+models are slower on several GPUs than on one, because communication takes longer than computing.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ckptkit.trainer.config import Config, RequestError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Models whose backward pass is not deterministic on GPUs, and the operation that is not. Source:
+# Models without a deterministic backward pass on GPUs, and the operation that causes it. Source:
 # torch.use_deterministic_algorithms.
 NONDETERMINISTIC = {"generator": "backward pass of ReflectionPad2d", "crnn": "CTC loss"}
 
 
 def available() -> list[str]:
-    """Return the devices of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    """Return the devices of this machine, except those that CUDA_VISIBLE_DEVICES hides."""
     gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
     return ["cpu", *gpus, *["mps"] * torch.backends.mps.is_available()]
 
 
 def choose(config: Config) -> tuple[torch.device, ...]:
-    """Return the devices of a config, the one that holds the model first.
+    """Return the devices of a config; the first one has the model.
 
-    Raises RequestError if one does not exist, or if they cannot share the work.
+    Raises RequestError if a device does not exist, or if the devices cannot be combined.
     """
     there = available()
     names = ["cuda:0" if name == "cuda" else name for name in config.devices]
@@ -60,35 +60,35 @@ def choose(config: Config) -> tuple[torch.device, ...]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={visible} renumbers and hides GPUs)"
         hint = f"--devices {', '.join(there)}{'' if visible is None else hidden}"
-        raise RequestError(f"there is no device {missing[0]} here", hint=hint)
+        raise RequestError(f"this machine has no device {missing[0]}", hint=hint)
     if config.deterministic and config.model in NONDETERMINISTIC and names[0].startswith("cuda"):
         raise RequestError(
             f"torch has no deterministic {NONDETERMINISTIC[config.model]} for GPUs",
-            hint="--devices cpu, or without --deterministic",
+            hint="use --devices cpu, or remove --deterministic",
         )
     if config.sync_batch_norm and not names[0].startswith("cuda"):
         raise RequestError(
-            "torch's SyncBatchNorm computes on GPUs only", hint="without --sync-batch-norm"
+            "SyncBatchNorm of torch works only on GPUs", hint="remove --sync-batch-norm"
         )
     if len(names) > 1 and config.parallel == "none":
         raise RequestError(
-            f"one device is enough for --parallel none, not {len(names)}", hint="--parallel dp"
+            f"--parallel none uses one device, got {len(names)}", hint="--parallel dp"
         )
     if len(set(names)) < len(names) and not simulated:
-        raise RequestError(f"--devices names {max(names, key=names.count)} twice")
+        raise RequestError(f"--devices contains {max(names, key=names.count)} twice")
     if len(names) > 1 and others and not simulated:
         raise RequestError(
-            f"{others[0]} cannot share the work with other devices",
-            hint="--devices names GPUs only, or the CPU only",
+            f"{others[0]} cannot be combined with other devices",
+            hint="use only GPUs in --devices, or only the CPU",
         )
     return tuple(map(torch.device, names))
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among those of the run. The first of its devices holds the model.
+    """This process in the group of processes of the run; the model is on its first device.
 
-    ``names`` are the devices of all processes, in the order of the ranks.
+    ``names`` are the devices of all processes, in order of ranks.
     """
 
     devices: tuple[torch.device, ...]
@@ -101,7 +101,7 @@ class ProcessGroup:
         return self.devices[0]
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """Return the sums of values over all processes."""
+        """Return the sum of each value over all processes."""
         if self.world == 1:
             return list(values)
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -110,7 +110,7 @@ class ProcessGroup:
         return sums
 
     def of_rank_0(self, value: Tensor) -> Tensor:
-        """Return the tensor of the first process, on the device of `value`."""
+        """Return the tensor that rank 0 passed, on the device of `value`."""
         if self.world == 1:
             return value
         shared = value.to(self.device)
@@ -118,7 +118,7 @@ class ProcessGroup:
         return shared.to(value.device)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes."""
+        """Return the values that all processes passed, in order of ranks."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -128,12 +128,12 @@ class ProcessGroup:
 
 @contextmanager
 def group(config: Config) -> Iterator[ProcessGroup]:
-    """Join the processes that torchrun started, or use this process alone."""
+    """Join the processes that torchrun started; without torchrun, yield a group of one."""
     devices = choose(config)
     if config.parallel not in ("ddp", "fsdp"):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise RequestError(
-                f"torchrun started several processes, --parallel {config.parallel} needs one",
+                f"torchrun started several processes, but --parallel {config.parallel} uses one",
                 hint="--parallel ddp",
             )
         yield ProcessGroup(devices, names=tuple(map(str, devices)))
@@ -144,7 +144,7 @@ def group(config: Config) -> Iterator[ProcessGroup]:
         joined = ProcessGroup((device,), dist.get_rank(), dist.get_world_size())
         if config.batch_size < joined.world:
             raise RequestError(
-                f"--batch-size {config.batch_size} is less than an image for each of "
+                f"--batch-size {config.batch_size} is less than one image for each of the "
                 f"{joined.world} processes",
                 hint=f"--batch-size {joined.world}",
             )
@@ -155,9 +155,9 @@ def group(config: Config) -> Iterator[ProcessGroup]:
 
 
 def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
-    """Join the process group: nccl if every process has its own GPU, else gloo.
+    """Join the process group: with nccl if every process has its own GPU, otherwise with gloo.
 
-    Raises RequestError if a sharded model would have to exchange GPU tensors through gloo.
+    Raises RequestError if a sharded model on GPUs would need gloo.
     """
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
@@ -178,10 +178,10 @@ def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
 
 
 def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
-    """Return the model wrapped for all devices, ready to be called with a batch."""
+    """Wrap the model for all devices; call the result with a whole batch."""
     if config.sync_batch_norm:
-        layers: Any = nn.SyncBatchNorm  # without types
-        model = layers.convert_sync_batchnorm(model)  # replaces the layers inside
+        layers: Any = nn.SyncBatchNorm  # torch has no type annotations for it
+        model = layers.convert_sync_batchnorm(model)  # replaces the layers in place
     if config.parallel in ("dp", "dp-balanced"):
         return Replicated(
             model,
@@ -199,11 +199,11 @@ def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
 
 
 def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
-    """Shard a model over all processes: block by block, the root last, as torch advises.
+    """Shard a model over all processes: each block, then the root, as torch recommends.
 
-    Each block's parameters are gathered when it is called and freed after it; with the root alone,
-    all would be gathered at once. With ``amp``, they are gathered and computed with in bfloat16,
-    and their gradients are added up in float32.
+    The parameters of a block are gathered when it is called, and freed afterwards. If only the root
+    were sharded, all parameters would be gathered at once. With ``amp``, blocks gather and compute
+    in bfloat16, and reduce gradients in float32.
     """
     try:
         from torch.distributed.device_mesh import init_device_mesh
@@ -221,11 +221,11 @@ def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a model to shard: its children, and the items of lists and sequences.
+    """Yield the blocks of a model to shard: its children, and the items of lists and sequences.
 
-    What is not called as a whole cannot be one: lists are looped over, segments of sequences are
-    recomputed. A recurrent layer is none either: ``flatten_parameters`` reads it before it is
-    called.
+    A block must be called as a whole. Lists and sequences are not, because the model loops over
+    them or recomputes segments of them. Recurrent layers cannot be blocks, because
+    ``flatten_parameters`` reads their parameters before the call.
     """
     for child in model.children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
@@ -235,22 +235,22 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def amp_dtype(config: Config) -> torch.dtype:
-    """Return the dtype that `--amp` computes in.
+    """Return the dtype of `--amp`.
 
-    bfloat16 has the range of float32, so that no loss scaling is needed; float16 needs it.
+    bfloat16 has the range of float32, so it needs no loss scaling; float16 does.
     """
     return torch.float16 if config.amp_dtype == "float16" else torch.bfloat16
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Compute in 16 bits if the config asks for it."""
+    """Return an autocast context, which is enabled if the config has `amp`."""
     return torch.autocast(device.type, amp_dtype(config), enabled=config.amp)
 
 
 def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Exchange gradients in this backward pass, or (not `now`) only add them up.
+    """Return a context: if `now`, this backward pass syncs gradients; otherwise it only adds them.
 
-    Without this, DDP exchanges them after every micro-batch: the same result, K times the traffic.
+    Without it, DDP syncs after each of K micro-batches: the same result with K times the traffic.
     """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         return cast("AbstractContextManager[None]", wrapped.no_sync())
@@ -261,20 +261,20 @@ def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None
 
 
 def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
-    """Give all processes the buffers of the first: the running statistics of BatchNorm.
+    """Copy the buffers of rank 0 (running statistics of BatchNorm) to all processes.
 
-    DDP does it before each forward pass, which leaves them unequal after the last one; FSDP never
-    does it.
+    DDP does this before each forward pass, so buffers differ after the last one. FSDP never does
+    it.
     """
     for buffer in model.buffers():
         buffer.copy_(group.of_rank_0(buffer))
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """torch's DataParallel, which here also uses the CPU, and splits a batch for simulated devices.
+    """DataParallel of torch that also supports the CPU, and simulates several devices on it.
 
-    Inputs are split and outputs gathered along `dim`. Balanced and in training, it returns the
-    outputs of the replicas as a list, not gathered.
+    Inputs are split and outputs gathered along `dim`. If `balanced`, it returns the outputs of the
+    replicas as a list during training.
     """
 
     def __init__(
@@ -300,8 +300,8 @@ class Replicated(nn.DataParallel[nn.Module]):
             return super().forward(*inputs, **kwargs)
         chunks = (tensor.chunk(self.simulated, self.dim) for tensor in inputs)
         first, *others = zip(*chunks, strict=True)
-        # As on GPUs: each replica starts with the buffers from before the step, and only the first
-        # one's updates (of BatchNorm's statistics) are kept.
+        # As on GPUs, each replica starts with the buffers from before the step, and only the buffer
+        # updates of the first replica (BatchNorm statistics) are kept.
         buffers = [
             {name: buffer.clone() for name, buffer in self.module.named_buffers()} for _ in others
         ]
@@ -313,9 +313,9 @@ class Replicated(nn.DataParallel[nn.Module]):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run each replica in its thread, inside an autocast of its own.
+        """Run each replica in its own thread, inside an autocast with the right dtype.
 
-        torch opens autocast in these threads without a dtype, which means float16 on GPUs.
+        torch opens autocast in these threads without a dtype, so it would use float16 on GPUs.
         """
 
         def cast_in(replica: nn.Module) -> Callable[..., Any]:
@@ -341,9 +341,10 @@ class Replicated(nn.DataParallel[nn.Module]):
 
 
 def split_loss(loss: Loss) -> Callable[[Tensor | list[Tensor], Tensor], Tensor]:
-    """Return `loss`, a mean over a batch, computed where each of several outputs is.
+    """Return a loss that accepts a list of outputs, and computes each part on its own device.
 
-    Kernels on different devices run concurrently, since they are only queued here.
+    `loss` is the mean over a batch. Kernels on different devices run concurrently, because calls
+    only queue them.
     """
 
     def on_each_device(outputs: Tensor | list[Tensor], targets: Tensor) -> Tensor:

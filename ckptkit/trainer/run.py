@@ -1,4 +1,4 @@
-"""The parts of a training run, put together, and its random number generators."""
+"""Build the parts of a training run; seed, save and restore random number generators."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from ckptkit.trainer.models import build
 class Run:
     """The state of a training run.
 
-    ``wrapped`` is called with batches and contains ``model``. ``epoch`` counts finished epochs,
-    ``step`` the finished steps of the next one, whose ``order`` of images is drawn when it begins.
+    ``wrapped`` contains ``model`` and is called with batches. ``epoch`` counts finished epochs.
+    ``step`` counts finished steps of the current epoch. ``order`` is the order of images in the
+    current epoch, drawn at its start.
     """
 
     config: Config
@@ -49,14 +50,14 @@ class Run:
 
 
 def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
-    """Seed, load the data, build and wrap the model: a run before its first epoch."""
+    """Seed, load the data, build and wrap the model; return a run before its first epoch."""
     task, loaded = TASKS[config.model], load(config)
     seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
     if config.torch_compile:
-        model.compile(backend=config.torch_compile)  # in place: no prefix `_orig_mod.` in the keys
+        model.compile(backend=config.torch_compile)  # in place, so keys get no `_orig_mod.` prefix
     if group.rank:
-        seed(config, group.rank)  # equal weights in all processes, but not equal dropout
+        seed(config, group.rank)  # weights are equal in all processes, dropout must differ
     wrapped = parallel.wrap(model, config, group)
     options: dict[str, Any] = {"lr": config.initial_lr}
     if not config.foreach:
@@ -79,10 +80,10 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
 
 
 def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """Return a scaler of the loss, which does nothing unless the run computes in float16.
+    """Return a loss scaler; it is disabled unless the run computes in float16.
 
-    Small gradients become 0 in float16, so the loss is multiplied before the backward pass and the
-    gradients are divided after it.
+    In float16, small gradients become 0. So the scaler multiplies the loss before the backward
+    pass, and divides the gradients after it.
     """
     is_used = config.amp and config.amp_dtype == "float16"
     return torch.amp.GradScaler(device.type, enabled=is_used)
@@ -90,7 +91,7 @@ def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
-    """Restore torch's global switches, which --deterministic and --benchmark change."""
+    """Restore the global switches of torch that --deterministic and --benchmark change."""
     algorithms = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
@@ -102,11 +103,11 @@ def switches_restored() -> Iterator[None]:
 
 
 def seed(config: Config, rank: int = 0) -> None:
-    """Seed Python, numpy, torch and all GPUs, differently in each process.
+    """Seed Python, NumPy, torch and all GPUs; each rank gets another seed.
 
     With ``deterministic``, torch refuses nondeterministic algorithms. With ``benchmark``, cuDNN
-    times its algorithms for the first batch of each shape: faster where all batches have one shape,
-    slower where they do not, and not the same in two runs.
+    times its algorithms for the first batch of each shape. This is faster if all batches have one
+    shape, slower otherwise, and makes runs differ.
     """
     number = config.seed + rank
     random.seed(number)
@@ -121,7 +122,7 @@ def seed(config: Config, rank: int = 0) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all generators, as plain values and tensors."""
+    """Return the states of all random number generators, as plain values and tensors."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -133,7 +134,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Restore the states that :func:`random_states` returned; missing GPUs are ignored."""
+    """Restore the states of :func:`random_states`; states of missing GPUs are ignored."""
     numpys = saved["numpy"]
     random.setstate(saved["python"])
     numpy.random.set_state(

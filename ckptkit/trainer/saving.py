@@ -1,9 +1,9 @@
-"""Checkpoints: their contents, how they are written, and how a run resumes from one.
+"""Write checkpoints, and resume runs from them.
 
-``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``; ``full`` adds the
-optimizer, the scheduler, the states of the random number generators, the arguments and the
-versions: everything that an exact resume needs. Sharded models are saved as a folder of
-``torch.distributed.checkpoint``, others as a file of ``torch.save``. ckptkit reads either.
+The form ``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``. ``full``
+adds the optimizer, the scheduler, the states of random number generators, the arguments and the
+versions, so that resuming is exact. Sharded models are saved as a folder of
+``torch.distributed.checkpoint``, others as a file of ``torch.save``. ckptkit reads both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ State = dict[str, Any]
 def save(run: Run, path: Path) -> None:
     """Write the checkpoint in the form of the config.
 
-    The first process writes; of a sharded model, all processes do.
+    Rank 0 writes; for a sharded model, all processes do.
     """
     states = run.group.all_gather(random_states())
     if run.config.parallel == "fsdp":
@@ -59,17 +59,17 @@ def save(run: Run, path: Path) -> None:
 
 
 def numbered(out: Path, epoch: int | str) -> Path:
-    """Return the name of the checkpoint after an epoch: ``run.epoch3.pth``."""
+    """Return the path of the checkpoint after an epoch: ``run.epoch3.pth``."""
     return out.with_name(f"{out.stem}.epoch{epoch}{out.suffix}")
 
 
 def best(out: Path) -> Path:
-    """Return the name of the checkpoint with the best accuracy: ``run.best.pth``."""
+    """Return the path of the checkpoint with the best accuracy: ``run.best.pth``."""
     return out.with_name(f"{out.stem}.best{out.suffix}")
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove the unfinished files and folders that a killed run with the same OUT left."""
+    """Remove stale temporary files and folders of a killed run with the same OUT."""
     for path in (out, best(out)):
         _remove(_part(path))
     for part in out.parent.glob(escape(f".{out.stem}.epoch") + "*" + escape(f"{out.suffix}.part")):
@@ -88,7 +88,7 @@ def _remove(part: Path) -> None:
 
 
 def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -> State:
-    """Return what is saved; `states` are those of the random generators of each process."""
+    """Return the contents of a checkpoint; `states` are the random states of each process."""
     if run.config.save_form == "bare":
         return weights
     averages = {"ema": run.average.state_dict()} if run.average else {}
@@ -106,7 +106,8 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     }
     if len(states) > 1:
         contents["rng_of_ranks"] = states
-    # The one string of each name, else the bytes of a pickle would depend on where it comes from.
+    # A pickle stores one string object once. Interning makes its bytes independent of how many
+    # objects there were.
     contents["args"]["devices"] = [intern(name) for name in run.group.names]
     if run.config.save_best:
         contents["best_accuracy"] = run.best_accuracy
@@ -118,12 +119,12 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that made a checkpoint; nothing about the machine."""
-    backend: Any = torch.backends.cudnn  # without types
+    """Return the versions of ckptkit, torch and other libraries."""
+    backend: Any = torch.backends.cudnn  # torch has no type annotations for it
     cudnn = backend.version() if torch.cuda.is_available() else None
     return {
         "ckptkit": ckptkit.__version__,
-        "torch": str(torch.__version__),  # a str of its own class, which weights_only refuses
+        "torch": str(torch.__version__),  # its type TorchVersion is refused by weights_only
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -134,7 +135,7 @@ def versions() -> dict[str, str | None]:
 def _save_file(contents: State, path: Path) -> None:
     """Write a file atomically.
 
-    torch gets an open file, so that the file's name is not written into it.
+    torch.save gets an open file; given a path, it would write the name into the archive.
     """
     part = _part(path)
     try:
@@ -150,7 +151,7 @@ def _save_file(contents: State, path: Path) -> None:
 
 
 def _save_shards(run: Run, path: Path, states: list[State]) -> None:
-    """Write a folder atomically; every process writes its shards."""
+    """Write a folder atomically; each process writes its shards."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -159,7 +160,7 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
 
     class NamedWriter(FileSystemWriter):
         def storage_meta(self) -> StorageMeta | None:
-            """Record the name that the folder will have."""
+            """Record the final name of the folder."""
             meta = super().storage_meta()
             return replace(meta, checkpoint_id=path) if meta else meta
 
@@ -168,7 +169,7 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
     try:
         save_shards(_contents(run, weights, optimizer, states), storage_writer=NamedWriter(part))
         if run.group.rank == 0:
-            _remove(path)  # a folder that holds files cannot be replaced: only when `part` is whole
+            _remove(path)  # os.replace cannot replace a non-empty folder; `part` is complete by now
             os.replace(part, path)
     except (OSError, RuntimeError, CheckpointException) as error:
         _remove(part)
@@ -178,8 +179,8 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
 def _why(error: BaseException) -> str:
     """Return the system's reason for a failed write.
 
-    torch's writer fails again while it closes a file on a full disk: the reason is the error before
-    that one. CheckpointException holds the errors of all processes.
+    On a full disk, torch's writer fails a second time when it closes the file, so the first error
+    in the chain is the reason. CheckpointException contains the errors of all processes.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -192,9 +193,9 @@ def _why(error: BaseException) -> str:
 
 
 def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
-    """Save after some epochs, and the best so far, as the config says.
+    """Save after every N epochs, and the best checkpoint so far, if the config has these options.
 
-    `accuracy` is that on the held-out images.
+    `accuracy` is the accuracy on the held-out images.
     """
     config = run.config
     accuracy = run.group.of_rank_0(torch.tensor(accuracy, dtype=torch.float64)).item()
@@ -207,15 +208,15 @@ def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
 
 
 def check_output(out: Path, files: RunFiles, config: Config, force: bool, after: int = 0) -> None:
-    """Raise an error for an output that could not be written, before training starts.
+    """Raise RequestError before training if an output cannot be written.
 
-    `after` is the epoch that the run resumes after.
+    `after` is the number of epochs finished before a resumed run.
     """
     named = [*([files.resume] if files.resume else []), *files.written]
     for path in (out, *files.written):
         if not path.parent.is_dir():
             raise RequestError(
-                "there is no folder for it",
+                "its folder does not exist",
                 where=str(path),
                 hint=f"mkdir -p {quote(str(path.parent))}",
             )
@@ -226,48 +227,49 @@ def check_output(out: Path, files: RunFiles, config: Config, force: bool, after:
     places = [path.resolve() for path in (*checkpoints, *files.written)]
     for path, place in zip((*checkpoints, *files.written), places, strict=True):
         if places.count(place) > 1 or (path in files.written and named.count(path) > 1):
-            raise RequestError("would be written twice", where=str(path), hint="name another file")
+            raise RequestError("would be written twice", where=str(path), hint="use another file")
     for path in checkpoints:
         _check_replaceable(path, config.parallel == "fsdp", force)
 
 
 def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
-    """Raise an error if a checkpoint must not take the place of what is at a path."""
+    """Raise RequestError if a checkpoint must not replace what exists at a path."""
     if path.is_dir() and not is_folder:
-        raise RequestError("is a folder", where=str(path), hint="name the file to write")
+        raise RequestError("is a folder", where=str(path), hint="use the path of a file")
     if path.is_dir() and any(path.iterdir()):
         if not (path / ".metadata").is_file():
             raise RequestError(
-                "is a folder that is not empty, and no checkpoint",
+                "is a non-empty folder, but not a checkpoint",
                 where=str(path),
-                hint="name a new folder",
+                hint="use a new folder",
             )
         if not force:
             raise RequestError(
-                "is a checkpoint already", where=str(path), hint="--force replaces it"
+                "is already a checkpoint", where=str(path), hint="--force replaces it"
             )
     if path.exists() and not path.is_dir() and not force:
-        raise RequestError("exists already", where=str(path), hint="--force replaces it")
+        raise RequestError("already exists", where=str(path), hint="--force replaces it")
 
 
 def resume(run: Run, path: Path) -> str:
-    """Resume from a full checkpoint; return a line that says which options differ from its own.
+    """Resume from a full checkpoint; return a line that lists the options that differ.
 
-    Raises CkptkitError if it is not one, not one of this model, or if an option contradicts it.
+    Raises CkptkitError if it is not a full checkpoint, is for another model, or an option
+    contradicts it.
     """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
     if missing:
         raise ckptkit.CkptkitError(
-            f"holds weights but no {missing[0]}, so that training cannot go on",
+            f"cannot be resumed: it has no {missing[0]}",
             where=str(path),
-            hint="--save-form full makes a checkpoint that it can",
+            hint="--save-form full saves checkpoints that can be resumed",
         )
     if tree["epoch"] >= run.config.epochs:
         raise RequestError(
-            f"is already trained for {tree['epoch']} of {run.config.epochs} epochs",
+            f"was already trained for {tree['epoch']} of {run.config.epochs} epochs",
             where=str(path),
-            hint=f"--epochs {tree['epoch'] + 1} or more: they are counted from the beginning",
+            hint=f"use --epochs {tree['epoch'] + 1} or more: --epochs is the total number",
         )
     changed = _changed(run.config, tree.get("args", {}), path)
     settle_buckets(run)
@@ -289,24 +291,24 @@ def resume(run: Run, path: Path) -> str:
 
 
 def _moved(run: Run, devices: list[str], processes: int) -> list[str]:
-    """Return what differs in where a resumed run computes; the batches stay the same."""
+    """Describe changed devices and processes of a resumed run; batches stay equal."""
     moved, here, size = [], list(run.group.names), run.config.batch_size
     if devices and devices != here:
         moved.append(f"on {', '.join(here)} instead of {', '.join(devices)}")
         if len(devices) != len(here):
-            moved.append(f"batches of {size} as before, split differently")
+            moved.append(f"batches of {size} as before, but split differently")
     if processes != run.group.world:
         now, before = (f"{n} process{'es' * (n > 1)}" for n in (run.group.world, processes))
-        moved.append(f"{now} instead of {before}, batches of {size} as before, not bit for bit")
+        moved.append(f"{now} instead of {before}, batches of {size} as before, but not bit-exact")
     return moved
 
 
 def settle_buckets(run: Run) -> None:
-    """Run one batch through DDP before a run resumes, and forget its gradients.
+    """Run one batch through DDP before a run resumes, and drop its gradients.
 
-    DDP arranges the gradients that it exchanges in the order in which the first backward pass gives
-    them, so that sums from the second step on are rounded otherwise than in the first. A resumed
-    run begins with a later step.
+    In the first backward pass, DDP learns the order of gradients and arranges its buckets. So from
+    the second step on, sums are rounded differently than in the first. A resumed run must start
+    with the arranged buckets.
     """
     if run.group.world > 1 and run.config.parallel == "ddp":
         inputs, targets = (part[:2].to(run.group.device) for part in run.data.train)
@@ -317,9 +319,9 @@ def settle_buckets(run: Run) -> None:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """Return the options that a full checkpoint was trained with.
+    """Return the options with which a full checkpoint was trained.
 
-    Its devices are among them where this machine has them all.
+    They include its devices if this machine has all of them.
     """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     made_with = tree.get("args", {}) if isinstance(tree, dict) else {}
@@ -331,7 +333,7 @@ def settings(path: Path) -> dict[str, Any]:
 
 
 def finished_epochs(path: Path) -> int:
-    """Return the epochs that a checkpoint was trained for; 0 if it does not contain that."""
+    """Return the number of epochs recorded in a checkpoint; 0 if it is missing."""
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     epochs = tree.get("epoch", 0) if isinstance(tree, dict) else 0
     return epochs if isinstance(epochs, int) else 0
@@ -340,7 +342,7 @@ def finished_epochs(path: Path) -> int:
 def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]:
     """Return the options that differ from those in a checkpoint.
 
-    Raises RequestError for one that would make another run of it.
+    Raises RequestError for an option that a resumed run must not change.
     """
     changed = []
     for name, value in {**DEFAULTS, **config.as_dict()}.items():
@@ -350,21 +352,21 @@ def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]
         if name not in CHANGEABLE:
             option = name.replace("_", "-")
             if name == "validation" and config.validation is None:
-                option = "save-best"  # which holds out images
+                option = "save-best"  # --save-best implies --validation
             raise RequestError(
                 f"{typed(name, value or 0)} contradicts the checkpoint, which was trained with "
                 f"{typed(name, before or 0)}",
                 where=str(path),
-                hint=f"without --{option}, --resume takes it from the checkpoint",
+                hint=f"remove --{option}: --resume uses the value in the checkpoint",
             )
         changed.append(f"{typed(name, value)} instead of {typed(name, before)}")
     return changed
 
 
 def load_weights(run: Run, path: Path) -> None:
-    """Load the weights of a file or folder, with or without ``module.``.
+    """Load the weights of a file or folder; keys may start with ``module.``.
 
-    Raises CkptkitError with the options that would fit.
+    Raises CkptkitError if they do not fit; the hint lists options that fit.
     """
     if run.config.parallel == "fsdp":
         faults = _load_sharded(run, path)
@@ -377,12 +379,12 @@ def load_weights(run: Run, path: Path) -> None:
 
 
 def _what_fits(run: Run, path: Path) -> str:
-    """Return the options with which the weights in a file fit the model."""
+    """Return a hint: the options of a model that fits the weights in a file."""
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     made_with = tree.get("args") if isinstance(tree, dict) else None
     if isinstance(made_with, dict):
         names = [name for name in ("model", "data", "width") if name in made_with]
-        return f"it was made with {' '.join(typed(name, made_with[name]) for name in names)}"
+        return f"it was trained with {' '.join(typed(name, made_with[name]) for name in names)}"
     weights = ckptkit.load(path, map_location="cpu")
     found = {name.removeprefix("module."): value.shape for name, value in weights.items()}
     plain = replace(run.config, segments=0, memory_efficient=False, dropout=0.0)
@@ -397,7 +399,7 @@ def _what_fits(run: Run, path: Path) -> str:
 
 
 def _load_sharded(run: Run, path: Path) -> list[str]:
-    """Give each process its shards of the weights; return what does not fit."""
+    """Load each process's shards of the weights; return descriptions of what does not fit."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     checkpoint = ckptkit.open(path)
@@ -410,13 +412,13 @@ def _load_sharded(run: Run, path: Path) -> list[str]:
         names = sorted(
             name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
         )
-        return [f"missing, unexpected or of another shape: {some(names, 4)}"]
+        return [f"missing, unexpected or with a different shape: {some(names, 4)}"]
     set_model_state_dict(run.model, weights, options=StateDictOptions(full_state_dict=True))
     return []
 
 
 def _load_optimizer(run: Run, state: State) -> None:
-    """Load the state of the optimizer, its parameters by number or, of a sharded run, by name."""
+    """Load the optimizer state; its parameters are keyed by number, or by name in sharded runs."""
     names = [name for name, _ in run.model.named_parameters()]
     numbers = {name: number for number, name in enumerate(names)}
     by_name = isinstance(state["param_groups"][0]["params"][0], str)
@@ -431,7 +433,7 @@ def _load_optimizer(run: Run, state: State) -> None:
 
 
 def _renamed(state: State, names: dict[Any, Any]) -> State:
-    """Return an optimizer's state with other keys for its parameters."""
+    """Replace the keys of parameters in an optimizer state."""
     return {
         "state": {names[key]: value for key, value in state["state"].items()},
         "param_groups": [

@@ -1,10 +1,10 @@
-"""Files as GPUs leave them, written on a machine without one, and how to compare the two.
+"""Write checkpoints as GPUs would save them, without a GPU; compare them with real ones.
 
-torch asks a registry of taggers for the device of each storage that it saves. One that answers
-``cuda:1`` gives that tag. What else depends on the device is simulated by :func:`as_on_gpus`: the
-devices among the arguments, the states of the GPUs' generators, and what stays on the CPU (the
-states of all generators, and ``step`` of Adam). Not simulated: the versions of CUDA and cuDNN,
-values that are rounded otherwise, and weights that CUDA keeps as views of one storage (LSTM).
+torch calls registered tag functions to get the device of each storage that it saves. Ours returns
+``cuda:1``. :func:`as_on_gpus` simulates what else depends on the device: devices in the arguments,
+states of GPU generators, and tensors that stay on the CPU (states of all generators, and ``step``
+of Adam). Not simulated: versions of CUDA and cuDNN, different rounding, and LSTM weights, which
+CUDA stores as views of one storage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import ckptkit
 from ckptkit.core import tensor
 from ckptkit.core.tree import join, type_name, walk
 
-GENERATOR_BYTES = 16  # state of a GPU's generator: seed and offset
+GENERATOR_BYTES = 16  # size of the state of a GPU generator: seed and offset
 
 
 @contextmanager
@@ -30,10 +30,9 @@ def simulated_cuda(
     only: Iterable[Tensor] | None = None,
     others: Mapping[int, Iterable[Tensor]] | None = None,
 ) -> Iterator[None]:
-    """While it is open, torch tags the storages that it saves ``cuda:<index>``.
+    """Make torch save storages with the tag ``cuda:<index>``.
 
-    All of them, or those of the tensors `only`; those of the tensors in `others` with their own
-    index.
+    With `only`, just the storages of these tensors. `others` maps other indices to tensors.
     """
     by_storage = {
         each.untyped_storage()._cdata: number
@@ -46,7 +45,7 @@ def simulated_cuda(
         number = by_storage.get(storage._cdata, index)
         if chosen is not None and storage._cdata not in chosen and storage._cdata not in by_storage:
             return None
-        return "cuda" + ":" + str(number)  # a new string each time, as torch makes it for a GPU
+        return "cuda" + ":" + str(number)  # torch also makes a new string each time
 
     registry = torch.serialization._package_registry
     before = list(registry)
@@ -58,9 +57,9 @@ def simulated_cuda(
 
 
 def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[Tensor]:
-    """Change what a full checkpoint of the CPU holds to what a run on `devices` would have saved.
+    """Change the contents of a full checkpoint saved on the CPU to those of a run on `devices`.
 
-    Returns the tensors whose storages belong on the first device, for :func:`simulated_cuda`.
+    Returns the tensors that would be on the first device, for :func:`simulated_cuda`.
     """
     for name in ("rng", "rng_of_ranks"):
         states = contents.get(name, [])
@@ -78,10 +77,9 @@ def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[
 
 
 def description(path: Path) -> dict[str, str]:
-    """Return what each place of a file holds: tensors with tag and layout, strings, other types.
+    """Map each path in a file to a description: tensors with tag and layout, strings, types.
 
-    The tags are those in the file; nothing is mapped to another device. Storages are numbered in
-    the order in which the file names them.
+    The tags are those in the file. Storages are numbered in the order of the file.
     """
     found: dict[str, str] = {}
     numbers: dict[int, int] = {}
@@ -101,7 +99,7 @@ def description(path: Path) -> dict[str, str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return what differs between two files beside numbers: keys, tags, layouts, order, texts."""
+    """Return the differences of two files, element values aside: keys, tags, layouts, strings."""
     ours, theirs = description(one), description(other)
     found = [f"{place}: only in {one.name}" for place in ours if place not in theirs]
     found += [f"{place}: only in {other.name}" for place in theirs if place not in ours]

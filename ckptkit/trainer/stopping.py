@@ -1,4 +1,4 @@
-"""Ending a run on SIGTERM, as schedulers of clusters send it, after its checkpoint is saved."""
+"""Stop a run on SIGTERM, the signal of cluster schedulers, after saving its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckptkit import CkptkitError
 
 
 class Stopped(CkptkitError):
-    """A run ended early on SIGTERM; its checkpoint is saved."""
+    """A run stopped early on SIGTERM; its checkpoint is saved."""
 
     exit_code = 128 + signal.SIGTERM
 
     def __init__(self, epoch: int, step: int, out: Path, form: str) -> None:
-        hint = f"--resume {out} goes on from there"
+        hint = f"--resume {out} continues it"
         if form != "full":
-            hint = "with --save-form full, --resume could go on from there"
+            hint = "next time, use --save-form full: then --resume can continue"
         super().__init__(
             f"stopped by SIGTERM in epoch {epoch} after step {step}; the checkpoint is saved",
             where=str(out),
@@ -31,14 +31,14 @@ class Stopped(CkptkitError):
 
 @dataclass
 class StopRequest:
-    """True once SIGTERM has arrived; the loop looks at it after each step."""
+    """Set once SIGTERM has arrived; the loop checks it after each step."""
 
     requested: bool = False
 
 
 @contextmanager
 def on_sigterm() -> Iterator[StopRequest]:
-    """Note the first SIGTERM; a second one ends the process at once, as without this."""
+    """Record the first SIGTERM. A second one ends the process at once, as it would by default."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers

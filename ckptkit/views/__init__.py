@@ -1,5 +1,5 @@
-"""Facts as pictures: the report page, the terminal browser, notebooks.
+"""Show facts as an HTML page, a picture, a terminal browser, or HTML for notebooks.
 
-In: checkpoints and the facts of analysis. Out: HTML, SVG, PNG, a full-screen terminal program.
+Input: checkpoints and the results of analysis. Output: HTML, SVG, PNG, PDF, a terminal program.
 Uses core, compute, quantized, formats, analysis and diagnosis.
 """

@@ -1,7 +1,7 @@
-"""The terminal browser: a tree, panels beside it, and the command that shows the same.
+"""Browse a checkpoint in the terminal: a tree, a panel, and the command that prints the same.
 
-Headers only, until values are requested. Made with textual; strings of a file are escaped and never
-markup.
+Only headers are read until the user asks for values. The browser uses textual. Strings of a file
+are escaped and never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from textual.widgets.tree import TreeNode
 
 from ckptkit.analysis import columns
 from ckptkit.analysis.columns import Table
-from ckptkit.analysis.shares import OPTIMIZER, Branch, Share, grown, joined, shares
+from ckptkit.analysis.shares import OPTIMIZER, Branch, Share, branches, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select, show
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.view_model import described, listings
@@ -33,8 +33,8 @@ from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
 from ckptkit.formats.format import steady
 from ckptkit.quantized import dequantized_view
 
-ROWS = 16  # of a grid
-COUNTED = 1 << 20  # elements that are read for statistics
+ROWS = 16  # rows of values to show
+COUNTED = 1 << 20  # most elements for statistics
 SORTS = ("file", "size", "name")
 MEASURES = ("parameters", "nbytes")
 SPECIAL = "[]*?"
@@ -42,7 +42,7 @@ SPECIAL = "[]*?"
 
 @dataclass
 class TreeContents:
-    """An open checkpoint, with `path` and `key` as the user typed them."""
+    """An open checkpoint; `path` and `key` are as the user typed them."""
 
     checkpoint: Checkpoint
     path: str
@@ -55,21 +55,21 @@ class TreeContents:
         self.checkpoint = dequantized_view(self.checkpoint)
         self.summary = summarize(self.checkpoint)
         self.shares = shares(self.summary, self.checkpoint.root)
-        self.tree = grown(self.shares)
+        self.tree = branches(self.shares)
 
     def search(self, words: str) -> Branch:
-        """Return the tree of tensors whose path, shape, dtype or device has all these words."""
-        wanted = words.lower().split()
-        if not wanted:
+        """Return the tree of tensors whose path, shape, dtype or device contains all words."""
+        searched = words.lower().split()
+        if not searched:
             return self.tree
         found = []
         for share in self.shares:
             facts = columns.brief(share.row)
-            del facts[columns.SIZE.name]  # its unit would match a letter
+            del facts[columns.SIZE.name]  # a search for "b" would match its unit
             text = " ".join([share.place, *facts.values()]).lower()
-            if all(word in text for word in wanted):
+            if all(word in text for word in searched):
                 found.append(share)
-        return grown(found)
+        return branches(found)
 
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""
@@ -77,7 +77,7 @@ class TreeContents:
         return shell_command(("ckptkit", name, *chosen, *argument(self.path), *words))
 
     def shows(self, branch: Branch, index: str = "") -> str:
-        """Return the command that shows a branch, or a part of a tensor."""
+        """Return the command that shows a branch, or a slice of a tensor."""
         if branch is self.tree:
             return self.command("inspect")
         if branch.share is not None and not branch.children:
@@ -85,20 +85,17 @@ class TreeContents:
         return self.command("inspect", "--tree", "--keys", f"{escaped(branch.path)}.*")
 
     def finds(self, words: str) -> str:
-        """Return the command that lists the tensors of a search, as far as it concerns names."""
+        """Return the command that lists the tensors whose names match a search."""
         return self.command("inspect", "--keys", f"*{'*'.join(map(escaped, words.split()))}*")
 
 
 def escaped(name: str) -> str:
-    """Return a glob that matches only this name."""
+    """Escape a name, so that as a glob it matches only itself."""
     return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """Return the children of a branch, in order.
-
-    A branch with a single child is replaced by that child.
-    """
+    """Return the sorted children of a branch; single-child branches are replaced by their child."""
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
         found.sort(key=lambda each: -getattr(each, measure))
@@ -109,7 +106,7 @@ def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
 
 @dataclass(frozen=True)
 class ValuePanel:
-    """A corner of the selected part, and statistics of all of it; None if it is too large."""
+    """The first cells of a slice, and statistics of the slice; `tally` is None if it is large."""
 
     picks: Picks
     corner: Picks
@@ -118,9 +115,9 @@ class ValuePanel:
 
 
 def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
-    """Read a corner of at most so many columns, and the whole part for statistics if small.
+    """Read the first cells of a slice, at most `columns` wide; if it is small, also statistics.
 
-    Raises read errors, and UsageError for an `index` that does not fit the tensor.
+    Raises errors of reading, and UsageError for an `index` that does not fit the tensor.
     """
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)
@@ -138,13 +135,13 @@ def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
 
 LISTED = 200
 BINS, BAR = 16, 30
-CELL = 10  # characters of a number and the space before it
+CELL = 10  # width of a number with the space before it
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
 
 
 def bar(part: float, width: int) -> str:
-    """Return a bar of at most so many characters."""
+    """Return a bar for a share `part` from 0 to 1, at most `width` characters long."""
     whole, eighths = divmod(round(8 * width * min(1.0, part)), 8)
     return "█" * whole + EIGHTHS[eighths].strip()
 
@@ -154,7 +151,7 @@ def amount(branch: Branch, measure: str) -> str:
 
 
 def node_label(branch: Branch, above: str, total: int, measure: str) -> Text:
-    """Return the label of a tree node: its name below `above`, and its share."""
+    """Return the label of a tree node: its name relative to `above`, and its share."""
     name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
     made = Text(escape(name), no_wrap=True)
     if branch.share is not None and not branch.children:
@@ -175,7 +172,7 @@ def heading(contents: TreeContents) -> Text:
 
 
 def overview(contents: TreeContents) -> Text:
-    """Return totals, and their parts."""
+    """Return the panel of the totals."""
     summary, totals = contents.summary, contents.summary.totals
     weights = ""
     if summary.weights is not None:
@@ -244,9 +241,9 @@ def group(branch: Branch, contents: TreeContents) -> Text:
 
 
 def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None) -> Text:
-    """Return the panel of a tensor, with its values.
+    """Return the panel of a tensor.
 
-    `seen` is None if values were not requested, a text if they cannot be shown.
+    `seen` has its values. It is None if they were not requested, or an error message.
     """
     share = branch.share
     assert share is not None
@@ -260,7 +257,7 @@ def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None
     facts = (*columns.details(share.row), ("the same as", same), ("place", place))
     made.append_text(_facts(*facts))
     if seen is None:
-        made.append("\nv shows values, : a part of them", "dim italic")
+        made.append("\nv shows values, : a slice of them", "dim italic")
     return made
 
 
@@ -279,7 +276,7 @@ def _values(seen: ValuePanel) -> Text:
         made.append(f"{''.join(f'{cell(value):>{CELL}}' for value in row)}\n")
     if seen.tally is None:
         return made.append(
-            f"\n{show(seen.picks)} is too large for statistics here; see `show --stats`",
+            f"\n{show(seen.picks)} is too large for statistics here; use `show --stats`",
             "dim",
         )
     return made.append_text(_statistics(seen.picks, seen.tally))
@@ -312,9 +309,9 @@ def cell(value: Any) -> str:
 
 
 def diagnosis(causes: Sequence[Cause]) -> Text:
-    """Return what keeps the file from loading, with the commands that fix it."""
+    """Return the panel of the causes that keep the file from loading, with commands."""
     if not causes:
-        return Text("nothing found that keeps it from loading\n", "green")
+        return Text("no problem found that keeps it from loading\n", "green")
     made = Text()
     for cause in causes:
         made.append(f"{cause.level}  ", STYLES.get(cause.level, "bold blue"))
@@ -332,12 +329,12 @@ def listed(found: Table) -> Text:
     for name, text in found.rows[:LISTED]:
         made.append(f"{name}: ", "dim").append(f"{text}\n")
     if len(found.rows) > LISTED:
-        made.append(f"and {len(found.rows) - LISTED:,} more, which `inspect --tree` lists", "dim")
+        made.append(f"and {len(found.rows) - LISTED:,} more; `inspect --tree` lists all", "dim")
     return made
 
 
-OPENED = 200  # tensors found up to which all of them are in sight
-AT_ONCE = 500  # lines that are put below a node; the rest follows on request
+OPENED = 200  # with at most this many results, a search expands the whole tree
+AT_ONCE = 500  # children to add to a node at once
 
 
 def _key(key: str, action: str, name: str, about: str, shown: str | None = None) -> Binding:
@@ -353,7 +350,7 @@ MOVES = (
 )
 
 
-# A list stands for children not added yet.
+# The data of a tree node; a list contains children that are not added yet.
 Data = Branch | Table | list[Branch]
 
 
@@ -385,9 +382,9 @@ class NameTree(Tree[Data]):
 
 
 class Browser(App[str]):
-    """The browser; its result is the command that shows the screen, if left with that key.
+    """The browser. Leaving it with the key c returns the command that prints the current panel.
 
-    ``diagnose`` finds what keeps the file from loading; it runs in a thread, on request.
+    ``diagnose`` finds the causes that keep the file from loading; it runs in a thread, on request.
     """
 
     CSS_PATH = "static/browser.tcss"
@@ -449,13 +446,13 @@ class Browser(App[str]):
     def entry(self) -> Input:
         return self.query_one("#entry", Input)
 
-    def _say(self, text: Text, command: str) -> None:
+    def _show(self, text: Text, command: str) -> None:
         self.query_one("#panel", Static).update(text)
         self.query_one("#beside", VerticalScroll).scroll_home(animate=False)
         self.command = command
         self.query_one("#command", Static).update(Text(f"$ {escape(command)}"))
 
-    # The tree, of which only what was opened is there
+    # The tree; children are added when a node is expanded
 
     def _plant(self, branch: Branch) -> None:
         self.shown = branch
@@ -466,7 +463,7 @@ class Browser(App[str]):
         if not self.words:
             for listed in listings(self.contents.summary):
                 if listed.rows:
-                    label = Text(listed.title).append(f"  {listed.things:,}", "dim")
+                    label = Text(listed.title).append(f"  {listed.total:,}", "dim")
                     root.add_leaf(label, data=listed)
         root.expand()
         if self.words and branch.tensors <= OPENED:
@@ -514,19 +511,19 @@ class Browser(App[str]):
 
     def _describe(self, data: Data | None) -> None:
         if isinstance(data, Table):
-            self._say(listed(data), self.contents.command("inspect", "--tree"))
+            self._show(listed(data), self.contents.command("inspect", "--tree"))
         elif isinstance(data, Branch) and data is not self.shown:
             is_tensor = data.share is not None and not data.children
             text = tensor(data, self.contents, None) if is_tensor else group(data, self.contents)
-            self._say(text, self.contents.shows(data))
+            self._show(text, self.contents.shows(data))
         elif isinstance(data, Branch):
             self.action_overview()
 
-    # What the keys do
+    # Actions of the keys
 
     def action_overview(self) -> None:
         found = self.contents.finds(self.words) if self.words else self.contents.command("inspect")
-        self._say(overview(self.contents), found)
+        self._show(overview(self.contents), found)
 
     def action_keys(self) -> None:
         made = Text("keys\n\n", "bold")
@@ -536,7 +533,7 @@ class Browser(App[str]):
         ]
         for shown, about in (*MOVES, *pairs):
             made.append(f"{shown:<8}", "cyan").append(f"{about}\n")
-        self._say(made, self.command)
+        self._show(made, self.command)
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
@@ -549,16 +546,16 @@ class Browser(App[str]):
         self._plant(self.shown)
 
     def _later(self, command: str, first: Text, find: Callable[[], Text]) -> None:
-        """Show `first`, then what a thread finds, if it is still wanted then."""
+        """Show `first`, run `find` in a thread, and show its result if the panel is unchanged."""
 
         def work() -> None:
             self.call_from_thread(late, find())
 
         def late(text: Text) -> None:
             if command == self.command:
-                self._say(text, command)
+                self._show(text, command)
 
-        self._say(first, command)
+        self._show(first, command)
         self.run_worker(work, thread=True, exclusive=True, group="beside")
 
     def action_diagnosis(self) -> None:
@@ -574,7 +571,7 @@ class Browser(App[str]):
         node = self.names.cursor_node
         branch = node.data if node is not None else None
         if not isinstance(branch, Branch) or branch.share is None:
-            self.notify("choose a tensor to see its values", timeout=2)
+            self.notify("select a tensor to see its values", timeout=2)
             return
         share, index, across = branch.share, self.index, self._columns()
 
@@ -590,14 +587,14 @@ class Browser(App[str]):
         self._later(self.contents.shows(branch, index), first, find)
 
     def _columns(self) -> int:
-        """Return the number of columns that fit."""
+        """Return the number of columns that fit into the panel."""
         return max(1, (self.query_one("#panel").size.width - 8) // CELL)
 
     def action_search(self) -> None:
-        self._ask("search: words of names, shapes, dtypes", self.words)
+        self._ask("search: words in names, shapes, dtypes", self.words)
 
     def action_slice(self) -> None:
-        self._ask("a part of the tensor: 0, :, 3:7", self.index, "slice")
+        self._ask("a slice of the tensor: 0, :, 3:7", self.index, "slice")
 
     def _ask(self, what: str, value: str, name: str = "search") -> None:
         entry = self.entry

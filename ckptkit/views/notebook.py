@@ -1,7 +1,7 @@
-"""HTML for notebooks: the texts of the terminal in folded tables.
+"""Format checkpoints and diffs as HTML tables for notebooks, with the content of the terminal.
 
-No script, no color, nothing is fetched. Strings from a file are escaped twice: as on the terminal,
-and for HTML.
+The HTML has no script, no colors and no links. Strings from a file are escaped twice: as on the
+terminal, and for HTML.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import and_more, escape, plural, shape
 from ckptkit.core.tree import LEAVES, Node, children, key_text, type_name
 
-ROWS = 200  # of a table
-LONG = 80  # characters of a value
+ROWS = 200  # most rows of a table
+LONG = 80  # most characters of a value
 
 
 def text(words: str) -> str:
-    """Return text escaped for HTML, also for use in attributes."""
+    """Escape a string for HTML, including attributes."""
     return escape_html(escape(words))
 
 
@@ -42,7 +42,7 @@ def line(words: str) -> str:
 def table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True
 ) -> str:
-    """Return a table below a title that folds it; only the first rows of a very long one."""
+    """Return a table with a title that folds it; at most ROWS rows are shown."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
     more = line(and_more(len(rows) - ROWS).strip()) if len(rows) > ROWS else ""
@@ -62,23 +62,23 @@ def html(value: object) -> str:
 
 
 def checkpoint(ck: Checkpoint) -> str:
-    """Return the weights, folded as on the terminal, and the other entries of the root."""
+    """Return tables of the weights, folded as on the terminal, and of the other root entries."""
     weights = columns.tables(_weights(ck))
-    parts = [_table(found, plural(found.things, "tensor")) for found in weights]
+    parts = [_table(found, plural(found.total, "tensor")) for found in weights]
     if others := _others(ck):
         parts.append(table("other entries" if parts else "entries", ("entry", "value"), others))
     return page(ck.heading, parts)
 
 
 def diff(found: Diff) -> str:
-    """Return the tables of differences, the summary and hints."""
+    """Return the summary, the tables of differences and the notes."""
     report = view_model.of_diff(found)
-    shown = [_table(each, f"{each.title.rstrip(':')}: {each.things:,}") for each in report.tables]
+    shown = [_table(each, f"{each.title.rstrip(':')}: {each.total:,}") for each in report.tables]
     return page(report.title, (*shown, *map(line, report.notes)))
 
 
 def _weights(ck: Checkpoint) -> list[TensorRow]:
-    """Return the tensors of the weights; none where they cannot be told, as the heading says."""
+    """Return the tensors of the weights; empty if they are ambiguous. The heading shows why."""
     try:
         return [row for row in summarize(ck).rows if row.name is not None]
     except CkptkitError:
@@ -86,10 +86,10 @@ def _weights(ck: Checkpoint) -> list[TensorRow]:
 
 
 def _others(ck: Checkpoint) -> list[tuple[str, str]]:
-    """Return the entries of the root without that of the weights, as short texts."""
+    """Return (key, short text) of the root entries, without the entry of the weights."""
     try:
         weights = ck.selection
-    except CkptkitError:  # the heading says it
+    except CkptkitError:  # the heading shows this error
         weights = None
     if weights is not None and not weights.path:
         return []
@@ -103,7 +103,7 @@ def _table(found: Table, title: str) -> str:
 
 
 def _short(node: Node) -> str:
-    """Return a short value as it is, anything else as its type."""
+    """Return a short text for a value; for containers and objects, the type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"
     if isinstance(node, str):

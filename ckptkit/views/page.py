@@ -1,7 +1,7 @@
-"""The report: one self-contained HTML page of the facts as JSON, and the script that shows them.
+"""Build the report: a self-contained HTML page with the facts as JSON and a script to show them.
 
-It loads nothing and works offline. The content security policy in its head allows only that script
-and that style, by their digests, so that no other code runs whatever a file calls its tensors. The
+The page loads nothing and works offline. Its content security policy allows only this script and
+this style, by their digests. So no other code can run, whatever the names in a file contain. The
 script creates text nodes, never markup. All strings of a file are escaped as on a terminal: no
 invisible characters, no change of text direction.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import quantized
 from ckptkit.analysis import columns, moved
 from ckptkit.analysis.diff import Diff
-from ckptkit.analysis.shares import OPTIMIZER, Share, grown, shares
+from ckptkit.analysis.shares import OPTIMIZER, Share, branches, shares
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.view_model import entries, listings
 from ckptkit.core import __version__
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from ckptkit.compute.tallies import Tally
 
 SCHEMA = "ckptkit.page/1"
-LISTED = 400  # values, objects or metadata entries
+LISTED = 400  # most values, objects or metadata entries on the page
 BINS = 32
-LARGEST = 1e300  # what is above becomes none: a browser does arithmetic with it
-MOST = 1 << 53  # the largest whole number that every browser counts with
-# In this order, as one function: each sees what those before it define, and nothing else does.
+LARGEST = 1e300  # larger numbers are omitted, because the script would overflow with them
+MOST = 1 << 53  # the largest exact integer in JavaScript
+# The scripts are joined in this order inside one function. Each uses definitions of earlier ones.
 SCRIPTS = (
     "treemap.js", "table.js", "facts.js", "map.js", "tensors.js", "differences.js", "report.js",
 )  # fmt: skip
@@ -68,19 +68,19 @@ def page(facts: dict[str, Any]) -> bytes:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON for use inside ``<script>``, without characters that have a meaning in HTML."""
+    """Return JSON for use inside ``<script>``; characters special in HTML are escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def static(name: str) -> str:
-    """Return the text of a file in the folder ``static``."""
+    """Return the content of a file in the folder ``static``."""
     return (Path(__file__).parent / "static" / name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A checkpoint, its summary, and the statistics of its tensors by number, if computed."""
+class PageFile:
+    """A checkpoint on the page: summary, shares, and statistics by number of the tensor."""
 
     checkpoint: Checkpoint
     summary: Summary
@@ -88,8 +88,11 @@ class Seen:
     tallies: dict[int, Tally] = field(default_factory=dict)
 
 
-def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> Seen:
-    """Read the headers; with `progress`, which gets byte counts, also read every tensor."""
+def page_file(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> PageFile:
+    """Summarize a checkpoint; with `progress`, also read all tensors and compute statistics.
+
+    `progress` is called with the number of bytes read.
+    """
     summary = summarize(checkpoint)
     tallies = {}
     if progress is not None:
@@ -98,15 +101,15 @@ def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) 
         numbers = {id(row): number for number, row in enumerate(summary.rows)}
         rows = Statistics(summary.rows).rows(progress)
         tallies = {numbers[id(row.source)]: row.tally for row in rows}
-    return Seen(checkpoint, summary, shares(summary, checkpoint.root), tallies)
+    return PageFile(checkpoint, summary, shares(summary, checkpoint.root), tallies)
 
 
 def facts(
-    a: Seen, b: Seen | None = None, diff: Diff | None = None, *, everything: bool = False
+    a: PageFile, b: PageFile | None = None, diff: Diff | None = None, *, everything: bool = False
 ) -> dict[str, Any]:
-    """Return all facts about one file, or about two and their differences.
+    """Return the JSON data of a page about one file, or about two files and their differences.
 
-    `everything`: the differences are of all tensors and values, not of the weights alone.
+    If `diff` compares all tensors and values, not only the weights, `everything` is true.
     """
     made = PageColumns(bool(a.tallies))
     made.add(a)
@@ -115,15 +118,15 @@ def facts(
     if b is not None and diff is not None:
         found["diff"] = _differences(made, a, b, diff, everything)
         values = entries(diff)
-        found["diff"]["entries"] = {"count": values.things, "rows": values.rows[:LISTED]}
+        found["diff"]["entries"] = {"count": values.total, "rows": values.rows[:LISTED]}
     placed = treemap(made.shares, min(a.summary.totals.unused_nbytes, MOST))
     return {**found, "tensors": made.facts(), "treemap": placed}
 
 
-def _file(seen: Seen) -> dict[str, Any]:
+def _file(seen: PageFile) -> dict[str, Any]:
     summary, whole = seen.summary, seen.checkpoint
     found = quantized.find(whole)
-    # A page is read on other machines than this one.
+    # A page is opened on other machines too, so causes must not mention this one.
     what = Facts(summary.path, summary, whole.root, quantized=found, for_here=False)
     return {
         "name": escape(summary.path),
@@ -144,33 +147,33 @@ def _file(seen: Seen) -> dict[str, Any]:
         ],
         "warnings": list(map(escape, summary.warnings)),
         **{
-            listing.title: {"count": listing.things, "rows": listing.rows[:LISTED]}
+            listing.title: {"count": listing.total, "rows": listing.rows[:LISTED]}
             for listing in listings(summary)
         },
     }
 
 
-# The tensors in columns: 100,000 of them take a few megabytes of JSON.
+# The tensors are stored column by column: 100,000 of them take a few megabytes of JSON.
 
-# Facts that are columns, each with a table of its values, and facts that few tensors have.
+# COLUMNS are columns of indices into a table of strings. MARKS are facts that few tensors have.
 COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
 MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
 AMOUNTS = ("parameters", "nbytes", "stored")
 
 
 def _number(table: dict[str, int], value: str) -> int:
-    """Return the number of a string that occurs often, a new one where it is new."""
+    """Return the number of a string in a table; add it if it is new."""
     return table.setdefault(value, len(table))
 
 
 class PageColumns:
-    """All tensors, column by column; rare properties are mappings from tensor number to value."""
+    """All tensors, column by column; rare properties are dicts from tensor number to value."""
 
     def __init__(self, valued: bool) -> None:
         self.valued = valued
         self.labels: list[str] = []
         self.shares: list[Share] = []
-        self.places: dict[int, str] = {}  # where they are not the labels
+        self.places: dict[int, str] = {}  # paths that differ from the label
         named = (*(fact.name for fact in COLUMNS), "role")
         self.tables: dict[str, dict[str, int]] = {name: {} for name in named}
         self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
@@ -178,13 +181,11 @@ class PageColumns:
         self.marks: dict[str, dict[int, str]] = {fact.name: {} for fact in MARKS}
         self.stats: dict[int, dict[str, Any]] = {}
 
-    def add(self, seen: Seen) -> None:
-        """Add all tensors of a file."""
+    def add(self, seen: PageFile) -> None:
         for number, share in enumerate(seen.shares):
             self.add_one(share, seen.tallies.get(number))
 
     def add_one(self, share: Share, tally: Tally | None) -> None:
-        """Add one tensor."""
         number, row, cells = len(self.labels), share.row, self.cells
         self.labels.append(escape(share.label))
         self.shares.append(share)
@@ -220,7 +221,7 @@ class PageColumns:
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:
-    """Return statistics with six digits, without infinities (no JSON) and complex numbers."""
+    """Return statistics with six digits; infinite and complex numbers are None."""
     histogram = tally.histogram.at_most(BINS)
     found: dict[str, Any] = {
         "count": tally.count,
@@ -241,12 +242,12 @@ def _numbers(tally: Tally) -> dict[str, Any]:
 
 
 def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
-    """Return the tree of names, and how its branches are placed on the page."""
-    root, labels = grown(shares), dict[str, int]()
+    """Return the tree of names, and the layout of its branches in the treemap."""
+    root, labels = branches(shares), dict[str, int]()
     rows = {id(share): number for number, share in enumerate(shares)}
     found: dict[str, list[int]] = {"label": [], "parent": [], "row": []}
     numbers: dict[int, int] = {}  # of branches, parents first, by their id
-    waiting = [(root, -1)]  # -1 stands for no parent and no tensor
+    waiting = [(root, -1)]  # -1: no parent
     while waiting:
         branch, parent = waiting.pop()
         number = numbers[id(branch)] = len(numbers)
@@ -275,12 +276,12 @@ STATES = (
 
 
 def _differences(
-    made: PageColumns, a: Seen, b: Seen, diff: Diff, everything: bool
+    made: PageColumns, a: PageFile, b: PageFile, diff: Diff, everything: bool
 ) -> dict[str, Any]:
-    """Return the states of the tensors in `made`, and the tensors of the other file.
+    """Return the state of each tensor in `made`, and facts about its counterpart in `b`.
 
-    `made` holds the tensors of `a`; tensors that only `b` has are added to it. With `everything`
-    the tensors beside the weights have been compared too, by their places.
+    `made` contains the tensors of `a`; this function adds those that only `b` has. With
+    `everything`, tensors outside the weights were compared too, by their paths.
     """
     pairs = (*diff.renamed, *diff.reshaped)
     states = {
@@ -322,7 +323,7 @@ def _differences(
     }
 
 
-def _is_float(seen: Seen, number: int) -> bool:
+def _is_float(seen: PageFile, number: int) -> bool:
     return seen.shares[number].row.tensor.dtype.kind in ("float", "complex")
 
 
@@ -344,7 +345,7 @@ def _plain(number: float | None) -> float | None:
     return float(f"{number:.6g}")
 
 
-def _compared(seen: Seen, everything: bool) -> dict[str, int]:
+def _compared(seen: PageFile, everything: bool) -> dict[str, int]:
     """Return the numbers of the tensors that were compared, by name; with `everything`, of those
     beside the weights by place, unless a weight has that name."""
     rows = [share.row for share in seen.shares]
@@ -356,9 +357,9 @@ def _compared(seen: Seen, everything: bool) -> dict[str, int]:
 
 
 def _others(
-    diff: Diff, a: Seen, b: Seen, ours: dict[str, int], theirs: dict[str, int]
+    diff: Diff, a: PageFile, b: PageFile, ours: dict[str, int], theirs: dict[str, int]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the other file's counterpart of each tensor, by name."""
+    """Yield (name in A, facts about its counterpart in B) of each tensor that differs."""
     for name, _, kind, *_ in diff.mismatched:
         yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
     for pair in (*diff.renamed, *diff.reshaped):

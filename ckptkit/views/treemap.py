@@ -1,7 +1,7 @@
-"""The treemap: rectangles whose areas are in proportion.
+"""Lay out treemaps: rectangles with areas proportional to parameters or bytes.
 
-`tiles` are what pictures draw, for papers and model cards, by matplotlib; `arranged` is the same
-for a page, whose script knows the size of the window and zooms.
+`tiles` is for pictures drawn with matplotlib, for papers and model cards. `arranged` is for the
+HTML page: its script scales the layout to the window and zooms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-DEEPEST = 12  # tiles inside tiles
+DEEPEST = 12  # levels of nested tiles
 
 
 UNUSED = "in no tensor"
@@ -33,9 +33,9 @@ class TileBox(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle for a branch, or for the `rest` smallest ones together.
+    """A rectangle for a branch, or for `rest` small branches merged into one.
 
-    ``label`` joins the names on the way to it.
+    ``label`` contains the names of skipped single-child branches too.
     """
 
     branch: Branch
@@ -50,14 +50,14 @@ class TreemapCell(NamedTuple):
     label: str
     value: int
     rest: int = 0
-    own: bool = False  # the tensor itself of a branch that has others below
+    own: bool = False  # the tensor at a branch that also has children
 
 
 class Frame(NamedTuple):
-    """Space that tiles do not fill, and sizes below which they are merged.
+    """The margins of tiles, and the sizes below which tiles are merged.
 
-    `border` is the margin around the tiles inside another, `top` the height of its label. A tile
-    smaller than `least` has no tiles inside, and those of an area below `dust` are merged into one.
+    `border` is the margin around nested tiles, `top` the height of the label. A tile narrower than
+    `least` has no nested tiles. Tiles with an area below `dust` are merged into one.
     """
 
     border: float
@@ -67,12 +67,11 @@ class Frame(NamedTuple):
 
 
 def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[TileBox]]]:
-    """Yield the strips of boxes that fill a box in proportion to `values`, as square as possible.
+    """Divide a box into boxes with areas proportional to `values`, as square as possible.
 
-    The first of each pair is true for a column along the left side of the space, false for a row
-    along its top. The values are positive and in descending order. Algorithm: Bruls, Huizing and
-    van Wijk (2000); but a strip that begins with the value that the strip before it ends with has
-    its direction, so that layers of one size are read in order.
+    Yield (is_column, boxes) of each strip: a column on the left side of the remaining space, or a
+    row at its top. The values are positive, in descending order. Algorithm: squarified treemaps,
+    Bruls, Huizing and van Wijk (2000).
     """
     x, y, width, height = box
     rest, start, is_column = float(sum(values)), 0, True
@@ -98,7 +97,7 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 
 
 def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
-    """Return the end of the next row: values are added while its worst aspect ratio improves."""
+    """Return the end of the next strip: values are added while its worst aspect ratio improves."""
     end, amount, worst = start, 0.0, float("inf")
     while end < len(values):
         both, square = (amount + values[end]) * scale, side * side
@@ -127,7 +126,7 @@ def tiles(root: Branch, measure: str, box: TileBox, frame: Frame) -> Iterator[Ti
 
 
 def _inner(cell: TreemapCell, box: TileBox, frame: Frame) -> TileBox | None:
-    """Return the box for tiles inside a tile, or None if there are none or no room."""
+    """Return the box for nested tiles; None if there are none, or the tile is too small."""
     if (
         cell.rest
         or cell.own
@@ -146,9 +145,9 @@ def _inner(cell: TreemapCell, box: TileBox, frame: Frame) -> TileBox | None:
 def _cells(
     parent: Branch, measure: str, area: float, dust: float, unused: int = 0
 ) -> list[TreemapCell]:
-    """Return the parts of a branch, largest first; those too small to see are merged.
+    """Return the cells of a branch, largest first; cells too small to see are merged.
 
-    `unused` bytes are in no tensor, and one more cell.
+    `unused` bytes, which are in no tensor, are a cell of their own.
     """
     found = []
     for child in parent.children.values():
@@ -170,7 +169,7 @@ def _cells(
     return found
 
 
-WINDOW = TileBox(0, 0, 1200, 560)  # of a page, about: strips are chosen for this size
+WINDOW = TileBox(0, 0, 1200, 560)  # the typical size on a page; strips are chosen for it
 FRAME = Frame(2, 18, 40, 120)
 
 Strips = list[list[int]]
@@ -179,18 +178,18 @@ Strips = list[list[int]]
 def arranged(
     root: Branch, numbers: Mapping[int, int], measure: str, unused: int = 0
 ) -> dict[int, Strips]:
-    """Return how the parts of each branch are placed, by its number.
+    """Return the strips of each branch, by the number of the branch.
 
-    A strip is a list: whether it is a column, then its pieces: the number of a branch (that of the
-    branch itself for its own tensor), -1 for `unused` bytes, or -n for n small ones together.
-    `numbers` are the numbers of the branches, by their id.
+    A strip is a list. Its first item is 1 for a column, 0 for a row. Further items are numbers of
+    child branches (the branch's own number for its own tensor), -1 for `unused` bytes, or -n for n
+    merged branches. `numbers` maps the ids of branches to their numbers.
     """
     found: dict[int, Strips] = {}
     waiting = [(root, WINDOW)]
     while waiting:
         branch, box = waiting.pop()
         if min(box.width, box.height) < FRAME.least:
-            box = WINDOW  # it is seen when it fills the page
+            box = WINDOW  # too small to see until the user zooms in, when it fills the page
         cells = _cells(branch, measure, WINDOW.width * WINDOW.height, FRAME.dust, unused)
         unused = 0
         left = iter(cells)
@@ -203,7 +202,7 @@ def arranged(
                 line.append(numbers[id(cell.branch)] if is_branch else -(cell.rest or 1))
                 if is_branch and not cell.own and cell.branch.children:
                     waiting.append((cell.branch, _inner(cell, part, FRAME) or WINDOW))
-                    # Between the two, branches of one child: the page goes up one by one.
+                    # The page also zooms to the single-child branches between the two.
                     for child in branch.children.values():
                         while child is not cell.branch and joined(child) is cell.branch:
                             found[numbers[id(child)]] = [[1, numbers[id(cell.branch)]]]
@@ -212,22 +211,22 @@ def arranged(
     return found
 
 
-WIDTH, HEIGHT = 800.0, 450.0  # points of the map: 1/100 inch
-# Tableau's ten colors, which color-blind people can tell apart, and gray for the rest.
+WIDTH, HEIGHT = 800.0, 450.0  # size of the map in 1/100 inch
+# The ten colors of Tableau, which are distinct for color-blind people, and gray for the rest.
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
     "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#b5cf6b",
 )  # fmt: skip
 GREY, GROUP, EDGE = "#8a939d", "#eceef1", "#c9ced4"
-FONT, NARROW = 8.0, 0.87  # points; what a character takes of the map for each point
+FONT, NARROW = 8.0, 0.87  # font size in points; width of a character per point
 LEGEND = 6
 
 
 def drawn(root: Branch, kind: str, measure: str, title: str) -> bytes:
-    """Draw the treemap as SVG, PNG or PDF; the same tree gives the same bytes.
+    """Draw the treemap as SVG, PNG or PDF; equal trees give equal bytes.
 
-    `measure` is ``parameters`` or ``bytes``. Raises UsageError without matplotlib, and if there is
-    nothing to show.
+    `measure` is ``parameters`` or ``bytes``. Raises UsageError if matplotlib is missing, or if
+    there is nothing to draw.
     """
     try:
         import matplotlib
@@ -246,11 +245,12 @@ def drawn(root: Branch, kind: str, measure: str, title: str) -> bytes:
         axes.axis("off")
         _draw(axes, root, attribute, title)
         buffer = io.BytesIO()
-        unsaid: dict[str, dict[str, Any]] = {
+        # Without dates and versions, the output is reproducible.
+        omitted: dict[str, dict[str, Any]] = {
             "svg": {"Date": None, "Creator": None},
             "png": {"Software": None},
         }
-        metadata = unsaid.get(kind, {"CreationDate": None, "Creator": None, "Producer": None})
+        metadata = omitted.get(kind, {"CreationDate": None, "Creator": None, "Producer": None})
         figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
     return buffer.getvalue()
 
@@ -293,7 +293,7 @@ def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
 
 
 def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
-    """Return colors for the most common kinds of tensors, and the amount of each kind."""
+    """Return colors for the largest kinds of tensors, and the amount of each kind."""
     kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
@@ -308,7 +308,7 @@ def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
 
 
 def _kind(branch: Branch) -> str:
-    """Return the kind of a branch's first tensor, as ``layers.*.weight``."""
+    """Return the family of the first tensor in a branch: ``layers.*.weight``."""
     while branch.share is None and branch.children:
         branch = next(iter(branch.children.values()))
     return family(branch.path if branch.share is None else branch.share.place)
@@ -326,7 +326,7 @@ def _fitted(text: str, room: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text without characters that matplotlib takes for formulas."""
+    """Escape characters with which matplotlib would start a formula."""
     return escape(text).replace("$", r"\$")
 
 

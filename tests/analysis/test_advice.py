@@ -63,7 +63,8 @@ def test_devices() -> None:
         {"a": tensor(1, device="cuda:3"), "b": tensor(1), "c": tensor(1, device="mps")}
     )
     assert (
-        line == "saved on cuda:3, mps; to load without: ckptkit remap --to cpu run.pth run-cpu.pth"
+        line
+        == "saved on cuda:3, mps; to load it without that device: ckptkit remap --to cpu run.pth run-cpu.pth"
     )
 
 
@@ -120,7 +121,7 @@ def test_what_runs_code_is_dropped_by_every_edit() -> None:
 
 def test_what_else_could_be_meant() -> None:
     (line,) = advice({"model": {"a": tensor(1)}, "ema": {"a": tensor(1)}})
-    assert line == "ema holds weights too: ckptkit inspect --key ema run.pth"
+    assert line == "ema also contains weights: ckptkit inspect --key ema run.pth"
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,14 @@ def test_a_prefix_too_much_is_noticed(prefix: str, command: str) -> None:
     found = compare(
         {prefix + n: tensor(1) for n in names}, {n: tensor(1) for n in names}, name="run.pth"
     )
-    assert found.advice == (f"no key is missing after: {command}",)
+    assert found.advice == (f"this makes all keys match: {command}",)
 
 
 def test_a_prefix_that_is_missing_is_noticed() -> None:
     found = compare({"fc.weight": tensor(1)}, {"module.fc.weight": tensor(1)}, name="run.pth")
-    assert found.advice == ("no key is missing after: ckptkit add-module run.pth run-wrapped.pth",)
+    assert found.advice == (
+        "this makes all keys match: ckptkit add-module run.pth run-wrapped.pth",
+    )
 
 
 def test_a_prefix_on_some_keys_is_noticed() -> None:

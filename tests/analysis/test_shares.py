@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.analysis.shares import LEVELS, OPTIMIZER, OTHER, WEIGHTS, Share, grown, joined, shares
+from ckptkit.analysis.shares import (
+    LEVELS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    Share,
+    branches,
+    joined,
+    shares,
+)
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import Pairs
@@ -75,7 +84,7 @@ def test_all_together_are_the_totals(name: str) -> None:
     all_ = shares(summary, made.root)
     assert sum(each.parameters for each in all_) == summary.totals.parameters
     assert sum(each.nbytes for each in all_) <= summary.totals.nbytes
-    tree = grown(all_)
+    tree = branches(all_)
     assert (tree.tensors, tree.parameters) == (len(all_), summary.totals.parameters)
     assert tree.nbytes == sum(child.nbytes for child in tree.children.values())
 
@@ -87,7 +96,7 @@ def test_the_tree() -> None:
         "enc": tensor(1, 1, 1),
         "enc.1.w.x": tensor(9),
     }
-    tree = grown(found(checkpoint(root)))
+    tree = branches(found(checkpoint(root)))
     enc = tree.children["enc"]
     assert (enc.tensors, enc.parameters, enc.nbytes, enc.path) == (4, 7, 28, "enc")
     assert enc.share is not None and enc.share.parameters == 3
@@ -98,12 +107,12 @@ def test_the_tree() -> None:
 
 
 def test_keys_that_are_repeated_are_both_there() -> None:
-    tree = grown(found(checkpoint({"list": Pairs([("w", tensor(1)), ("w", tensor(2, 3))])})))
+    tree = branches(found(checkpoint({"list": Pairs([("w", tensor(1)), ("w", tensor(2, 3))])})))
     assert [child.nbytes for child in tree.children["list"].children.values()] == [4, 8]
 
 
 def test_a_name_of_dots_alone_is_no_deep_tree() -> None:
-    tree = grown(found(checkpoint({"." * 60_000: tensor(1)})))
+    tree = branches(found(checkpoint({"." * 60_000: tensor(1)})))
     depth = 0
     while tree.children:
         (tree,), depth = tree.children.values(), depth + 1

@@ -39,7 +39,7 @@ def test_what_torch_chooses(parts: list[str], ellipsis: int | None, brackets: bo
     try:
         want = eval(f"WHOLE[{text or '...'}]")  # noqa: S307 - what Python makes of it
     except IndexError:
-        with pytest.raises(UsageError, match="outside of dimension"):
+        with pytest.raises(UsageError, match="out of range for dimension"):
             parse(text, (2, 3, 5))
         return
     picks = parse(f"[{text}]" if brackets else text, (2, 3, 5))
@@ -59,7 +59,7 @@ def test_a_slice_of_a_view() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0, 0, 0, 0", "names 4 dimensions"),
+        ("0, 0, 0, 0", "has 4 indices"),
         ("..., ...", "more than one ellipsis"),
         ("::0", "a step of 0"),
         ("::-1", "is not an index"),
@@ -70,8 +70,8 @@ def test_a_slice_of_a_view() -> None:
         ("None", "is not an index"),
         ("[0", "is not an index"),
         ("9" * 30, "is not an index"),
-        ("0, 3", "index 3 is outside of dimension 1"),
-        ("-3", "index -3 is outside of dimension 0"),
+        ("0, 3", "index 3 is out of range for dimension 1"),
+        ("-3", "index -3 is out of range for dimension 0"),
     ],
 )
 def test_what_is_no_slice(text: str, said: str) -> None:

@@ -161,7 +161,8 @@ def test_calls_that_no_checkpoint_needs_are_pointed_out() -> None:
     }
     (warning,) = summarize(checkpoint(root)).warnings
     assert (
-        warning == "loading it with pickle would call posix.system, for the value at a and 1 more"
+        warning
+        == "loading this file with pickle would call posix.system (the value at a) and 1 more"
     )
     (found,) = coded([warning], RUNS_CODE)
     assert found.facts == {"call": "posix.system", "values": 2}

@@ -61,5 +61,5 @@ def test_selected_tensors_fold_by_the_kinds_of_all_modules() -> None:
 def test_weights_and_others_are_not_one_row() -> None:
     found = summarize(checkpoint({"model": {"x.0": tensor(1)}, "x": {"1": tensor(1)}}))
     weights, others, *_ = view_model.of_checkpoint(found, found.rows).tables
-    assert (weights.title, weights.things, weights.rows[0][0]) == ("", 1, "x.0")
-    assert (others.title, others.things, others.rows[0][0]) == ("other tensors", 1, "x.1")
+    assert (weights.title, weights.total, weights.rows[0][0]) == ("", 1, "x.0")
+    assert (others.title, others.total, others.rows[0][0]) == ("other tensors", 1, "x.1")

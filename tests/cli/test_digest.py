@@ -67,9 +67,9 @@ def test_a_manifest_and_its_check(ckptkit: Ckptkit, net: Path, tmp_path: Path) -
     assert found.exit_code == 1
     assert found.stdout.splitlines() == [
         f"{net}: 3 differences from the 3 tensors of the manifest",
-        "  missing: the manifest has it (odd\\nname)",
+        "  missing: only in the manifest (odd\\nname)",
         "  not in the manifest (\\x1b[1m)",
-        "  not as in the manifest (b)",
+        "  differs from the manifest (b)",
     ]
     assert ckptkit("digest", "--check", out, "--keys", "a", net).exit_code == 0
     found = json.loads(ckptkit("digest", "--check", out, "--json", net).stdout)

@@ -55,7 +55,7 @@ def test_strip_module_takes_other_prefixes(ckptkit: Ckptkit, tmp_path: Path, out
         "strip-module", "--prefix", "_orig_mod.", "--prefix", "module.", tmp_path / "c.pth", out
     )
     assert list(load(out)) == ["w", "b"]
-    assert "left without a change: 'b'" in result.stderr
+    assert "without the prefix, not changed: 'b'" in result.stderr
 
 
 def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
@@ -107,7 +107,7 @@ def test_keys_of_no_wrapper_are_copied_with_a_warning(
 ) -> None:
     torch.save({f"{before}0.weight": torch.ones(1)}, tmp_path / "p.pth")
     done = ckptkit("strip-module", tmp_path / "p.pth", out)
-    assert (done.exit_code, "no key begins with 'module.'" in done.stderr) == (0, True)
+    assert (done.exit_code, "no key starts with 'module.'" in done.stderr) == (0, True)
     assert list(load(out)) == [f"{before}0.weight"]
     assert ckptkit("strip-module", "--force", "--strict", tmp_path / "p.pth", out).exit_code == 2
 
@@ -116,7 +116,7 @@ def test_a_batch_copies_files_without_the_prefix(ckptkit: Ckptkit, tmp_path: Pat
     for name in ("module.w", "w"):
         torch.save({name: torch.ones(1)}, tmp_path / f"{name}.pth")
     done = ckptkit("batch", "strip-module", "--into", tmp_path / "out", tmp_path / "*.pth")
-    assert done.exit_code == 0 and "w.pth: no key begins with 'module.'" in done.stderr
+    assert done.exit_code == 0 and "w.pth: no key starts with 'module.'" in done.stderr
     assert [list(load(each)) for each in (tmp_path / "out").glob("*.pth")] == [["w"], ["w"]]
 
 

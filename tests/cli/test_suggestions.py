@@ -143,7 +143,7 @@ def test_a_pattern_that_no_file_matches(ckptkit: Ckptkit, several: Path) -> None
     [
         ("extract run.pth new.pth", "`ckptkit extract run.pth new.pth --key model`"),
         ("convert run.pth new.pth --key optimizer", "`ckptkit inspect --tree run.pth` shows"),
-        ("rename run.pth new.pth --sub (=x", "a backslash before ( ) "),
+        ("rename run.pth new.pth --sub (=x", "write a backslash before a literal ( ) "),
         ("rename run.pth new.pth --sub s/0(.weight)/1/g", "--sub '0(.weight)=1'"),
         ("rename run.pth new.pth --map map.json", "the keys are: module.0.weight"),
         ("convert run.pth new.pth --drop zzzz", "the keys are: module.0.weight"),

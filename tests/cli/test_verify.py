@@ -138,7 +138,7 @@ def test_a_manifest(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     done = ckptkit("verify", tmp_path / "less.pth", "--manifest", out)
     assert (done.exit_code, done.stdout) == (
         1,
-        f"{tmp_path / 'less.pth'}: missing: the manifest has it (\\x1b[2J)\n",
+        f"{tmp_path / 'less.pth'}: missing: only in the manifest (\\x1b[2J)\n",
     )
     assert ckptkit("verify", tmp_path / "less.pth", "--manifest", out, "--keys", "w").exit_code == 0
     assert ckptkit("verify", net, net, "--manifest", out).exit_code == 2

@@ -760,10 +760,10 @@ def test_a_model_from_the_working_directory(
 @pytest.mark.parametrize(
     ("spec", "args", "said", "hint"),
     [
-        ("{file}", {}, "names no model", "Class"),
-        ("{file}:", {}, "names no model", "Class"),
-        ("no_such_module_here:Net", {}, "cannot be imported", "path"),
-        ("{file}x.py:Net", {}, "cannot be imported", ""),
+        ("{file}", {}, "is not a model class", "Class"),
+        ("{file}:", {}, "is not a model class", "Class"),
+        ("no_such_module_here:Net", {}, "cannot import", "path"),
+        ("{file}x.py:Net", {}, "cannot import", ""),
         ("{file}:Missing", {}, "has no class 'Missing'", "Net, Stubborn, Broken"),
         ("{file}:number", {}, "has no class 'number'", "Net"),
         ("{file}:plain", {}, "gives a dict", ""),

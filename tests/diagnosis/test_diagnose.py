@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.diagnosis.diagnose import cure, examine
+from ckptkit.diagnosis.diagnose import apply_fixes, examine
 from ckptkit.loading import building
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture
@@ -26,7 +26,7 @@ def test_what_is_mended_loads(name: str, tmp_path: Path) -> None:
     if found.fix is None or fixture.facts["weights"] is None:
         return
     out = tmp_path / "mended.pth"
-    cure(found, out)
+    apply_fixes(found, out)
     again = examine(out)
     assert [cause.code for cause in again.causes if cause.fix is not None] == []
     expected = fixture.state()

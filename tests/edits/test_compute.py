@@ -65,7 +65,7 @@ def test_no_finite_result(tmp_path: Path) -> None:
     found = written({"a": infinite}, {"a": "log(-x)"}, tmp_path)["a"]
     assert found[0] == float("inf")
     assert found[1].isnan()
-    with pytest.raises(TensorError, match=r"'a': log\(-x\) of 2 is not a finite number"):
+    with pytest.raises(TensorError, match=r"'a': log\(-x\) of 2 is not finite"):
         written({"a": torch.tensor([-1.0, 2.0])}, {"a": "log(-x)"}, tmp_path)
     with pytest.raises(TensorError, match=r"-exp\(x\) of 100"):
         written({"a": torch.tensor([100.0])}, {"a": "-exp(x)"}, tmp_path)
@@ -77,8 +77,12 @@ def test_no_finite_result(tmp_path: Path) -> None:
         ({"a": torch.ones(2)}, {"a": "x * 2"}, "'x * 2' is not an expression"),
         ({"a": torch.ones(2)}, {"c*": "x + 1"}, "no weight matches 'c*'"),
         ({"a": torch.ones(2)}, {"a": "x + 1", "*": "x - 1"}, "'a' matches two globs"),
-        ({"a": torch.ones(2).long()}, {"a": "x + 1"}, "'a' is not a plain tensor of floats"),
-        ({"a": torch.ones(2, 2).to_sparse()}, {"a": "x + 1"}, "'a' is not a plain tensor"),
+        ({"a": torch.ones(2).long()}, {"a": "x + 1"}, "'a' is not a strided floating-point tensor"),
+        (
+            {"a": torch.ones(2, 2).to_sparse()},
+            {"a": "x + 1"},
+            "'a' is not a strided floating-point tensor",
+        ),
     ],
 )
 def test_refused(state: Any, expressions: Any, said: str, tmp_path: Path) -> None:

@@ -257,17 +257,17 @@ def test_what_torch_keeps_on_the_cpu_is_named() -> None:
     (said,) = remap(adam, "cuda:0").warnings
     assert said == (
         "torch keeps 'optimizer.state.0.step', 'optimizer.state.1.step' and 11 more on the CPU, "
-        "tagged cuda:0 now; {'cuda:1': 'cuda:0'} leaves such tensors as they are"
+        "but their tag is now cuda:0; {'cuda:1': 'cuda:0'} does not change them"
     )
     with on_command_line():
         (said,) = remap(momentum, "cuda:0").warnings
     assert "'rng.torch'" in said
-    assert "; --device cuda:1=cuda:0 leaves" in said
+    assert "; --device cuda:1=cuda:0 does not change them" in said
     for devices in ("cpu", {"cuda:1": "cuda:0"}, {"cuda:1": "cuda:0", "cpu": "cpu"}):
         assert not remap(adam, devices).warnings
     (said,) = remap(open_checkpoint(FOLDER / "torch-zip/none_full_cpu.pth"), "cuda:0").warnings
     assert said == (
-        "torch keeps 'rng.torch' on the CPU, tagged cuda:0 now; a mapping cannot tell them from "
-        "the others, which are tagged cpu too"
+        "torch keeps 'rng.torch' on the CPU, but their tag is now cuda:0; a dict cannot exclude them, "
+        "because all tensors have the tag cpu"
     )
     assert not remap(open_checkpoint(FOLDER / "torch-zip/none_bare_cpu.pth"), "cuda:0").warnings

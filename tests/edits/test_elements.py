@@ -141,7 +141,7 @@ def test_cast_splits_a_storage_whose_tensors_differ_and_says_so() -> None:
     assert same(to_torch(done.weights["a"]), base[:2].half())
     assert same(to_torch(done.weights["b"]), base[2:])
     assert done.weights["b"].storage is ck.weights["b"].storage
-    assert "no longer share memory with tensors that have another dtype now: 'a', 'b'" in lines(
+    assert "no longer share memory with tensors that now have another dtype: 'a', 'b'" in lines(
         done
     )
 
@@ -235,7 +235,7 @@ def test_cast_of_a_parameter_of_what_names_its_dtype() -> None:
     made = Object(
         Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedMapping()), tensor=leaf
     )
-    assert "not cast, as their dtype is part of how they are made: 'w'" in lines(
+    assert "not cast, because an argument of their rebuild call fixes the dtype: 'w'" in lines(
         cast(Checkpoint({"w": made}), "half")
     )
 
@@ -244,7 +244,10 @@ def test_cast_to_8_bits_of_what_torch_could_then_not_load() -> None:
     root = {"w": tensor(requires_grad=True), "p": tensor(kind="parameter", requires_grad=True)}
     done = cast(Checkpoint(root), "float8_e5m2")
     assert [done.root[name].requires_grad for name in "wp"] == [False, True]
-    assert "no longer requires_grad, which torch cannot load with 8 bits: 1 tensor" in lines(done)
+    assert (
+        "cleared requires_grad of 1 tensor, because torch cannot load it with this dtype"
+        in lines(done)
+    )
     assert cast(Checkpoint(root), "float16").root["w"].requires_grad
 
 
@@ -256,7 +259,9 @@ def test_cast_names_what_it_cannot_cast() -> None:
     float4 = Tensor(storage(b"\0"), dtypes.BY_NAME["float4_e2m1fn_x2"], (1,), (1,))
     done = cast(Checkpoint({"w": made, "x": float4, "v": tensor()}), "float16")
     assert done.root["w"].tensor.dtype.name == "float32"
-    assert "not cast, as their dtype is part of how they are made: 'w', 'x'" in lines(done)
+    assert "not cast, because an argument of their rebuild call fixes the dtype: 'w', 'x'" in lines(
+        done
+    )
     assert done.notes == ("cast 1 weight: float32 -> float16",)
 
 
@@ -285,7 +290,7 @@ def test_compact_cuts_to_a_view() -> None:
     assert leaf.storage is not None
     assert (leaf.storage.nbytes, leaf.offset) == (12, 0)
     assert same(to_torch(leaf), base[10:13])
-    assert done.notes == ("cut 1 storage to what is used: 3,988 bytes less",)
+    assert done.notes == ("dropped 3,988 unused bytes of 1 storage",)
 
 
 def test_compact_keeps_overlaps_and_separates_the_rest() -> None:

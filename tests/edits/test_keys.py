@@ -91,40 +91,40 @@ def test_add(old: str, prefix: str, new: str) -> None:
 def test_strip_takes_one_level_and_points_out_the_next() -> None:
     done = strip_prefix(checkpoint("module.module.w", "module.b"))
     assert names(done) == ["module.w", "b"]
-    assert "1 key still begins with 'module.', a second level: strip 'module.'" in lines(done)
+    assert "1 key still starts with 'module.': strip 'module.'" in lines(done)
     assert names(strip_prefix(done)) == ["w", "b"]
 
 
 def test_strip_points_out_another_wrapper() -> None:
     done = strip_prefix(checkpoint("module._orig_mod.w"))
-    assert "1 key still begins with '_orig_mod.'" in lines(done)
+    assert "1 key still starts with '_orig_mod.'" in lines(done)
 
 
 def test_strip_reports_other_keys() -> None:
     done = strip_prefix(checkpoint("n_averaged", "module.w", "module.b"))
     assert done.notes == ("stripped 'module.' from 2 keys",)
-    assert "1 key left without a change: 'n_averaged'" in lines(done)
+    assert "1 key without the prefix, not changed: 'n_averaged'" in lines(done)
 
 
 @pytest.mark.parametrize(
     ("edit", "error", "match"),
     [
-        (lambda: strip_prefix(checkpoint("w", "module.w")), CollisionError, "'w' and 'module.w' would both be called 'w'"),
-        (lambda: strip_prefix(checkpoint("a.w", "b.w"), ["a.", "b."]), CollisionError, "would both be called 'w'"),
+        (lambda: strip_prefix(checkpoint("w", "module.w")), CollisionError, "'w' and 'module.w' would both become 'w'"),
+        (lambda: strip_prefix(checkpoint("a.w", "b.w"), ["a.", "b."]), CollisionError, "would both become 'w'"),
         (lambda: strip_prefix(checkpoint("w"), ""), UsageError, "empty prefix"),
-        (lambda: strip_prefix(Checkpoint({"m": named("module.w"), "epoch": 1}), key=["epoch"]), UsageError, "not a mapping"),
+        (lambda: strip_prefix(Checkpoint({"m": named("module.w"), "epoch": 1}), key=["epoch"]), UsageError, "not a dict"),
         (lambda: strip_prefix(checkpoint("module.w"), key=["nowhere"]), UsageError, "no entry"),
         (lambda: add_prefix(checkpoint("w"), ""), UsageError, "empty prefix"),
         (lambda: rename(checkpoint("a"), {"a": ""}), UsageError, "cannot be renamed"),
         (lambda: rename(checkpoint("a"), {"a": 1}), UsageError, "."),
-        (lambda: rename(checkpoint("a"), {}, [("a", "")]), UsageError, "leave nothing"),
+        (lambda: rename(checkpoint("a"), {}, [("a", "")]), UsageError, "make the name 'a' empty"),
         (lambda: rename(checkpoint("x"), {}, [("(", "")]), UsageError, "bad substitution"),
         (lambda: rename(checkpoint("x"), {}, [("a", r"\1")]), UsageError, "bad substitution"),
         (lambda: rename(checkpoint("x"), {}, [("(?P<n>a)", r"\g<m>")]), UsageError, "bad substitution"),
         (lambda: rename(checkpoint("x"), {}, [("a", "\\")]), UsageError, "bad substitution"),
         (lambda: rename(checkpoint("a.1.w", "a.2.w"), {}, [(r"\.\d", "")]), CollisionError, "'a.1.w' and 'a.2.w'"),
         (lambda: select(checkpoint("Enc.w"), keep=["enc.*"]), UsageError, "no key matches"),
-        (lambda: select(checkpoint("a"), drop=["*"]), UsageError, "nothing is left"),
+        (lambda: select(checkpoint("a"), drop=["*"]), UsageError, "drops all weights"),
     ],
 )  # fmt: skip
 def test_what_is_refused(edit: Callable[[], object], error: type[Exception], match: str) -> None:
@@ -136,7 +136,7 @@ def test_strip_nothing() -> None:
     ck = checkpoint("w")
     done = strip_prefix(ck)
     assert done.root is ck.root
-    assert done.warnings == ("no key begins with 'module.'",)
+    assert done.warnings == ("no key starts with 'module.'",)
     assert not done.notes
 
 
@@ -258,7 +258,7 @@ def test_add_leaves_the_wrapper_alone() -> None:
 
 
 def test_add_collision() -> None:
-    with pytest.raises(CollisionError, match="'w' and 'm_w' would both be called 'm_w'"):
+    with pytest.raises(CollisionError, match="'w' and 'm_w' would both become 'm_w'"):
         add_prefix(Checkpoint({"w": tensor(), "m_w": "no weight, so it keeps its name"}), "m_")
 
 
@@ -327,7 +327,7 @@ def test_rename_metadata_that_cannot_follow_is_dropped_and_named() -> None:
     root.state = {"_metadata": OrderedMapping({"": {}, "a": {"version": 2}})}
     done = rename(Checkpoint(root), {"a.w": "x.w", "a.b": "y.b"})
     assert list(metadata(done)) == [""]
-    assert "dropped 1 _metadata entry: no new name follows for 'a'" in lines(done)
+    assert "dropped 1 _metadata entry of modules whose new name is unclear: 'a'" in lines(done)
 
 
 def test_rename_of_a_parameter_keeps_its_module() -> None:
@@ -345,7 +345,7 @@ def test_select_keep_and_drop() -> None:
     assert names(select(ck, keep=["enc.*"])) == ["enc.a.w", "enc.b.w"]
     assert names(select(ck, drop=["*.a.w"])) == ["enc.b.w"]
     assert names(select(ck, keep=["enc.*", "dec.*"], drop=["enc.b.*"])) == ["enc.a.w", "dec.a.w"]
-    assert select(ck, keep=["enc.*"]).notes == ("left out 1 key, kept 2",)
+    assert select(ck, keep=["enc.*"]).notes == ("dropped 1 key, kept 2",)
 
 
 def test_select_unmatched_glob_says_what_is_near() -> None:

@@ -247,15 +247,15 @@ def test_a_configuration_of_mergekit_is_a_recipe(tmp_path: Path, run: Run) -> No
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ("merge_method: della", "merge_method 'della' is not done here"),
+        ("merge_method: della", "merge_method 'della' is not supported"),
         ("tokenizer_source: union", "makes a new vocabulary"),
-        ("modules: {}", "'modules' is not done here"),
-        ("base_model: not/there", "'not/there' is not a path"),
-        ("slices: []", "has models, or else slices"),
+        ("modules: {}", "'modules' is not supported"),
+        ("base_model: not/there", "'not/there' does not exist"),
+        ("slices: []", "needs either models or slices"),
         ("models: []", "is not a list of inputs"),
-        ("parameters: {gamma: 1}", "'gamma' is not done here"),
-        ("parameters: {normalize: 3}", "normalize is '3', not true or false"),
-        ("models: [{model: one, parameters: {weight: x}}]", "'x' is no number"),
+        ("parameters: {gamma: 1}", "'gamma' is not supported"),
+        ("parameters: {normalize: 3}", "normalize must be true or false, got '3'"),
+        ("models: [{model: one, parameters: {weight: x}}]", "'x' is not a number"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str, said: str) -> None:
@@ -277,17 +277,20 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "task"}, "name it with base="),
-        ({"method": "linear", "base": 0}, "linear has no base"),
-        ({"method": "slerp"}, "between two models, not 3"),
-        ({"method": "linear", "weight": [1, 2]}, "weight: 2 for 3 models"),
-        ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task leaves no differences out"),
-        ({"method": "passthrough", "layers": ["0:1"]}, "1 ranges of layers for 3 models"),
-        ({"method": "passthrough", "layers": ["0:1", "2:9", "0:1"]}, "'2:9' is not a range"),
-        ({"method": "passthrough"}, "needs the layers of each"),
-        ({"method": "linear", "layers": ["0:1"] * 3}, "layers are for passthrough"),
+        ({"method": "task"}, "needs a base model: base="),
+        ({"method": "linear", "base": 0}, "linear does not use a base"),
+        ({"method": "slerp"}, "merges two models, got 3"),
+        ({"method": "linear", "weight": [1, 2]}, "weight: got 2 for 3 models"),
+        ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task does not use density"),
+        ({"method": "passthrough", "layers": ["0:1"]}, "got 1 layer range for 3 models"),
+        (
+            {"method": "passthrough", "layers": ["0:1", "2:9", "0:1"]},
+            "'2:9' is not a valid layer range",
+        ),
+        ({"method": "passthrough"}, "needs a layer range for each"),
+        ({"method": "linear", "layers": ["0:1"] * 3}, "only passthrough uses layers"),
         ({"method": "median"}, "'median' is not a method"),
-        ({}, "how are they merged? method="),
+        ({}, "a method is required: method="),
     ],
 )
 def test_numbers_that_a_method_does_not_use(
@@ -317,7 +320,7 @@ def test_what_has_no_mean_and_what_is_tied(tmp_path: Path, run: Run) -> None:
         torch.save(held, tmp_path / f"{number}.pth")
     words = ["merge", "0.pth", "1.pth", "out.pth", "--method", "linear", "--weight", "1"]
     done = run(*words, "--weight", "3", cwd=tmp_path)
-    assert done.code == 0 and "took 'steps' from 0.pth" in done.stdout
+    assert done.code == 0 and "copied 'steps' from 0.pth" in done.stdout
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert found["w"].data_ptr() == found["tied"].data_ptr()
     assert found["w"].unique().tolist() == [0.75] and found["steps"] == 0

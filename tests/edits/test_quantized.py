@@ -69,7 +69,7 @@ def test_everywhere_and_once(tmp_path: Path) -> None:
 
 
 def test_nothing_to_do() -> None:
-    with pytest.raises(UsageError, match="nothing"):
+    with pytest.raises(UsageError, match="no quantized weights"):
         dequantize(Checkpoint({"w": tensor()}))
 
 

@@ -73,17 +73,17 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"vocab_size": 20, "hidden_size": 30}
     done = run("resize", "model", "same", *words[3:], "--rows", "30", cwd=tmp_path)
-    assert "all have 30 rows already" in done.stderr
+    assert "all already have 30 rows" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("keys", "given", "said"),
     [
         ("embedding", {"rows": 3}, "no weight matches 'embedding'"),
-        ("w", {"rows": 0}, "rows is 0"),
+        ("w", {"rows": 0}, "rows must be at least 1, got 0"),
         ("scale", {"rows": 3}, "'scale' has no rows"),
-        ("count", {"rows": 3}, "only rows of floating-point numbers are added"),
-        ("w", {"rows": 3, "fill": "ones"}, "'ones' is no way to fill rows"),
+        ("count", {"rows": 3}, "is not a floating-point dtype"),
+        ("w", {"rows": 3, "fill": "ones"}, "cannot fill rows with 'ones'"),
     ],
 )
 def test_refusals(tmp_path: Path, keys: str, given: dict[str, object], said: str) -> None:

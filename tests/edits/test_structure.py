@@ -14,7 +14,7 @@ def test_extract_and_wrap_are_inverse() -> None:
     ck = Checkpoint({"model": inner, "epoch": 3})
     done = extract(ck, "model")
     assert done.root is inner
-    assert done.notes == ("extracted 'model', leaving epoch",)
+    assert done.notes == ("extracted 'model'; dropped epoch",)
     assert list(done.weights) == ["w"]
     assert wrap(done, "model").root == {"model": inner}
 
@@ -69,6 +69,6 @@ def test_wrap_beside_values() -> None:
     inner = named("w")
     done = wrap(Checkpoint(inner), "state_dict", {"version": "2.0.0", "epoch": 3})
     assert done.root == {"state_dict": inner, "version": "2.0.0", "epoch": 3}
-    assert done.notes == ("wrapped as 'state_dict' beside 'version', 'epoch'",)
-    with pytest.raises(UsageError, match="'epoch' cannot be"):
+    assert done.notes == ("wrapped as 'state_dict' with 'version', 'epoch'",)
+    with pytest.raises(UsageError, match="'epoch' is both"):
         wrap(Checkpoint(inner), "epoch", {"epoch": 3})

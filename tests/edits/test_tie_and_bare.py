@@ -37,7 +37,7 @@ def test_bare_takes_the_weights_out_of_their_wrapper() -> None:
     done = bare(Checkpoint({"model": inner, "epoch": 3, "args": {}}, key="model"))
     assert done.root is inner
     assert done.key is None
-    assert done.notes == ("took the weights out of 'model', leaving 2 other entries",)
+    assert done.notes == ("extracted the weights from 'model'; dropped 2 other entries",)
 
 
 def test_bare_without_weights() -> None:

@@ -181,7 +181,7 @@ def test_keys_that_could_not_be_keys_stay_nodes() -> None:
 
 
 def test_a_set_of_lists() -> None:
-    with pytest.raises(FormatError, match="a set holds a list"):
+    with pytest.raises(FormatError, match="a set contains a list"):
         value_of(SetNode([[1]]))
 
 

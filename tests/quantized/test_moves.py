@@ -37,12 +37,12 @@ def test_one_name_takes_the_others_along(fp8: Checkpoint) -> None:
 def test_a_part_alone_gets_no_other_name(fp8: Checkpoint) -> None:
     with pytest.raises(UsageError, match="fp8-block"):
         ckptkit.rename(fp8, {f"{L}.weight_scale_inv": "fc.scale_of_mine"})
-    with pytest.raises(UsageError, match="cannot be called"):
+    with pytest.raises(UsageError, match="cannot be renamed to"):
         ckptkit.rename(fp8, {f"{L}.weight": "fc.w"})
 
 
 def test_parts_do_not_go_to_two_modules(fp8: Checkpoint) -> None:
-    with pytest.raises(UsageError, match="would go to"):
+    with pytest.raises(UsageError, match="would move to several modules"):
         ckptkit.rename(
             fp8, {f"{L}.weight": "a.weight", f"{L}.weight_scale_inv": "b.weight_scale_inv"}
         )
@@ -67,7 +67,7 @@ def test_the_weight_goes_by_its_own_name(tmp_path: Path) -> None:
 
 def test_a_scale_alone_is_warned_of(fp8: Checkpoint) -> None:
     ck = ckptkit.select(fp8, drop=["*_scale_inv"])
-    assert any("part only" in warning for warning in ck.warnings)
+    assert any("incomplete and useless" in warning for warning in ck.warnings)
 
 
 def test_prefixes_keep_what_describes_them(tmp_path: Path) -> None:

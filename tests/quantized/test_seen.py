@@ -234,7 +234,7 @@ def test_verify_names_scales_that_are_no_numbers(run: Run, tmp_path: Path) -> No
     done = run("verify", "--values", path)
     assert done.code == 1 and "1 NaN and 1 infinite of 4" in done.stdout
     assert (
-        f"scales that are zero, as are the weights there: {L}.weight_scale_inv (1 of 4)"
+        f"scales are zero, so these weights are zero too: {L}.weight_scale_inv (1 of 4)"
         in " ".join(done.stdout.split())
     )
     assert run("verify", path).code == 0

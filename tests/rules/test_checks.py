@@ -40,7 +40,7 @@ def net(tmp_path: Path) -> Path:
     [
         ("embed.weight", None),
         ("embed.weight exists", None),
-        ("none exists", "there is none"),
+        ("none exists", "no such tensor"),
         ("head.wieght", "nearest: head.weight"),
         ("none missing", None),
         ("*.weight missing", "embed.weight is there"),
@@ -62,7 +62,7 @@ def net(tmp_path: Path) -> Path:
         ("* shape=6", "is not a shape"),
         ("* count", "needs a value"),
         ("* finite=1", "has no value"),
-        ("* count=config.none", "nothing says config.none"),
+        ("* count=config.none", "the value of config.none is unknown"),
     ],
 )
 def test_expectations(line: str, said: str | None, net: Path) -> None:
@@ -238,7 +238,7 @@ def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None: 
     )
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     done = command("check", tmp_path / "m.safetensors")
-    assert "num_experts is 8, and the tensors have 4 experts" in done.stdout
+    assert "num_experts is 8, but the tensors have 4 experts" in done.stdout
 
 
 MODEL_CODE = """
@@ -264,7 +264,7 @@ def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F81
     assert done.exit_code == 0, done.stderr
     done = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--like", other)
     assert done.exit_code == 3
-    assert "2 keys missing: 'fc.weight', 'fc.bias'; 2 keys too many" in done.stderr
+    assert "2 keys missing: 'fc.weight', 'fc.bias'; 2 keys unexpected" in done.stderr
     assert not (tmp_path / "c.pth").exists()
     torch.save({"fc.weight": torch.ones(2, 5), "fc.bias": torch.ones(2)}, tmp_path / "d.pth")
     done = command("convert", tmp_path / "d.pth", tmp_path / "e.safetensors", "--like", other)

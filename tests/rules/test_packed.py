@@ -43,9 +43,9 @@ def test_rows_are_put_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["w [o i] -> w [i o]", "w [o (a b)] -> w.{a} [o b] with a=2"])
 def test_nothing_is_taken_apart_inside_a_byte(line: str, tmp_path: Path) -> None:
-    with pytest.raises(TensorError, match=r"rule 1: .*w would be taken apart inside") as caught:
+    with pytest.raises(TensorError, match=r"rule 1: the rule splits bytes of .*w") as caught:
         ruled(tmp_path, line, state={"w": packed(4, 6)})
-    assert "packed along the last dimension" in (caught.value.hint or "")
+    assert "packs elements along the last dimension" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

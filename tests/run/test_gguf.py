@@ -130,8 +130,8 @@ def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
     )  # fmt: skip
     done = command("run", "gguf", source, tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
-    assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in done.stdout
-    assert "by the recipe gguf-llama" in done.stdout
+    assert "does not contain the rotary scaling: 'rope_freqs.weight'" in done.stdout
+    assert "used the recipe gguf-llama" in done.stdout
     found = load_file(tmp_path / "hf" / "model.safetensors")
     weight = torch.arange(64.0).view(8, 8) + 1
     assert "lm_head.weight" not in found
@@ -198,7 +198,7 @@ def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> 
     other = [*tensors, floats("rope_freqs.weight", factors * 1.01)]
     config, said = config_for(tmp_path, command, "llama", other, **values)
     assert "rope_scaling" not in config
-    assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in said
+    assert "does not contain the rotary scaling: 'rope_freqs.weight'" in said
     ones = [*tensors, floats("rope_freqs.weight", torch.ones(64))]
     config, said = config_for(tmp_path, command, "llama", ones, **values)
     assert "rope_scaling" not in config and "rotary" not in said
@@ -210,7 +210,7 @@ def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:  # n
     def scaling(**values: Any) -> tuple[Any, bool]:
         given = {f"rope__scaling__{key}": value for key, value in values.items()}
         found, said = config_for(tmp_path, command, "llama", tensors, **HEADS, **given)
-        return found.get("rope_scaling"), "lacks the scaling" in said
+        return found.get("rope_scaling"), "does not contain the rotary scaling" in said
 
     assert scaling(type="linear", factor=4.0) == ({"rope_type": "linear", "factor": 4.0}, False)
     yarn = {"type": "yarn", "factor": 40.0, "original_context_length": 4096}
@@ -239,7 +239,7 @@ def test_factors_that_are_none(
         config, said = config_for(tmp_path, command, "llama", tensors, **HEADS,
                                   rope__freq_base=base)  # fmt: skip
         assert "rope_scaling" not in config
-        assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in said
+        assert "does not contain the rotary scaling: 'rope_freqs.weight'" in said
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
     done = command("run", "gguf", source, tmp_path / "other")
     assert done.exit_code == 3
@@ -332,7 +332,7 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
 
     other = model(tmp_path, "qwen99", LLAMA, attention__head_count=4)
     refused("gguf", other, "there is no recipe for the architecture 'qwen99'")
-    refused("gguf-llama", other, "general.architecture is 'qwen99', and this recipe is for llama")
+    refused("gguf-llama", other, "general.architecture is 'qwen99', but this recipe is for llama")
     (tmp_path / "lora.gguf").write_bytes(
         made([("general.architecture", "llama"), ("general.type", "adapter")], LLAMA[:1])
     )
@@ -419,9 +419,9 @@ def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:  # noqa: 
     tensors = [Entry("q.weight", (8, 64), 8, data), Entry("k.weight", (8, 64), 2, bytes(16 * 18))]
     (tmp_path / "m.gguf").write_bytes(made([("general.name", "x")], tensors))
     for rule, said in (
-        ("q.weight [o i] -> q.weight [i o]", "q.weight (Q8_0): its blocks would be cut"),
-        ("q.weight [o (two d)] -> q.weight [(two o) d] with two=4", "its blocks would be cut"),
-        ("{p:q|k}.weight [o i] -> qk.weight [(p o) i]", "q.weight is Q8_0, k.weight Q4_0"),
+        ("q.weight [o i] -> q.weight [i o]", "the rule cuts blocks of q.weight (Q8_0)"),
+        ("q.weight [o (two d)] -> q.weight [(two o) d] with two=4", "the rule cuts blocks"),
+        ("{p:q|k}.weight [o i] -> qk.weight [(p o) i]", "q.weight is Q8_0, but k.weight is Q4_0"),
     ):
         out = tmp_path / "out.safetensors"
         done = command("convert", tmp_path / "m.gguf", out, "--rule", rule)

@@ -132,13 +132,16 @@ def test_types_explain(
     original["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     done = command("diff", source, written(tmp_path, original))
     assert done.exit_code == 0, done.stdout
-    assert "the same model: 11 keys; the types of the GGUF file explain 5 tensors" in done.stdout
+    assert (
+        "the same model: 11 keys; the types of the GGUF file explain 5 differing tensors"
+        in done.stdout
+    )
     assert "5 tensors differ as Q8_0 explains (0." in done.stdout
     assert "limit 1.2 %)" in done.stdout
     for note in (
-        "rope_freqs.weight (only GGUF has it)",
+        "rope_freqs.weight (only in GGUF files)",
         "lm_head.weight (equal to model.embed_tokens.weight)",
-        "inv_freq (llama.cpp leaves it out)",
+        "inv_freq (llama.cpp does not convert it)",
     ):
         assert note in " ".join(done.stdout.split())
     done = command("diff", source, tmp_path / "hf", "--no-values")
@@ -159,10 +162,10 @@ def test_what_no_type_explains(
     assert done.exit_code == 1
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": differs" in line}
     assert set(lines) == {q, k, norm, up}
-    assert "more than Q8_0 explains (1.2 %); its rows in another order would agree" in lines[q]
+    assert "more than Q8_0 explains (1.2 %); its rows agree in another order" in lines[q]
     assert "another order" not in lines[k]
-    assert "and F32 is stored exactly" in lines[norm]
-    assert "and F16 is stored exactly" in lines[up]
+    assert "but F32 is a lossless type" in lines[norm]
+    assert "but F16 is a lossless type" in lines[up]
     assert "4 changed, of 11 keys" in done.stdout
     done = command("diff", tmp_path / "hf", source, "--json", "--keys", "*norm*")
     rows = json.loads(done.stdout)["changed"]
@@ -202,10 +205,10 @@ def test_rows_that_the_file_lacks(
     for sides in ((source, hf), (hf, source)):
         done = command("diff", *sides)
         assert done.exit_code == 0, done.stdout
-        assert f"3 rows of {embed} (llama.cpp leaves them out)" in " ".join(done.stdout.split())
+        assert f"3 rows of {embed} (llama.cpp drops them)" in " ".join(done.stdout.split())
     done = command("convert", hf, tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr
-    assert "left out rows that it lacks: 'token_embd.weight'" in done.stdout
+    assert "dropped rows that it does not have: 'token_embd.weight'" in done.stdout
     assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
     state[embed] = state[embed][:5].clone()
     done = command("diff", source, written(tmp_path, state))
@@ -231,8 +234,8 @@ def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:  
     done = command("diff", source, written(tmp_path, state))
     assert done.exit_code == 0, done.stdout
     said = " ".join(done.stdout.split())
-    assert f"2 rows of {positions} (llama.cpp leaves them out)" in said
-    assert "pooler.dense.bias (llama.cpp leaves it out)" in said
+    assert f"2 rows of {positions} (llama.cpp drops them)" in said
+    assert "pooler.dense.bias (llama.cpp does not convert it)" in said
     done = command("convert", tmp_path / "hf", tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
@@ -251,7 +254,7 @@ def test_a_prefix_is_advice_about_the_original(
         done = command("diff", *sides)
         assert done.exit_code == 1
         said = " ".join(done.stdout.split())
-        assert "no key is missing after: ckptkit add-module" in said
+        assert "this makes all keys match: ckptkit add-module" in said
         assert "renamed" not in said or sides[0] == hf
     words = said.split("ckptkit add-module ")[1].split()
     done = command("add-module", *words[: words.index(str(hf)) + 2])
@@ -309,7 +312,7 @@ def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> Non
     done = command("convert", tmp_path / "hf", out, "--like", source)
     if case.parent == QUANTIZED:
         assert done.exit_code == 3
-        assert "writes the types F32, F16, BF16, Q8_0: output.weight (Q6_K)" in done.stderr
+        assert "writes only the types F32, F16, BF16, Q8_0, not output.weight (Q6_K)" in done.stderr
         assert not out.exists()
         return
     assert done.exit_code == 0, done.stderr
@@ -337,7 +340,7 @@ def test_new_weights_in_an_old_file(
     done = command("convert", written(tmp_path, state), out, "--like", source)
     assert done.exit_code == 0, done.stderr
     assert "metadata, tokenizer and types of" in done.stdout
-    assert "kept of it: 'rope_freqs.weight'" in done.stdout
+    assert "copied its tensors 'rope_freqs.weight'" in done.stdout
     data = out.read_bytes()
     embedding = q8_0(state["model.embed_tokens.weight"].float().numpy())
     assert data.count(embedding) == 1
@@ -395,12 +398,12 @@ def test_refused(
 
     norm, embed = "model.norm.weight", "model.embed_tokens.weight"
     refused("convert_hf_to_gguf.py of llama.cpp makes a new one", state)
-    refused("is no GGUF file, and --like needs one", state, tmp_path / "hf")
+    refused("is not a GGUF file; --like needs a single", state, tmp_path / "hf")
     lacking = {name: each for name, each in state.items() if name != norm}
     refused("matches no key", lacking, source)
     refused("compares the names", lacking, source)
     refused(
-        "1 key too many: 'output.weight'", {**state, "lm_head.weight": torch.ones(6, 32)}, source
+        "1 key unexpected: 'output.weight'", {**state, "lm_head.weight": torch.ones(6, 32)}, source
     )
     refused(
         "token_embd.weight [5, 32] instead of [6, 32]", {**state, embed: torch.ones(5, 32)}, source
@@ -410,7 +413,7 @@ def test_refused(
         {**state, embed: torch.full((6, 32), torch.inf)},
         source,
     )
-    refused("not floats to write as Q8_0", {**state, embed: torch.ones(6, 32).int()}, source)
+    refused("is not a float dtype", {**state, embed: torch.ones(6, 32).int()}, source)
     big = tmp_path / "big.gguf"
     values = np.arange(8, dtype=">f4")
     big.write_bytes(made([("general.architecture", "llama")],

@@ -73,13 +73,13 @@ class TestMegatronLlama:
             folder / "model_optim_rng.pt",
         )
         result = run("run", "megatron-llama", folder / "model_optim_rng.pt", tmp_path / "out")
-        assert result.code == 3 and f"config.json cannot be made: {message}" in result.stderr
+        assert result.code == 3 and f"cannot make config.json: {message}" in result.stderr
         assert "--config" in result.stderr and not (tmp_path / "out").exists()
 
     def test_a_default_of_the_framework_is_said(self, run: Run, tmp_path: Path) -> None:
         saved(tmp_path / "in", norm_epsilon=None)
         result = run("run", "megatron-llama", tmp_path / "in", tmp_path / "out")
-        assert "args has no norm_epsilon: config.json says 1e-05" in result.stdout
+        assert "args has no norm_epsilon; config.json has 1e-05" in result.stdout
 
     def test_the_config_that_is_named_is_taken(self, run: Run, tmp_path: Path) -> None:
         saved(tmp_path / "in", swiglu=True, use_rope_scaling=True)

@@ -208,27 +208,35 @@ def test_files_beside(tmp_path: Path) -> None:
     (merge,) = recipes.load(
         str(write(tmp_path, f"steps: [{{join: [{json.dumps(str(other))}]}}]"))
     ).steps
-    with pytest.raises(ckptkit.CkptkitError, match=r"has 9 names .* too"):
+    with pytest.raises(ckptkit.CkptkitError, match=r"both have 9 names"):
         merge(ckptkit.open(source(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("steps: [{strip: 3}]", "step 1 (strip): 3 is not text", None),
+        ("steps: [{strip: 3}]", "step 1 (strip): 3 is not a string", None),
         ("steps: [{strop: module.}]", "step 1: 'strop' is not a step", "did you mean strip?"),
         (
             "steps: [strip]",
-            "step 1 is not one word with its argument",
+            "step 1 must be one word with its argument",
             "e.g. `- strip: module.`",
         ),
         ("steps: []", "has no list of steps", None),
         ("about: x", "has no list of steps", None),
-        ("stops: []", "'stops': it may have about", None),
-        ("- 1", "[1]: it may have about", None),
-        ("steps: [{weights: yes please}]", "step 1 (weights): 'yes please' is not true", None),
-        ("steps: [{select: {kept: a}}]", "step 1 (select): 'kept': it may have drop, keep", None),
-        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is not a table of texts", None),
+        ("stops: []", "unknown: 'stops'; known: about", None),
+        ("- 1", "unknown: [1]; known: about", None),
+        (
+            "steps: [{weights: yes please}]",
+            "step 1 (weights): must be true, got 'yes please'",
+            None,
+        ),
+        (
+            "steps: [{select: {kept: a}}]",
+            "step 1 (select): unknown: 'kept'; known: drop, keep",
+            None,
+        ),
+        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is not a mapping of strings", None),
         ("steps: [{weights: true}]\noutput: {all: 3}", "output: all is 3", None),
         ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
         ("steps: [", "is not valid: while parsing a flow node", None),
@@ -249,7 +257,7 @@ def test_what_is_no_recipe(text: str, said: str, hint: str | None, tmp_path: Pat
 def test_names_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no recipe 'lightening'") as refused:
         recipes.load("lightening")
-    assert refused.value.hint == "did you mean lightning? or name a .yaml file"
+    assert refused.value.hint == "did you mean lightning? A recipe file must end in .yaml or .toml"
     with pytest.raises(UsageError, match="does not exist"):
         recipes.load(str(tmp_path / "x.yaml"))
     with pytest.raises(UsageError, match="too large for a recipe"):

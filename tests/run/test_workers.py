@@ -178,7 +178,7 @@ def test_the_scheduler_of_a_cluster_is_killed(tmp_path: Path) -> None:
         _, said = client.communicate(timeout=60)
     assert client.returncode == 4
     first, hint = said.splitlines()
-    assert first.startswith(f"error: {cluster.url}: the scheduler dropped the work")
+    assert first.startswith(f"error: {cluster.url}: the scheduler cancelled the work")
     assert hint.startswith("hint: ")
 
 
@@ -199,7 +199,7 @@ def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
             job.output: outcome
             for job, outcome in batch.run(deadly, jobs, str(tmp_path / "out"), pool=pool)
         }
-    assert "its worker was killed, twice" in str(found.pop("0000/killer.pth").error)
+    assert "its worker was killed twice" in str(found.pop("0000/killer.pth").error)
     assert Counter(outcome.state for outcome in found.values()).keys() <= {"done", "found"}
     assert len(list((tmp_path / "out").rglob("*.pth"))) == 19
 

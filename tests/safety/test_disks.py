@@ -128,7 +128,7 @@ def test_DS_04_no_room_for_a_longer_file_in_place(disk: Disk, small: Path, run: 
     path = disk.place / "run.pth"
     path.write_bytes(small.read_bytes())
     disk.fill(spare=8192)
-    for name in ("grown.", "g" * 100_000 + "."):
+    for name in ("branches.", "g" * 100_000 + "."):
         before = path.read_bytes()
         done = run("add-module", "--prefix", name, "--in-place", path)
         room = len(name) < 10

@@ -223,7 +223,7 @@ def test_S09_an_output_device_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen = parallel.choose(Config(parallel="dp", output_device="cuda:1"))
     assert [str(each) for each in chosen] == ["cuda:0", "cuda:1"]
-    with pytest.raises(CkptkitError, match="there is no device cuda:2 here"):
+    with pytest.raises(CkptkitError, match="this machine has no device cuda:2"):
         parallel.choose(Config(parallel="dp", output_device="cuda:2"))
 
 

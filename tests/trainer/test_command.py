@@ -45,7 +45,7 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["run.pth", *SMALL, "--devices", "cuda:77"],
-         "error: there is no device cuda:77 here\nhint: --devices cpu"),
+         "error: this machine has no device cuda:77\nhint: --devices cpu"),
         (["--epochs", "none"],
          "error: Invalid value for '--epochs': 'none' is not a valid integer range.\n"
          "hint: see `python -m ckptkit.trainer --help`"),
@@ -100,7 +100,7 @@ def test_an_option_that_contradicts_the_checkpoint_is_an_error(
     done = invoked(tmp_path / "more.pth", *resume, *option.split())
     assert done.code == 2
     assert f"{option} contradicts the checkpoint" in done.stderr
-    assert f"hint: without {option.split()[0]}, --resume takes it" in done.stderr
+    assert f"hint: without {option.split()[0]}: --resume uses the value" in done.stderr
     assert not (tmp_path / "more.pth").exists()
 
 
@@ -176,12 +176,12 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
         (("--dropout", "0.1"), "cnn has no dropout", "--model densenet has"),
         (
             ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
-            "--no-preserve-rng would recompute with another dropout mask, and give wrong gradients",
-            "without --dropout",
+            "--no-preserve-rng would recompute with another dropout mask, and compute wrong gradients",
+            "remove --dropout",
         ),
         (
             ("--keep-module-prefix",),
-            "--parallel none gives the keys no prefix to keep",
+            "--parallel none adds no prefix to the keys",
             "dp, dp-balanced, ddp do",
         ),
     ],
@@ -196,18 +196,18 @@ def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for out, options, message in (
-        ("none/run.pth", (), "there is no folder for it"),
+        ("none/run.pth", (), "its folder does not exist"),
         (
             "run.pth",
             ("--metrics", tmp_path / "none" / "to" / "run.pth"),
-            "there is no folder for it",
+            "its folder does not exist",
         ),
         ("full", (), "is a folder"),
-        ("full", ("--parallel", "fsdp"), "is a folder that is not empty, and no checkpoint"),
+        ("full", ("--parallel", "fsdp"), "is a non-empty folder, but not a checkpoint"),
         (
             "full",
             ("--parallel", "fsdp", "--force"),
-            "is a folder that is not empty, and no checkpoint",
+            "is a non-empty folder, but not a checkpoint",
         ),
     ):
         done = invoked(tmp_path / out, *SMALL, *options)

@@ -120,7 +120,7 @@ def test_other_pickles_are_refused(cifar: Path, batch: object) -> None:
 def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
     def hint() -> str:
         with pytest.raises(
-            ckptkit.CkptkitError, match="is not the folder of CIFAR-10: no data_batch_1"
+            ckptkit.CkptkitError, match="is not the folder of CIFAR-10: data_batch_1 is missing"
         ) as caught:
             data.load(Config(data=f"cifar10:{tmp_path}"))
         return caught.value.hint or ""
@@ -135,7 +135,7 @@ def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digit", "cifar10:", "cifar10"])
 def test_unknown_data(name: str) -> None:
-    with pytest.raises(ckptkit.CkptkitError, match="no data is called") as caught:
+    with pytest.raises(ckptkit.CkptkitError, match="unknown data set") as caught:
         data.load(Config(data=name))
     assert caught.value.hint == "--data digits, random or cifar10:DIR"
 

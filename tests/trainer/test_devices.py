@@ -50,14 +50,17 @@ def test_S09_a_missing_device_names_those_that_are_there(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert refusal("cuda:3") == ("there is no device cuda:3 here", "--devices cpu, cuda:0, cuda:1")
+    assert refusal("cuda:3") == (
+        "this machine has no device cuda:3",
+        "--devices cpu, cuda:0, cuda:1",
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert "CUDA_VISIBLE_DEVICES=0,1 renumbers" in (refusal("cuda:3")[1] or "")
 
 
 def test_S10_the_first_device_must_be_one_that_can_share(two_gpus: None) -> None:
-    assert refusal("cpu", "cuda:0")[0] == "cpu cannot share the work with other devices"
-    assert refusal("cuda:1", "cuda:1")[0] == "--devices names cuda:1 twice"
+    assert refusal("cpu", "cuda:0")[0] == "cpu cannot be combined with other devices"
+    assert refusal("cuda:1", "cuda:1")[0] == "--devices contains cuda:1 twice"
     assert refusal("cuda:0", "cuda:1", kind="none")[1] == "--parallel dp"
 
 
@@ -65,14 +68,14 @@ def test_S19_what_is_not_deterministic_on_a_gpu_is_refused(two_gpus: None) -> No
     for model, what in (("generator", "ReflectionPad2d"), ("crnn", "CTC loss")):
         with pytest.raises(ckptkit.CkptkitError, match=f"no deterministic .*{what}") as caught:
             parallel.choose(Config(model=model, deterministic=True))
-        assert caught.value.hint == "--devices cpu, or without --deterministic"
+        assert caught.value.hint == "use --devices cpu, or remove --deterministic"
         parallel.choose(Config(model=model, deterministic=True, devices=("cpu",)))
     parallel.choose(Config(deterministic=True))
 
 
 def test_S02_the_cpu_twice_is_a_simulation() -> None:
     assert chosen("cpu", "cpu", kind="dp") == ["cpu", "cpu"]
-    assert refusal("cpu", "cpu", kind="ddp")[0] == "--devices names cpu twice"
+    assert refusal("cpu", "cpu", kind="ddp")[0] == "--devices contains cpu twice"
     assert refusal("cpu", "cpu", kind="none")[1] == "--parallel dp"
 
 

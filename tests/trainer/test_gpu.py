@@ -52,7 +52,7 @@ LONG = [
 OTHERS = ["S01", "S02 seconds", "S07"]  # which other tests run
 NEEDS_GPU = [
     "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "out of memory",
-    "what is not deterministic", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
+    "without deterministic kernels", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
     "checkpoints of DataParallel",
 ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_the_mock_is_caught(mock_gpus: GpuMachine, tmp_path: Path, name: str) ->
     """All computes well, on the CPU: the check has not passed."""
     result = run_check(named(name), mock_gpus, tmp_path / "check")
     assert result.status == "failed"
-    assert re.fullmatch(r"Failed: is about [12] GPUs?, and its layers ran on cpu", result.why), (
+    assert re.fullmatch(r"Failed: needs [12] GPUs?, but its layers ran on cpu", result.why), (
         result.why
     )
     assert "require_evidence" in result.traceback
@@ -135,11 +135,11 @@ class Fake:
     ("gpus", "devices", "processes", "why"),
     [
         (1, ["cuda:0"], [], None),
-        (2, ["cuda:0"], [], "is about 2 GPUs, and its layers ran on cuda:0"),
+        (2, ["cuda:0"], [], "needs 2 GPUs, but its layers ran on cuda:0"),
         (2, ["cuda:0", "cuda:1"], [], None),
-        (2, ["cuda:0", "cuda:1"], ["nccl"], "one process exchanges nothing"),
+        (2, ["cuda:0", "cuda:1"], ["nccl"], "a single process exchanges nothing"),
         (2, ["cuda:0", "cuda:1"], ["nccl", "nccl"], None),
-        (2, ["cuda:0", "cuda:1"], ["gloo", "gloo"], "exchanged through gloo"),
+        (2, ["cuda:0", "cuda:1"], ["gloo", "gloo"], "used the backend gloo"),
         (1, ["cuda:0"], ["gloo", "gloo"], None),
     ],
 )
@@ -265,7 +265,7 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
     assert CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "ONE"]).exit_code == 0
     nothing = CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "three"])
     assert nothing.exit_code == 2
-    assert "no check has 'three' in its name" in nothing.output
+    assert "no check name contains 'three'" in nothing.output
 
 
 @pytest.fixture(scope="module")

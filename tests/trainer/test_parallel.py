@@ -82,7 +82,7 @@ def test_S02_one_device_says_that_nothing_is_split(prepared: Prepare) -> None:
     said: list[str] = []
     with log.shapes_traced(prepared(parallel="dp"), said.append):
         pass
-    assert said == ["one device: nothing is split (--devices cpu,cpu simulates a split into two)"]
+    assert said == ["one device: batches are not split (--devices cpu,cpu simulates two devices)"]
 
 
 def test_S17_crnn_is_joined_along_the_batch(prepared: Prepare) -> None:
@@ -183,7 +183,7 @@ def test_a_run_goes_on_under_another_kind(tmp_path: Path, before: str, after: st
 def test_a_sharded_model_says_what_does_not_fit(tmp_path: Path) -> None:
     config = Config(parallel="fsdp", data="random", devices=("cpu",), width=0.5)
     torch.save({"fc1.weight": torch.ones(1), "module.x": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(ckptkit.CkptkitError, match="does not fit cnn; missing, unexpected or of"):
+    with pytest.raises(ckptkit.CkptkitError, match="does not fit cnn; missing, unexpected or with"):
         loop.evaluate(config, tmp_path / "other.pth")
 
 

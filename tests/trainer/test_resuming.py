@@ -57,7 +57,7 @@ def test_F5_other_devices_are_said(tmp_path: Path) -> None:
     )
     line = done.stdout.splitlines()[0]
     assert line.endswith(
-        "; on cpu instead of cpu, cpu; batches of 64 as before, split differently"
+        "; on cpu instead of cpu, cpu; batches of 64 as before, but split differently"
     ), line
     gone = loaded(tmp_path / "two.epoch1.pth")
     gone["args"]["devices"] = ["cuda:7"]
@@ -104,7 +104,7 @@ def test_F9_another_number_of_processes_keeps_the_batches(tmp_path: Path) -> Non
     files = RunFiles(resume=tmp_path / "three.epoch1.pth")
     loop.train(config, tmp_path / "one.pth", files, log=said.append)
     assert said[0].endswith(
-        "; 1 process instead of 3 processes, batches of 64 as before, not bit for bit"
+        "; 1 process instead of 3 processes, batches of 64 as before, but not bit-exact"
     )
     three, one = loaded(tmp_path / "three.pth"), loaded(tmp_path / "one.pth")
     torch.testing.assert_close(one["model"], three["model"])
@@ -197,7 +197,7 @@ def test_F8_force_replaces_a_folder_of_shards(tmp_path: Path) -> None:
     assert invoked(tmp_path / "run", *fsdp).code == 0
     again = invoked(tmp_path / "run", *fsdp)
     assert (again.code, again.stderr.splitlines()[1]) == (2, "hint: --force replaces it")
-    assert "is a checkpoint already" in again.stderr
+    assert "is already a checkpoint" in again.stderr
     assert invoked(tmp_path / "run", *fsdp, "--force").code == 0
 
 
@@ -207,7 +207,7 @@ def test_files_that_would_be_written_twice_are_refused(tmp_path: Path) -> None:
         metrics = ("--metrics", tmp_path / other, "--save-best")
         done = invoked(tmp_path / "run.pth", *SMALL, *metrics)
         assert done.code == 2
-        assert "would be written twice\nhint: name another file" in done.stderr
+        assert "would be written twice\nhint: use another file" in done.stderr
         assert not list(tmp_path.iterdir())
 
 
@@ -220,7 +220,7 @@ def test_a_resumed_run_without_improvement_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     files = RunFiles(resume=tmp_path / "high.pth")
     loop.train(config, tmp_path / "more.pth", files, log=said.append)
-    assert said[-1] == "no epoch was better than 2.0000, the best before --resume"
+    assert said[-1] == "no epoch was better than 2.0000, the best one before --resume"
     assert not (tmp_path / "more.best.pth").exists()
 
 
@@ -241,7 +241,7 @@ def test_S23_a_resumed_plot_shows_all_epochs(
     said: list[str] = []
     loop.train(config, tmp_path / "c.pth", replace(files, metrics=None), log=said.append)
     assert drawn == [[1, 2, 3], [3]]
-    assert "the plot begins with epoch 3: no --metrics of those before" in said
+    assert "the plot starts with epoch 3: no --metrics of earlier epochs" in said
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_a_stop_within_an_epoch_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     assert caught.value.exit_code == 143
     assert "stopped by SIGTERM in epoch 2 after step 3" in str(caught.value)
-    assert caught.value.hint == f"--resume {tmp_path / 'half.pth'} goes on from there"
+    assert caught.value.hint == f"--resume {tmp_path / 'half.pth'} continues it"
     half = loaded(tmp_path / "half.pth")
     assert (half["epoch"], half["step"], len(half["order"])) == (1, 3, 512)
     said: list[str] = []
@@ -332,5 +332,5 @@ def test_sigterm_from_outside(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert re.match(r"error: run\.pth: stopped by SIGTERM in epoch \d+ after step \d+", errors)
-    assert "hint: --resume run.pth goes on from there" in errors
+    assert "hint: --resume run.pth continues it" in errors
     assert saving.finished_epochs(tmp_path / "run.pth") >= 1

@@ -114,7 +114,7 @@ def test_a_command_for_gpus_runs_or_names_the_devices(folder: Path, row: str) ->
         assert done.exit_code == 0, done.output
     else:
         assert done.exit_code == 2
-        assert "there is no device cuda:" in done.output
+        assert "this machine has no device cuda:" in done.output
         assert "hint: --devices cpu" in done.output
 
 

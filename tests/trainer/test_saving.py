@@ -175,13 +175,13 @@ def refused(config: Config, out: Path, resume: Path) -> ckptkit.CkptkitError:
 def test_a_checkpoint_without_optimizer_is_no_beginning(tmp_path: Path) -> None:
     error = refused(FULL, tmp_path / "out.pth", trained(tmp_path))
     assert "no optimizer" in str(error)
-    assert error.hint == "--save-form full makes a checkpoint that it can"
+    assert error.hint == "--save-form full saves checkpoints that can be resumed"
 
 
 def test_a_finished_run_is_no_beginning(tmp_path: Path) -> None:
     error = refused(FULL, tmp_path / "out.pth", trained(tmp_path, save_form="full"))
     assert "trained for 2 of 2 epochs" in str(error)
-    assert (error.hint or "").startswith("--epochs 3 or more")
+    assert (error.hint or "").startswith("use --epochs 3 or more")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_finished_run_is_no_beginning(tmp_path: Path) -> None:
         (
             {"save_form": "full"},
             {"width": 0.25},
-            "it was made with --model cnn --data random --width 0.5",
+            "it was trained with --model cnn --data random --width 0.5",
         ),
         ({}, {"model": "densenet"}, "it fits --model cnn --data random"),
         ({"model": "mlp", "width": 0.05}, {"width": 0.05}, "it fits --model mlp --data random"),

@@ -1,4 +1,4 @@
-"""Recipes: the steps from one kind of checkpoint to another, written down once.
+"""Read recipes: files that list the steps to convert one kind of checkpoint to another.
 
 A recipe is a YAML or TOML file:
 
@@ -6,17 +6,17 @@ A recipe is a YAML or TOML file:
     steps:                          # in this order
       - extract: [ema, model]       # the first of these entries that exists
       - strip: module.
-      - config: megatron-llama          # makes config.json of the arguments of the training
+      - config: megatron-llama      # make config.json from the training arguments
       - cast: {"*": bfloat16, "*norm*": float32}
       - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
-        keep: rest                  # what no rule takes: globs, or all
+        keep: rest                  # keys that need no rule: globs, or all
         sizes: {h: config.num_attention_heads}
     args: {heads: 32}               # defaults of --arg
-    output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
+    output: {format: safetensors, shard_size: 5GB}      # the command line overrides these
 
-The steps are the edits in `ckptkit.edits`, and `config`, `rules`, `expect`, `gguf` (an
-architecture, and its config.json) and `recipe` (the one of the architecture). Recipes in this
-folder are found by name (``lightning``).
+The steps are the edits of `ckptkit.edits`, and `config`, `rules`, `expect`, `gguf` (check the
+architecture, make config.json) and `recipe` (apply the recipe of the architecture). Recipes in this
+folder are loaded by name (``lightning``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ckptkit.rules.planner import RuleSet, unused_argument
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
-_BYTES = 1 << 20  # of a recipe
+_BYTES = 1 << 20  # largest recipe to read
 _SHOWN = 120  # characters of a value in a message
 _PARTS = {"about", "steps", "output", "args", "source", "checked"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
@@ -63,9 +63,9 @@ _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties"
 class Recipe:
     """The content of a recipe file: its steps as functions, and how to write the result.
 
-    ``written`` are the steps as in the file, ``source`` is where the facts of a layout come from,
-    ``checked`` the library that it was compared with, empty if there is none. A configuration of
-    mergekit is a recipe, too: ``merge``.
+    ``written`` are the steps as written in the file. ``source`` is the source of the facts about
+    the layout. ``checked`` tells which library the recipe was compared with; empty if none. A
+    configuration of mergekit is a recipe without steps; ``merge`` contains it.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Recipe:
     written: tuple[WrittenStep, ...] = ()
     source: str = ""
     checked: str = ""
-    merge: Mapping[str, Any] | None = None  # a configuration of mergekit, without steps
+    merge: Mapping[str, Any] | None = None  # a configuration of mergekit
 
 
 def names() -> list[str]:
@@ -84,10 +84,9 @@ def names() -> list[str]:
 
 
 def load(name: str, options: RuleOptions | None = None) -> Recipe:
-    """The recipe in the file `name`, or the one that comes with ckptkit under that name.
+    """Load the built-in recipe `name`, or the recipe in the file `name`.
 
-    `options` are those of its rules: sizes, a configuration, the way back. Raises
-    UsageError.
+    `options` are the options of its rules: sizes, configuration, direction. Raises UsageError.
     """
     options = options or RuleOptions()
     if name in names():
@@ -96,18 +95,18 @@ def load(name: str, options: RuleOptions | None = None) -> Recipe:
         close = nearest(name, names()) or names()
         raise UsageError(
             f"there is no recipe {name!r}",
-            hint=f"did you mean {', '.join(close)}? or name a .yaml file",
+            hint=f"did you mean {', '.join(close)}? A recipe file must end in .yaml or .toml",
         )
     return _recipe(name, _parsed(Path(name)), options)
 
 
 def _parsed(path: Path) -> Any:
-    """Return the plain values in a file. Raises UsageError."""
+    """Return the plain values in a YAML or TOML file. Raises UsageError."""
     where = os.fspath(path)
     try:
         with closing(LocalFile(path)) as source:
             if source.size > _BYTES:
-                what = f"is larger than {_BYTES:,} bytes: too large for a recipe"
+                what = f"is larger than {_BYTES:,} bytes, too large for a recipe"
                 raise UsageError(what, where=where)
             data = source.read(0, source.size)
     except InputError as error:
@@ -125,13 +124,13 @@ def _parsed(path: Path) -> Any:
 
 
 def _line(text: str) -> str:
-    """Return at most a line of a text, which may come from the file."""
+    """Shorten a string from the file to one line."""
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _shown(value: Any) -> str:
-    """Return at most a line of a value."""
+    """Return a value as one short line."""
     try:
         return _line(reprlib.repr(value))
     except ValueError:  # an integer of thousands of digits
@@ -156,7 +155,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
                 raise _WrongError(f"{word} is {text!r}")
         known = list(_written(steps))
         defaults = _sizes(parts.get("args", {}))
-        # The steps as functions, each read before any is applied.
+        # Parse all steps before any is applied.
         made = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
         if options.reverse:
             back, notes = backwards(known)
@@ -164,7 +163,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
             made.append(lambda ck: ck.with_root(ck.root, notes=notes))
         given = {each.word for each in known}
         if options.dequantize is not None and not given & {"dequantize", "recipe"}:
-            raise _WrongError("has no step dequantize, whose dtype --dequantize would be")
+            raise _WrongError("has no step dequantize, so --dequantize has no effect")
         if options.args and "recipe" not in given:
             rules = [_parsed_rules(each, defaults) for each in known if each.word == "rules"]
             words = set(flatten(each.words() for each in rules))
@@ -179,7 +178,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
 
 
 class _WrongError(ValueError):
-    """A recipe is malformed; the message names the place."""
+    """A recipe is malformed; the message tells where."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -194,10 +193,10 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
                 yield WrittenStep("rules", each["rules"], given)
                 continue
             odd = ", ".join(sorted(map(repr, given.keys() - _RULE_OPTIONS)))
-            what = f"step {number} (rules): {odd} is nothing that rules have"
-            raise _WrongError(what, hint="keep, sizes, keys")
+            what = f"step {number} (rules): unknown option {odd}"
+            raise _WrongError(what, hint="the options are keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
-            what = f"step {number} is not one word with its argument"
+            what = f"step {number} must be one word with its argument"
             raise _WrongError(what, hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         yield WrittenStep(word, given, {})
@@ -216,14 +215,14 @@ def _step(
             return _rules(number, step, options, defaults)
         if word == "config":
             if step.given not in TABLES:
-                what = f"{_shown(step.given)} is not a table of arguments"
-                raise _WrongError(what, hint=", ".join(TABLES))
+                what = f"unknown argument table {_shown(step.given)}"
+                raise _WrongError(what, hint=f"use {', '.join(TABLES)}")
             return partial(with_config, table=TABLES[step.given], options=options)
         if word == "gguf":
             return partial(with_gguf_config, architectures=_texts(step.given), options=options)
         if word == "recipe":
             if step.given != BY_ARCHITECTURE:
-                raise _WrongError(f"{_shown(step.given)} is not {BY_ARCHITECTURE}")
+                raise _WrongError(f"must be {BY_ARCHITECTURE}, got {_shown(step.given)}")
             return partial(_by_architecture, options=options)
         if word == "dequantize" and options.dequantize is not None:
             step = step._replace(given=options.dequantize)
@@ -247,16 +246,15 @@ def _by_architecture(checkpoint: Checkpoint, options: RuleOptions) -> Checkpoint
     found = load(gguf.recipe_name(checkpoint, known), options)
     for step in found.steps:
         checkpoint = step(checkpoint)
-    return checkpoint.with_root(checkpoint.root, notes=[f"by the recipe {found.name}"])
+    return checkpoint.with_root(checkpoint.root, notes=[f"used the recipe {found.name}"])
 
 
 def with_gguf_config(
     checkpoint: Checkpoint, architectures: Sequence[str], options: RuleOptions
 ) -> Checkpoint:
-    """Return a GGUF checkpoint of these architectures with a config.json, made of the metadata.
+    """Add a config.json to a GGUF checkpoint, made from its metadata or given by `--config`.
 
-    That is the one that was named (`--config`), if there is one. Raises UnsupportedError for
-    another architecture.
+    Raises UnsupportedError if its architecture is not one of `architectures`.
     """
     from ckptkit.run.recipes import gguf
 
@@ -293,17 +291,17 @@ def _rules(
 def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
     lines = _texts(step.given)
     if not lines:
-        raise _WrongError("there is no rule")
+        raise _WrongError("there are no rules")
     return RuleSet.parse(lines, _sizes(step.options.get("sizes", {})), defaults)
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Return the sizes of words, as a recipe gives them."""
+    """Return sizes by word. Raises _WrongError for an invalid word or size."""
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a table of sizes")
+        raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
-            hint = "h: 32, h: config.num_attention_heads"
+            hint = "e.g. h: 32, h: config.num_attention_heads"
             raise _WrongError(f"{word}: {_shown(size)} is not a size", hint)
     return {str(word): size for word, size in given.items()}
 
@@ -313,7 +311,7 @@ def _sizes(given: Any) -> dict[str, str | int]:
 
 def _text(given: Any) -> str:
     if not isinstance(given, str) or not given:
-        raise _WrongError(f"{_shown(given)} is not text")
+        raise _WrongError(f"{_shown(given)} is not a string")
     return given
 
 
@@ -332,13 +330,13 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
         odd = [_shown(given)]
         if isinstance(given, dict):
             odd = sorted(map(_shown, given.keys() - known))
-        raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
+        raise _WrongError(f"unknown: {', '.join(odd)[:200]}; known: {', '.join(sorted(known))}")
     return given
 
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a table of texts")
+        raise _WrongError(f"{_shown(given)} is not a mapping of strings")
     return {
         _text(key): value if isinstance(value, str) else _text(value)
         for key, value in given.items()
@@ -347,13 +345,13 @@ def _mapping(given: Any) -> dict[str, str]:
 
 def _true(given: Any) -> bool:
     if given is not True:
-        raise _WrongError(f"{_shown(given)} is not true, the only possible value")
+        raise _WrongError(f"must be true, got {_shown(given)}")
     return True
 
 
 def _count(given: Any) -> int:
     if type(given) is not int or given < 0:
-        raise _WrongError(f"{_shown(given)} is not a whole number from 0 on")
+        raise _WrongError(f"{_shown(given)} is not a non-negative integer")
     return given
 
 
@@ -361,12 +359,12 @@ def _text_or_mapping(given: Any) -> str | dict[str, str]:
     return _mapping(given) if isinstance(given, dict) else _text(given)
 
 
-# How the value of an argument of an edit is read, by `Option.kind`.
+# The parser of an argument of an edit, by `Option.kind`.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "text": _text,
     "choice": _text,
-    "texts": _texts,
-    "first": _texts,  # the first of several that exists
+    "strings": _texts,
+    "first": _texts,  # the edit uses the first one that exists
     "dtype": lambda given: None if given is True else _text(given),
     "casts": _text_or_mapping,
     "pairs": _text_or_mapping,
@@ -380,7 +378,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _edited(edit: edits.Edit, given: Any) -> Step:
-    """Return the step of an edit. Raises _WrongError for a value that is not of its kind."""
+    """Return the step of an edit. Raises _WrongError for an argument of the wrong kind."""
     if edit.several:
         others = _texts(given)
 
@@ -403,15 +401,16 @@ def _edited(edit: edits.Edit, given: Any) -> Step:
 
 Arguments = Mapping[str, Any]
 
-_LONGEST = 40  # characters of a value
+_LONGEST = 40  # characters of a value in config.json
 
 
 class ArgumentTable(NamedTuple):
-    """Rules that derive the fields of a config.json from the arguments of a training.
+    """Rules that derive the fields of config.json from training arguments.
 
-    ``entry`` is the path of the arguments in the checkpoint. ``required`` lists, for an argument,
-    the values with which a model is one of this kind; an argument that is missing does not count.
-    ``defaults`` are those of the framework, for versions that did not save the argument.
+    ``entry`` is the path of the arguments in the checkpoint. ``copied`` maps fields to arguments.
+    ``required`` lists the values of an argument that the target architecture supports; missing
+    arguments are ignored. ``defaults`` are defaults of the framework, for versions that did not
+    save the argument.
     """
 
     entry: str
@@ -466,10 +465,10 @@ TABLES = {"megatron-llama": MEGATRON_LLAMA}
 
 
 def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptions) -> Checkpoint:
-    """Return the checkpoint with a config.json, which is written beside it into a folder.
+    """Add a config.json to a checkpoint, made from its training arguments or given by `--config`.
 
-    That is the one that was named (`--config`), if there is one; without arguments there is none.
-    Raises UnsupportedError for the arguments of another kind of model, or too few of them.
+    Do nothing if it has no training arguments. Raises UnsupportedError if they belong to another
+    kind of model, or if some are missing.
     """
     given = options.config() if callable(options.config) else options.config
     if given is not None:
@@ -478,12 +477,12 @@ def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptio
         _, entry = find(checkpoint.root, table.entry)
     except UsageError:
         return checkpoint
-    said = {str(key): value for key, value in children(entry)}
+    saved = {str(key): value for key, value in children(entry)}
     for name, allowed in table.required.items():
-        if name in said and not any(said[name] == each for each in allowed):
-            raise _unfit(f"{table.entry}.{name} is {shown(said[name])}")
-    missing = {name: value for name, value in table.defaults.items() if said.get(name) is None}
-    args = {**said, **missing}
+        if name in saved and not any(saved[name] == each for each in allowed):
+            raise _unfit(f"{table.entry}.{name} is {shown(saved[name])}")
+    missing = {name: value for name, value in table.defaults.items() if saved.get(name) is None}
+    args = {**saved, **missing}
     args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
     try:
         made = {
@@ -494,14 +493,14 @@ def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptio
     except KeyError as error:
         raise _unfit(f"{table.entry} has no {error.args[0]}") from None
     notes = [
-        f"{table.entry} has no {name}: config.json says {value}, the default of Megatron-LM"
+        f"{table.entry} has no {name}; config.json has {value}, the default of Megatron-LM"
         for name, value in missing.items()
     ]
     return config_file.with_config(checkpoint, made).with_root(checkpoint.root, notes=notes)
 
 
 def _plain_value(value: Any, name: str) -> bool | int | float | str:
-    """Return a value that JSON holds in a few characters."""
+    """Return a short scalar or string unchanged. Raises UnsupportedError for other values."""
     if type(value) not in (bool, int, float, str) or len(repr(value)) > _LONGEST:
         raise _unfit(f"{name} is {shown(value)}")
     plain: bool | int | float | str = value
@@ -510,35 +509,35 @@ def _plain_value(value: Any, name: str) -> bool | int | float | str:
 
 def _unfit(message: str) -> UnsupportedError:
     return UnsupportedError(
-        f"config.json cannot be made: {message}",
-        hint=f"name one: {typed('--config config.json', 'config')}",
+        f"cannot make config.json: {message}",
+        hint=f"give one with {typed('--config config.json', 'config')}",
     )
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Return "bfloat16" for torch.bfloat16, which is a name in the file."""
+    """Return "bfloat16" for torch.bfloat16, which the file stores as a global name."""
     if not isinstance(dtype, Global):
         raise KeyError("params_dtype")
     return dtype.name
 
 
 class WrittenStep(NamedTuple):
-    """A step as a recipe says it: its word, what it is given, and the words beside it."""
+    """A step as written in a recipe: its word, its argument, and further options."""
 
     word: str
     given: Any
     options: dict[str, Any]
 
 
-# Steps whose effect is left as it is: they lose nothing that the layout needs.
+# Steps that need no undoing: they change nothing that the layout depends on.
 PASSED_OVER = frozenset(
     {"config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
 )
-CHECKS = frozenset({"expect"})  # of the other layout
+CHECKS = frozenset({"expect"})  # these check the target layout, not the original one
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
-    """Return the steps that undo the given ones, and what to say of those that are not undone.
+    """Return the steps that undo the given ones, and a note about steps that are not undone.
 
     Raises UsageError for a step that cannot be undone.
     """
@@ -554,7 +553,7 @@ def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str
 
 
 def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
-    """Return the step that undoes another, None for one whose effect is left as it is."""
+    """Return the step that undoes `step`; None if it needs no undoing."""
     word, given = step.word, step.given
     opposite = {"add": "strip", "wrap": "extract", "tie": "untie", "untie": "tie"}
     if word == "rules":
@@ -566,7 +565,7 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return WrittenStep(
             word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
         )
-    if word == "strip":  # which of several prefixes were there is not known
+    if word == "strip":  # with several prefixes, it is unknown which of them a key had
         return WrittenStep("add", given, {}) if isinstance(given, str) else None
     if word == "rename":
         mapping = given.get("map", {}) if isinstance(given, dict) else {}
@@ -578,7 +577,7 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
             return WrittenStep("wrap", path, {})
     if word in PASSED_OVER or word in CHECKS:
         return None
-    hint = "write a recipe for the way back, or take the step out"
+    hint = "write a recipe for the other direction, or remove the step"
     if word == "recipe":
-        hint = "name the recipe of the architecture: `ckptkit run --list` lists them"
+        hint = "use the recipe of the architecture: `ckptkit run --list` lists them"
     raise UsageError(f"not reversible: step {number} ({word})", hint=hint)

@@ -1,9 +1,8 @@
-"""GGUF models: choose the recipe of an architecture, and make config.json of the metadata.
+"""Select the recipe for a GGUF architecture, and make config.json from GGUF metadata.
 
-Names of keys are those of llama.cpp (``gguf-py/gguf/constants.py``). The fields are those that
-transformers makes of them (``integrations/ggml.py``); for BERT, DeepSeek and scaled rotary
-embeddings, which transformers does not read, they are those that llama.cpp's
-``convert_hf_to_gguf.py`` made the metadata of.
+Sources: the keys are those of llama.cpp (``gguf-py/gguf/constants.py``), and the mapping to fields
+is that of transformers (``integrations/ggml.py``). transformers does not read BERT, DeepSeek and
+scaled rotary embeddings: for these, the mapping inverts ``convert_hf_to_gguf.py`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits.quantized import refuse_unread as refuse
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
-RECIPES = "gguf-"  # what the names of the recipes begin with
-# Architectures with two layouts: the weight that tells them apart, and the recipe without it.
+RECIPES = "gguf-"  # prefix of the recipe names
+# Architectures with two layouts: a weight that only the first has, and the recipe for the second.
 VARIANTS = {
     "falcon": ("blk.0.attn_norm_2.weight", "falcon-7b"),
     "t5": ("enc.blk.0.ffn_gate.weight", "t5-relu"),
     "t5encoder": ("enc.blk.0.ffn_gate.weight", "t5-relu"),
 }
 ALIASES = {"t5encoder": "t5"}
-# Weights that a GGUF file has and Hugging Face has not: factors of rotary embeddings.
+# Weights that only GGUF files have: scaling factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _NAMED = 4  # weights that a hint names
 # Matrices of one row, from which converters of 2024 dropped the first dimension.
@@ -42,21 +41,21 @@ ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
 
 def architecture(checkpoint: Checkpoint) -> str | None:
-    """Return ``general.architecture``, None for what is no GGUF file or has none."""
+    """Return ``general.architecture`` of a GGUF file; None if it is missing."""
     root = checkpoint.root
     found = root.get(ARCHITECTURE) if isinstance(root, dict) else None
     return found if isinstance(found, str) else None
 
 
 def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
-    """Return the recipe of a GGUF file, one of `known`. Raises UnsupportedError without one."""
+    """Return the recipe for a GGUF file, one of `known`. Raises UnsupportedError if none fits."""
     found = architecture(checkpoint)
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     kind = root.get("general.type", "model")
     if found is None or kind not in ("model", "mmproj"):
         what = f"is of general.type {shown(kind)}"
         what = "has no general.architecture" if found is None else what
-        hint = "recipes gguf-* are for the weights of language models in GGUF files"
+        hint = "the recipes gguf-* convert language models"
         raise UnsupportedError(what, where=checkpoint.name, hint=hint)
     telling, without = VARIANTS.get(found, ("", ""))
     name = ALIASES.get(found, found)
@@ -68,21 +67,21 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
         raise UnsupportedError(
             f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
-            hint=f"there are {some([each.removeprefix(RECIPES) for each in known], 30)}; "
+            hint=f"known: {some([each.removeprefix(RECIPES) for each in known], 30)}; "
             f"`ckptkit convert {{where}} {{new}}{dequantized}` keeps the names of the file",
         )
     return RECIPES + name
 
 
 def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
-    """Raise UnsupportedError for a GGUF file of another architecture than those `expected`."""
+    """Raise UnsupportedError if the architecture of a GGUF file is not one of `expected`."""
     found = architecture(checkpoint)
     if found is not None and found not in expected:
         meant = " and ".join(expected)
         raise UnsupportedError(
-            f"general.architecture is {shown(found)}, and this recipe is for {meant}",
+            f"general.architecture is {shown(found)}, but this recipe is for {meant}",
             where=checkpoint.name,
-            hint="the recipe called gguf takes the one of the architecture",
+            hint="the recipe `gguf` selects the recipe by architecture",
         )
 
 
@@ -115,8 +114,8 @@ def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
 class GgufModel(NamedTuple):
     """The name of an architecture in transformers, and the fields of its configuration.
 
-    ``fields`` are key of the metadata -> field, beside or instead of those in `_FIELDS`; "" takes a
-    common one away. ``fixed`` are values that all such models have.
+    ``fields`` maps metadata keys to fields, in addition to `_FIELDS`; "" removes a key of
+    `_FIELDS`. ``fixed`` are values that all models of the architecture have.
     """
 
     model_type: str
@@ -157,7 +156,7 @@ MODELS = {
         "qwen2_moe", "Qwen2MoeForCausalLM",
         {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
-    # llama.cpp normalizes the weights of experts of this architecture, whatever the file says.
+    # llama.cpp always normalizes the expert weights of this architecture.
     "qwen3moe": GgufModel("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS, {"norm_topk_prob": True}),
     "gemma": GgufModel("gemma", "GemmaForCausalLM"),
     "gemma2": GgufModel("gemma2", "Gemma2ForCausalLM", _GEMMA),
@@ -214,15 +213,15 @@ UNKNOWN = {
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return config.json for transformers, None for an architecture that it makes none of.
+    """Return config.json for transformers (None for other architectures), and notes.
 
-    With notes on what the metadata does not say. Raises UnsupportedError for a list (layers that
-    differ), for which a configuration has another field in each model.
+    Raises UnsupportedError for a list in the metadata (layers that differ): every model class has
+    another field for it.
     """
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
     if found is None or model is None:
-        return None, [] if found is None else [f"no config.json is made for {found}"]
+        return None, [] if found is None else [f"ckptkit makes no config.json for {found}"]
     values = metadata(checkpoint)
     for key in DECIDING & values.keys():
         _number(values[key], f"{found}.{key}", checkpoint)
@@ -246,31 +245,31 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
         if isinstance(token, int):
             config[f"{field}_token_id"] = token
     config["tie_word_embeddings"] = "output.weight" not in weights
-    notes = ["a folder gets a config.json made of the metadata, and no tokenizer"]
+    notes = ["an output folder gets a config.json made from the metadata, but no tokenizer"]
     scaling, unread = _rope_scaling(values, weights)
     if scaling is not None:
         config["rope_scaling"] = scaling
     if unread:
-        notes.append(f"config.json lacks the scaling of rotary embeddings: {quoted(unread)}")
+        notes.append(f"config.json does not contain the rotary scaling: {quoted(unread)}")
     if found in UNKNOWN and "n_group" not in config:
         notes.append(UNKNOWN[found])
     return config, notes
 
 
 def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
-    """Return a value of the metadata that is one number. Raises UnsupportedError."""
+    """Return a number of the metadata. Raises UnsupportedError for other values."""
     if isinstance(value, (bool, int)):
         return value
     if isinstance(value, float) and abs(value) < _LARGEST:
         return _shortest(value)
     what = "a list" if isinstance(value, Sized) and not isinstance(value, str) else shown(value)
     raise UnsupportedError(
-        f"config.json cannot be made: {key} is {what}", where=checkpoint.name,
-        hint="name one with --config",
+        f"cannot make config.json: {key} is {what}", where=checkpoint.name,
+        hint="give one with --config",
     )  # fmt: skip
 
 
-# Values of the metadata that decide about other fields.
+# Metadata keys from which other fields are derived.
 DECIDING = {
     "expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count",
     "attention.key_length", "attention.value_length", "attention.key_length_mla",
@@ -278,14 +277,14 @@ DECIDING = {
     "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.original_context_length",
 }  # fmt: skip
-_LARGEST = 2.0**127  # of float32, nearly
+_LARGEST = 2.0**127  # close to the largest float32
 _SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
 
 
 def _derived(
     found: str, values: Mapping[str, Any], weights: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that follow from the names of weights, or from several values."""
+    """Return the fields that depend on the names of weights or on several metadata values."""
     has = {each for each in ("attn_q.bias", "attn_q_norm.weight", "attn_norm_2.weight")
            if f"blk.0.{each}" in weights}  # fmt: skip
     made: dict[str, Any] = {}
@@ -352,11 +351,12 @@ def _latent_attention(
 def _rope_scaling(
     values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return ``rope_scaling``, None without one, and what of the file it lacks.
+    """Return ``rope_scaling`` or None, and the names of scaling tensors that it does not cover.
 
-    Long Phi-3 has lists of factors. Llama 3.1 has the factors that its four numbers make: the
-    numbers of the released models are taken if they make those. For ``yarn`` in DeepSeek the file
-    has ``mscale_all_dim`` alone, and ``mscale`` is taken as equal, as in the released models.
+    Long Phi-3 models have lists of factors. The file of a Llama 3.1 model contains factors computed
+    from four numbers: those of the released models are used if they give the same factors. For
+    ``yarn`` of DeepSeek, the file contains only ``mscale_all_dim``; ``mscale`` gets the same value,
+    as in the released models.
     """
     factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
     unread = [name for name in SCALING if name in weights and name not in factors]
@@ -425,7 +425,7 @@ _EQUAL = 1e-4  # of factors that were computed in float32
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest number that is the same in float32, as people wrote it: 1e-06."""
+    """Return the shortest decimal with the same float32 value, such as 1e-06."""
     packed = struct.pack("<f", value)
     texts = (f"{value:.{digits}g}" for digits in range(1, 18))
     return next(float(text) for text in texts if struct.pack("<f", float(text)) == packed)

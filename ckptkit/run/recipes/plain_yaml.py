@@ -1,4 +1,4 @@
-"""A YAML loader for recipes: plain values, each written once."""
+"""Load YAML recipes: plain values only, no aliases."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 
 import yaml
 
-_DIGITS = 40  # characters of a number
+_DIGITS = 40  # most characters of a number
 
 
 class PlainLoader(yaml.SafeLoader):
-    """A SafeLoader without aliases and without huge numbers.
+    """A SafeLoader that rejects aliases and huge numbers.
 
-    Aliases could expand a few bytes into any number of values.
+    With aliases, a few bytes could expand to any number of values.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             mark = self.get_mark()
             raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*name) are not for recipes", mark
+                None, None, "recipes may not contain aliases (*name)", mark
             )
         return super().compose_node(parent, index)
 
     def construct_yaml_int(self, node: Any) -> int:
         if len(node.value) > _DIGITS or re.search(":", node.value):
-            text = "a number of too many digits, or to the base 60"
+            text = "a number with too many digits, or in base 60"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
         return int(super().construct_yaml_int(node))
 
     def construct_yaml_float(self, node: Any) -> float:
         if len(node.value) > _DIGITS:
-            text = "a number of too many digits"
+            text = "a number with too many digits"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
         return float(super().construct_yaml_float(node))
 
@@ -42,7 +42,7 @@ PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_yam
 
 
 def loaded(data: bytes) -> Any:
-    """Return the value in a file. Raises ValueError."""
+    """Parse the bytes of a YAML file. Raises ValueError."""
     try:
         return PlainLoader(data).get_single_data()
     except yaml.YAMLError as error:

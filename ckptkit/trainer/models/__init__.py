@@ -1,7 +1,7 @@
-"""The models. All are batch first and take images [batch, channels, height, width].
+"""Define the models. Their inputs are images [batch, channels, height, width].
 
-:mod:`recomputing` has those that can compute activations again instead of keeping them. Fixtures
-hold pickled models of :mod:`cnn` and :mod:`crnn`, so these modules keep their names.
+The models in :mod:`recomputing` can recompute activations instead of keeping them. The modules
+:mod:`cnn` and :mod:`crnn` must keep their names, because fixtures contain pickled models of them.
 """
 
 from __future__ import annotations

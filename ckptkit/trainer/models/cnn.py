@@ -7,12 +7,12 @@ from torch.nn.functional import relu
 
 
 def scaled(channels: int, width: float) -> int:
-    """Return `channels` times `width`, at least 1: the width of a model."""
+    """Return `channels` times `width`, rounded, but at least 1."""
     return max(1, round(channels * width))
 
 
 class Cnn(nn.Module):
-    """Images [batch, channels, 32, 32] (or larger) to scores [batch, classes]."""
+    """Map images [batch, channels, 32, 32] (or larger) to scores [batch, classes]."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -33,5 +33,5 @@ class Cnn(nn.Module):
 
 
 def _left(size: int) -> int:
-    """Return the size left of `size` pixels by two unpadded 5 x 5 convolutions and two halvings."""
+    """Return `size` after two unpadded 5 x 5 convolutions and two 2 x 2 poolings."""
     return ((size - 4) // 2 - 4) // 2

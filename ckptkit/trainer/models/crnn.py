@@ -1,8 +1,8 @@
-"""Convolutions that make a sequence of a line of text, and a recurrent net that reads it.
+"""A network that reads a line of text: convolutions, then a recurrent layer over the columns.
 
 The batch stays in dim 0 from the first layer to the scores, because DataParallel splits and
-concatenates there. (A model that permutes to [time, batch, ...] for its recurrent part and returns
-that gets its time steps concatenated: two halves of [65, 16, n] become [130, 16, n].)
+concatenates in dim 0. If a model returned [time, batch, ...], DataParallel would concatenate time
+steps: two halves of [65, 16, n] would become [130, 16, n].
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ckptkit.trainer.models.cnn import scaled
 
 
 class Crnn(nn.Module):
-    """Lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes].
+    """Map lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes].
 
-    The blank comes first.
+    Class 0 is the blank.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: float = 1.0) -> None:
@@ -34,7 +34,7 @@ class Crnn(nn.Module):
 
     def forward(self, lines: Tensor) -> Tensor:
         columns = self.features(lines).flatten(1, 2).transpose(1, 2)  # [batch, time, features]
-        self.recurrent.flatten_parameters()  # replicas get theirs as separate tensors
+        self.recurrent.flatten_parameters()  # in replicas, the weights are separate tensors
         read, _ = self.recurrent(columns)
         scores: Tensor = self.scores(read)
         return scores

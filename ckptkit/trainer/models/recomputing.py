@@ -1,7 +1,7 @@
-"""The models that can compute activations again in the backward pass, to keep less memory.
+"""Models that can recompute activations in the backward pass, to use less memory.
 
-All use the kind of checkpoint that is not reentrant: the reentrant kind would lose the gradients of
-every part whose inputs need none.
+All use non-reentrant checkpointing. Reentrant checkpointing would lose the gradients of parts whose
+inputs need no gradient.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptkit.trainer.models.cnn import scaled
 
-LAYERS, UNITS = 72, 1000  # of an Mlp
-BLOCKS = 4  # of a Generator
-GROWTH, DENSE = 12, (4, 4, 4)  # of a DenseNet: new channels of a layer, layers of each block
-BOTTLENECK = 4  # channels between its convolutions, as a multiple of the growth
+LAYERS, UNITS = 72, 1000  # Mlp
+BLOCKS = 4  # Generator: number of residual blocks
+GROWTH, DENSE = 12, (4, 4, 4)  # DenseNet: new channels per layer, layers of each block
+BOTTLENECK = 4  # DenseNet: channels between the two convolutions / growth
 
 
 def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
-    """Run the layers in that many parts, which keep only their inputs for the backward pass.
+    """Run the layers in segments; each keeps only its inputs for the backward pass.
 
-    The last part, whose backward pass comes first, keeps everything.
+    The last segment keeps everything, because its backward pass comes first.
     """
     outputs: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
         layers, segments, inputs, use_reentrant=False, preserve_rng_state=rng
@@ -37,11 +37,11 @@ def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool
 
 
 class Mlp(nn.Module):
-    """Inputs [batch, ...] to scores [batch, classes], by 72 linear layers of 1000 units.
+    """Map inputs [batch, ...] to scores [batch, classes] by 72 linear layers of 1000 units.
 
     There is nothing between the layers, so the model is a very deep linear classifier. With torch's
-    own initialization each layer shrinks its input to 1/sqrt(3) and no gradient reaches the first
-    one; initialized as an identity, each passes its input on, and the model trains.
+    default initialization, each layer scales its input by 1/sqrt(3), and no gradient reaches the
+    first layer. Initialized as identities, the layers train.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _upward(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Residual(nn.Module):
-    """Features [batch, channels, height, width] plus two convolutions of them."""
+    """Add two convolutions of features [batch, channels, height, width] to these features."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -96,11 +96,11 @@ class Residual(nn.Module):
 
 
 class Generator(nn.Module):
-    """Images [batch, channels, height, width] from -1 to 1 to images of that shape.
+    """Map images [batch, channels, height, width] from -1 to 1 to images of the same shape.
 
-    It downsamples, runs residual blocks, and upsamples; sides are multiples of 4. With ``segments``
-    the first and last part keep only their input for the backward pass, and so do the segments of
-    the residual blocks in between. The images need no gradient for that, and get none.
+    It downsamples, runs residual blocks, and upsamples; height and width must be divisible by 4.
+    With ``segments``, the first part, the segments of the residual blocks, and the last part keep
+    only their inputs for the backward pass.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Generator(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Earlier outputs, a list of [batch, channels, height, width], to `growth` new channels."""
+    """Map a list of earlier outputs [batch, channels, height, width] to `growth` new channels."""
 
     def __init__(
         self, inputs: int, growth: int, dropout: float, memory_efficient: bool, preserve_rng: bool
@@ -177,7 +177,7 @@ class DenseLayer(nn.Module):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Compute the same again, without a second update of the running statistics."""
+        """Recompute without a second update of the running statistics."""
         norm = self.norm1
         momentum, counted = norm.momentum, norm.num_batches_tracked
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -188,12 +188,12 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Images [batch, channels, height, width] to scores [batch, classes].
+    """Map images [batch, channels, height, width] to scores [batch, classes].
 
-    Each layer of a block gets the concatenated outputs of all layers before it; kept for the
-    backward pass, these take memory quadratic in the number of layers. With ``memory_efficient``,
-    concatenation, norm, ReLU and the 1 x 1 convolution are computed again in the backward pass.
-    Both ways give the same gradients and the same checkpoint.
+    Each layer of a block gets the concatenated outputs of all earlier layers. If these are kept for
+    the backward pass, their memory is quadratic in the number of layers. With ``memory_efficient``,
+    concatenation, norm, ReLU and the 1 x 1 convolution are recomputed in the backward pass.
+    Gradients and checkpoints are the same either way.
     """
 
     def __init__(

@@ -62,9 +62,9 @@ def test_a_tensor_of_another_file_is_not_there(tmp_path: Path) -> None:
 def test_a_tensor_that_is_too_much_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = held(tmp_path, a=torch.ones(1024), b=torch.ones(1024))
     after = renamed(before, LONG)
-    grown = patch(before, after)
+    branches = patch(before, after)
     size = (tmp_path / "x.safetensors").stat().st_size
-    assert grown is not None and [edit.offset for edit in grown.edits] == [8, size]
+    assert branches is not None and [edit.offset for edit in branches.edits] == [8, size]
     monkeypatch.setattr(safetensors, "_MOVED", 4095)
     assert patch(before, after) is None
 
@@ -76,11 +76,11 @@ def test_tensors_that_are_too_much_to_move_together(
     needed."""
     for size in range(2, 400, 2):
         before = held(tmp_path, a=torch.ones(size), b=torch.ones(1024), c=torch.ones(1 << 16))
-        grown = patch(before, renamed(before, LONG[:99]))
-        if grown is not None and len(grown.edits) == 3:
+        branches = patch(before, renamed(before, LONG[:99]))
+        if branches is not None and len(branches.edits) == 3:
             break
-    assert grown is not None
-    moved = [len(edit.data) for edit in grown.edits[1:]]
+    assert branches is not None
+    moved = [len(edit.data) for edit in branches.edits[1:]]
     assert moved == [4 * size, 4096]
     monkeypatch.setattr(safetensors, "_MOVED", sum(moved))
     assert patch(before, renamed(before, LONG[:99])) is not None

@@ -16,7 +16,7 @@ import pytest
 
 from ckptkit.analysis.diff import compare
 from ckptkit.api import open_checkpoint
-from ckptkit.views.page import embedded, facts, look, page
+from ckptkit.views.page import embedded, facts, page, page_file
 from tests.views.page import made
 
 
@@ -50,7 +50,9 @@ def made_page(a: Path, b: Path | None = None, values: bool = False) -> bytes:
     def none(_: int) -> None: ...
 
     seen = [
-        look(open_checkpoint(path), none if values else None) for path in (a, b) if path is not None
+        page_file(open_checkpoint(path), none if values else None)
+        for path in (a, b)
+        if path is not None
     ]
     diff = (
         compare(seen[0].checkpoint.weights, seen[1].checkpoint.weights, values=values)
@@ -96,9 +98,9 @@ def test_headers_alone_are_read(tmp_path: Path, lengths_read: list[int]) -> None
     path = made.training(tmp_path / "run.pth")
     checkpoint = open_checkpoint(path)
     before = len(lengths_read)
-    page(facts(look(checkpoint)))
+    page(facts(page_file(checkpoint)))
     assert len(lengths_read) == before
-    look(checkpoint, lambda _: None)
+    page_file(checkpoint, lambda _: None)
     assert len(lengths_read) > before
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.analysis.shares import Branch, grown, shares
+from ckptkit.analysis.shares import Branch, branches, shares
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.views.page import PageColumns, look, static, treemap
+from ckptkit.views.page import PageColumns, page_file, static, treemap
 from ckptkit.views.treemap import DEEPEST, WINDOW, Frame, Tile, TileBox, strips, tiles
 from tests.analysis.made import checkpoint, tensor
 
@@ -30,7 +30,7 @@ def squarified(values: list[float], box: TileBox) -> list[TileBox]:
 
 def tree(sizes: dict[str, int]) -> Branch:
     made = checkpoint({name: tensor(*[0.0] * size) for name, size in sizes.items()})
-    return grown(shares(summarize(made), made.root))
+    return branches(shares(summarize(made), made.root))
 
 
 def by_label(found: Iterable[Tile]) -> dict[str, Tile]:
@@ -152,7 +152,7 @@ def on_a_page(made: Checkpoint, measure: str, zoomed: list[str]) -> list[list[li
     if node is None:
         pytest.skip("node is not installed")
     columns = PageColumns(False)
-    columns.add(look(made))
+    columns.add(page_file(made))
     unused = summarize(made).totals.unused_nbytes
     placed = treemap(columns.shares, unused)
     paths = [""]

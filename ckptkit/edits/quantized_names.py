@@ -1,4 +1,4 @@
-"""Keep the tensors of a quantized weight together, and refuse to compute with them."""
+"""Keep the tensors of a quantized weight together under renames; refuse arithmetic on them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ if TYPE_CHECKING:
 
 
 def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
-    """Raise UsageError if some tensors (all, without names) are codes or scales: `what` is why."""
+    """Raise UsageError if one of these tensors (None: of all) is a part of a quantized weight.
+
+    The message ends with `what`, the reason.
+    """
     found = quantized.find(ck)
     group = next(found.touching(found.by_member if names is None else names), None)
     if group is not None:
         raise UsageError(
             f"{group.name!r} is quantized as {group.label} ({group.family}): {what}",
             where=ck.name,
-            hint=instead(ck),
+            hint=dequantize_hint(ck),
         )
 
 
-def instead(ck: Checkpoint) -> str:
-    """Return the command that makes numbers of codes and scales."""
+def dequantize_hint(ck: Checkpoint) -> str:
+    """Return a hint: the command that dequantizes the checkpoint."""
     return "dequantize it first: `ckptkit convert {where} {new} --dequantize bfloat16`"
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError for weights quantized in different ways, or floats under their names."""
+    """Raise UsageError if checkpoints are quantized in different ways, or a weight only in some."""
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:
@@ -51,7 +54,7 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
             one = owner or before
             if one is not None and (before is None or owner is None):
                 raise _mixed(
-                    ck, f"{name!r} is quantized as {one.label} ({one.family}) in one of them only"
+                    ck, f"{name!r} is quantized as {one.label} ({one.family}) in only one of them"
                 )
     if len(known) > 1:
         (_, first), (ck, second), *_ = known.values()
@@ -63,14 +66,16 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def _mixed(ck: Checkpoint, what: str) -> UsageError:
-    return UsageError(f"{what}: no configuration describes both", where=ck.name, hint=instead(ck))
+    return UsageError(
+        f"{what}: no configuration describes both", where=ck.name, hint=dequantize_hint(ck)
+    )
 
 
-def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
-    """Return names in which tensors of a weight stay together; the checkpoint that knows them.
+def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
+    """Rename all tensors of a quantized weight if `names` renames one of them.
 
-    Where one tensor of a group gets another module, the others follow. Raises UsageError for a new
-    name by which the weight would no longer be known for what it is.
+    Return all new names, and the checkpoint with its quantization metadata renamed too. Raises
+    UsageError if the new names do not have the suffixes that mark a quantized weight.
     """
     found = quantized.find(ck)
     made = dict(names)
@@ -84,28 +89,29 @@ def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], 
 
 
 def _stem(group: QuantizedWeight, stem: str, names: Mapping[str, str]) -> str:
-    """Return the new stem if all new names agree on one."""
+    """Return the new module path of a quantized weight. Raises UsageError if its tensors differ."""
     stems = set()
     for member in group.members:
         rest = member[len(stem) :]
         new = names.get(member)
         if new is not None and not new.endswith(rest):
             raise UsageError(
-                f"{member!r} is a part of {group.name!r} ({group.family}) and cannot be called "
+                f"{member!r} is a part of {group.name!r} ({group.family}) and cannot be renamed to "
                 f"{new!r}",
-                hint="rename modules as wholes, or dequantize first",
+                hint="rename whole modules, or dequantize first",
             )
         if new is not None:
             stems.add(new.removesuffix(rest))
     if len(stems) > 1:
         raise UsageError(
-            f"the parts of {group.name!r} ({group.family}) would go to {quoted(sorted(stems))}"
+            f"the parts of {group.name!r} ({group.family}) would move to several modules: "
+            f"{quoted(sorted(stems))}"
         )
     return stems.pop()
 
 
 def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the strings of a container that describe quantized weights, with other names."""
+    """Rename weights in the metadata strings that describe quantized weights."""
     import json
 
     new = {moved.get(key, key): text for key, text in metadata.items()}
@@ -124,14 +130,14 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
     return new
 
 
-def completed(found: Quantization, hits: set[str]) -> set[str]:
-    """Return the names that were selected, with all tensors of the weights that they name."""
+def with_members(found: Quantization, hits: set[str]) -> set[str]:
+    """Add the other tensors of each quantized weight that is selected by its name or codes."""
     whole = (group for group in found.groups if group.parts[0] in hits or group.name in hits)
     return hits.union(*(group.members for group in whole))
 
 
-def torn(found: Quantization, kept: set[str]) -> list[str]:
-    """Return a warning about weights of which only some tensors are kept."""
+def incomplete_warning(found: Quantization, kept: set[str]) -> list[str]:
+    """Return a warning if a selection keeps only some tensors of a quantized weight."""
     names = [
         group.name
         for group in found.groups
@@ -139,8 +145,8 @@ def torn(found: Quantization, kept: set[str]) -> list[str]:
     ]
     return (
         [
-            f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: "
-            f"{quoted(names)}"
+            f"incomplete and useless: only some tensors of {plural(len(names), 'quantized weight')}"
+            f" are kept: {quoted(names)}"
         ]
         if names
         else []
