@@ -37,7 +37,7 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     again = run("train", "run.pth", *SMALL, cwd=tmp_path)
     assert (again.code, again.stderr) == (
         2,
-        "error: run.pth: exists already\nhint: --force replaces it\n",
+        "error: run.pth: already exists\nhint: --force replaces it\n",
     )
 
 

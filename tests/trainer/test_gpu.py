@@ -84,7 +84,7 @@ def test_a_check_of_the_cpu_is_simulated_and_never_passed(name: str, tmp_path: P
 def test_what_needs_a_gpu_is_not_possible_without_one(name: str, tmp_path: Path) -> None:
     result = run_check(named(name), CPU, tmp_path / "check")
     assert result.status == "not possible here"
-    assert re.fullmatch(r"needs [12] GPUs?, this machine has 0", result.why)
+    assert re.fullmatch(r"needs [12] GPUs?, but this machine has 0", result.why)
 
 
 def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
     result = run_check(named("S25 DDP with nccl"), GpuMachine(1, "one"), tmp_path / "check")
     assert (result.status, result.why) == (
         "not possible here",
-        "needs 2 GPUs, this machine has 1",
+        "needs 2 GPUs, but this machine has 1",
     )
 
 

@@ -149,7 +149,7 @@ def gradients_of_one_batch(run: Any) -> dict[str, torch.Tensor]:
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ckptkit.CkptkitError, match=r"the loss is (nan|inf) in epoch") as caught:
         trained(tmp_path, lr=1e6)
-    assert caught.value.hint == "a smaller --lr, or --clip-norm 1"
+    assert caught.value.hint == "use a smaller --lr, or --clip-norm 1"
     assert not list(tmp_path.iterdir())
 
 

@@ -71,7 +71,7 @@ def test_S03_balanced_gradients_are_those_of_dp(prepared: Prepare, batch: int) -
 def test_torchrun_is_not_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(ckptkit.CkptkitError, match="--parallel dp needs one") as caught,
+        pytest.raises(ckptkit.CkptkitError, match="--parallel dp uses one") as caught,
         parallel.group(Config(parallel="dp")),
     ):
         pass

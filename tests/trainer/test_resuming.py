@@ -183,7 +183,7 @@ def test_F8_what_is_saved_on_the_way_obeys_force(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"precious")
         done = invoked(tmp_path / "run.pth", *options)
         assert done.code == 2
-        assert done.stderr.endswith(f"{name}: exists already\nhint: --force replaces it\n")
+        assert done.stderr.endswith(f"{name}: already exists\nhint: --force replaces it\n")
         assert (tmp_path / name).read_bytes() == b"precious"
         (tmp_path / name).unlink()
     (tmp_path / "run.epoch1.pth").touch()  # which this run does not write
