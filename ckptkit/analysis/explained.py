@@ -126,8 +126,8 @@ def compare_with_original(
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
     """Return how two tensors of one shape differ.
 
-    If A is not quantized, B is first rounded to its dtype. If a computed B in float16 differs, it is
-    computed again in float32, because llama.cpp computes in either dtype.
+    If A is not quantized, B is first rounded to its dtype. If a computed B in float16 differs,
+    it is computed again in float32, because llama.cpp computes in either dtype.
     """
     try:
         if origin.limit > COMPUTED:
