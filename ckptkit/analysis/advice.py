@@ -60,7 +60,7 @@ def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: st
 
 
 def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return the options of `strip-module` that name these prefixes."""
+    """Return the options with which `strip-module` strips these prefixes."""
     words = flatten(("--prefix", each) for each in prefixes)
     return () if [*prefixes] == ["module."] else tuple(words)
 

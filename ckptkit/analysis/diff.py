@@ -520,7 +520,7 @@ def compare_checkpoints(
         left.append(f"the values of {some(both.unread)}")
     if objects := ours.objects.keys() | theirs.objects.keys():
         left.append(f"the inside of {plural(len(objects), 'Python object')}")
-    # Values and classes of objects, in the order of A, then of B.
+    # Entries of A come first, in its order, then entries that only B has.
     entries = []
     for one, other in ((ours.values, theirs.values), (ours.objects, theirs.objects)):
         for path in dict.fromkeys((*one, *other)):

@@ -1,4 +1,4 @@
-"""How far training moved each part of a model: the differences of two checkpoints, by module."""
+"""Measure how much training changed each part of a model: differences of two checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Relative = float | None
 
 
 class Compared(NamedTuple):
-    """A tensor by its dotted place, the state of the comparison, and how its values differ.
+    """One compared tensor: its dotted path, its state, and the difference of its values.
 
     `difference` is None unless floating-point values differ.
     """
@@ -26,12 +26,12 @@ class Compared(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Tensors of one part of a model: how many there are in each state, and how far they moved.
+    """One part of a model: the number of its tensors in each state, and their relative change.
 
-    `relative` is the norm of the differences divided by the norm in A, of the tensors that changed;
-    0 if none of them changed, and None if the norm in A is zero or the values are no floating-point
-    numbers. `pattern` is a glob of the tensors. `blocks` are the same of each block below, if there
-    are several.
+    `relative` is the norm of the differences divided by the norm in A, over the changed tensors. It
+    is 0 if none changed, and None if the norm in A is zero or the values are not floats. `pattern`
+    is a glob that selects the tensors. `blocks` contains (name, relative change) of each block, if
+    there are several.
     """
 
     label: str
@@ -47,7 +47,7 @@ def parts(tensors: Iterable[Compared]) -> list[Moved]:
 
 
 def layers(tensors: Iterable[Compared]) -> list[Moved]:
-    """Return the kinds of modules, as ``layers.{0..11}.attn``: those that moved furthest first."""
+    """Return modules grouped by kind (``layers.{0..11}.attn``), the most changed first."""
     made = []
     for kind, found in _groups(tensors, lambda place: family(_module(place))).items():
         names = dict.fromkeys(_module(each.place) for each in found)
@@ -59,7 +59,7 @@ def layers(tensors: Iterable[Compared]) -> list[Moved]:
 
 
 def relative(tensors: Iterable[Compared]) -> Relative:
-    """Return the norm of the differences divided by the norm in A, of the tensors that changed."""
+    """Return the norm of the differences divided by the norm in A, over the changed tensors."""
     distance = norm = 0.0
     changed = False
     for _, state, found in tensors:
@@ -83,7 +83,7 @@ def _moved(
 
 
 def _order(layer: Moved) -> tuple[bool, float]:
-    """Sort keys that differ first, then by change; a change without a number is a large one."""
+    """Return a sort key: other states than same and changed first, then the largest changes."""
     others = layer.states.keys() - {CHANGED, SAME}
     return not others, float("-inf") if layer.relative is None else -layer.relative
 
@@ -100,7 +100,7 @@ def _module(place: str) -> str:
 
 
 def _block(place: str) -> str:
-    """Return a place up to its first index, or else that of the module: ``model.layers.3``."""
+    """Return the path up to its first index (``model.layers.3``), or else the module path."""
     names = place.split(".")
     for number, name in enumerate(names[:-1], 1):
         if name.isdecimal():

@@ -278,7 +278,7 @@ class Summary:
     part: PartOf | None = None  # the rank, if the file is one rank of a distributed checkpoint
     about: str = ""  # how a folder was read
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
-    words: tuple[str, ...] = ()  # those of `chosen` that tell how to read a folder
+    words: tuple[str, ...] = ()  # the options in `chosen` that affect how a folder is read
     adapter: Adapter | None = None  # set if the checkpoint is a LoRA adapter
 
     @property

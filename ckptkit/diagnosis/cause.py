@@ -26,7 +26,7 @@ from ckptkit.quantized import Quantization
 
 ERROR = "error"  # the file does not load
 WARNING = "warning"  # the file loads only with some functions
-NOTE = "note"  # the file loads, but is larger or different than expected
+NOTE = "note"  # the file loads, but something in it may surprise the user
 LEVELS = (ERROR, WARNING, NOTE)  # most severe first
 
 

@@ -35,7 +35,7 @@ class Fitting:
     ties: Sequence[Sequence[str]] = ()
     options: tuple[str, ...] = ()
     is_quantized: bool = False
-    chosen: tuple[str, ...] = ()  # options that name the entry of the weights
+    chosen: tuple[str, ...] = ()  # command line options that select the weights
 
 
 def causes(fitting: Fitting) -> list[Cause]:

@@ -238,7 +238,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
 _NO_MEAN = "the mean of its factors is not the mean of the weight updates"
 _NO_MODEL = "`ema` extracts the weights of whole models"
 _NOT_AVERAGED = "training averages floats, so these are not its averaged weights"
-_COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, whose model is its `module`
+_COUNTER = "n_averaged"  # the counter in torch.optim.swa_utils.AveragedModel, which wraps a model
 
 
 def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:

@@ -183,7 +183,8 @@ class _Cast:
     def __init__(self, targets: Mapping[int, DType]) -> None:
         self._targets = targets
         self._storages: dict[tuple[int, str, str], Storage] = {}
-        # Dtype and target of the first tensor on each storage; storages with a tensor that differs.
+        # Old and new dtype of the first tensor on each storage.
+        # `_split` contains storages whose tensors have several old or new dtypes.
         self._users: dict[int, tuple[DType | None, DType | None]] = {}
         self._split: set[int] = set()
         self.frozen = 0  # tensors whose requires_grad was cleared

@@ -363,7 +363,7 @@ def _share(number: int, count: int) -> float:
 
 
 def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
-    """Stack layer ranges of models; the ranges of one slice are merged into each other.
+    """Stack layer ranges of models; the ranges of one slice are merged.
 
     Of the tensors outside the layers, embeddings come from the first slice, others from the last.
     """

@@ -60,8 +60,8 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
         (_, first), (ck, second), *_ = known.values()
         raise _mixed(
             ck,
-            f"weights are quantized as {first.family} in one of them, as {second.family} in "
-            "another",
+            f"one checkpoint has weights quantized as {first.family}, another one as "
+            f"{second.family}",
         )
 
 

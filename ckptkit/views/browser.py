@@ -338,7 +338,7 @@ AT_ONCE = 500  # children to add to a node at once
 
 
 def _key(key: str, action: str, name: str, about: str, shown: str | None = None) -> Binding:
-    """Return a key; the list of keys has its `about`, the footer its `name`."""
+    """Return a key binding. The footer shows `name`, the list of keys shows `about`."""
     return Binding(key, action, name, key_display=shown, tooltip=about, show=key != "escape")
 
 

@@ -339,15 +339,17 @@ def _part(part: moved.Moved) -> dict[str, Any]:
 
 
 def _plain(number: float | None) -> float | None:
-    """Return a number with six digits; None for one that JSON or a browser cannot count with."""
+    """Round a number to six digits; return None for NaN and for numbers too large for JSON."""
     if number is None or not abs(number) < LARGEST:  # NaN
         return None
     return float(f"{number:.6g}")
 
 
 def _compared(seen: PageFile, everything: bool) -> dict[str, int]:
-    """Return the numbers of the tensors that were compared, by name; with `everything`, of those
-    beside the weights by place, unless a weight has that name."""
+    """Map the names of compared tensors to their row numbers.
+
+    With `everything`, also map the paths of tensors outside the weights.
+    """
     rows = [share.row for share in seen.shares]
     found = {row.name: number for number, row in enumerate(rows) if row.name is not None}
     for number, row in enumerate(rows if everything else ()):

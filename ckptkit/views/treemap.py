@@ -70,8 +70,9 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
     """Divide a box into boxes with areas proportional to `values`, as square as possible.
 
     Yield (is_column, boxes) of each strip: a column on the left side of the remaining space, or a
-    row at its top. The values are positive, in descending order. Algorithm: squarified treemaps,
-    Bruls, Huizing and van Wijk (2000).
+    row at its top. If a strip begins with the last value of the strip before it, both have the same
+    direction, so that layers of one size are read in order. The values are positive, in descending
+    order. Algorithm: squarified treemaps, Bruls, Huizing and van Wijk (2000).
     """
     x, y, width, height = box
     rest, start, is_column = float(sum(values)), 0, True
