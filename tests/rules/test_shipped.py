@@ -84,7 +84,7 @@ def test_the_list_says_where_facts_come_from(command: Ckptkit) -> None:  # noqa:
     done = command("run", "--list")
     assert "mixtral" in done.stdout
     assert "transformers 5.23.0" in done.stdout
-    assert "the sources only" in done.stdout  # what nobody compared with the library
+    assert "source code only" in done.stdout  # what nobody compared with the library
 
 
 def test_a_layout_that_nobody_checked_is_marked(

@@ -100,7 +100,7 @@ def test_an_option_that_contradicts_the_checkpoint_is_an_error(
     done = invoked(tmp_path / "more.pth", *resume, *option.split())
     assert done.code == 2
     assert f"{option} contradicts the checkpoint" in done.stderr
-    assert f"hint: without {option.split()[0]}: --resume uses the value" in done.stderr
+    assert f"hint: remove {option.split()[0]}: --resume uses the value" in done.stderr
     assert not (tmp_path / "more.pth").exists()
 
 
