@@ -64,7 +64,7 @@ class Shown(NamedTuple):
         return [pick for pick in self.picks if not pick.single]
 
     def read(self, rows: int, columns: int) -> Shown:
-        """Read the first rows and columns of a matrix, or so many elements of a vector."""
+        """Read the first rows and columns of a matrix, or the first elements of a vector."""
         from ckptkit.analysis.slices import plane, select
         from ckptkit.compute import tallies
 
