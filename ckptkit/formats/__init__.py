@@ -1,7 +1,7 @@
-"""Read a file or folder into a Checkpoint; plan the file for a Checkpoint.
+"""Read a file or folder into a Checkpoint; plan the output file of a Checkpoint.
 
-Each format is a module. ``format.py`` is their interface, `table` their list. Uses core, remote,
-compute, rules, pickles, quantized and publish.
+Each format is a module. ``format.py`` defines the interface of formats; `table` lists them. Uses
+core, remote, compute, rules, pickles, quantized and publish.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WHOLE = ("always", "asked")  # values of Format.everything: the format can store
 
 
 def match(probe: Probe) -> Format | None:
-    """Return the format that recognizes a file or folder, None if no format does.
+    """Return the format that recognizes a file or folder; None if no format recognizes it.
 
     The option `parts` requires a folder. Raises CorruptError if a container that several formats
     share, such as a zip file, is damaged.
@@ -109,7 +109,7 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         raise error.at(place.name) from error.__cause__
 
 
-# Features of a possible shard: its file name, entries of its root, and classes in its pickle.
+# Features of a possible shard: file name, entries of the root, and classes in the pickle.
 _PART_NAMES = re.compile(
     r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
     r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
@@ -119,7 +119,7 @@ _PIECES = ("DTensor", "ShardedTensor")
 
 
 def _with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with its `part` filled in if its file is one rank's; most are not."""
+    """Return the checkpoint. If its file is a shard of one rank, which is rare, set `part`."""
     root, source = checkpoint.root, checkpoint.source
     if not isinstance(source, ByteSource) or not (
         _PART_NAMES.search(os.path.basename(source.name))
@@ -133,15 +133,15 @@ def _with_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts that have checksums, and the defects found.
+    """Yield the byte ranges that have checksums, and the defects found.
 
-    Empty if the format has no check beyond reading.
+    If the format has no check beyond reading, yield nothing.
     """
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
 
-TRIED = 64 << 20  # bytes; a damaged file up to this size is recovered in memory before a hint
+TRIED = 64 << 20  # maximum size of a damaged file that a hint tries to recover in memory
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
     UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves the rest, which may be garbage",
@@ -149,10 +149,10 @@ _SAVES = {
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that recovers part of a damaged file, "" if there is none.
+    """Return the command that recovers some tensors of a damaged file, "" if there is none.
 
-    On a local file of at most `TRIED` bytes it tries the command. Otherwise it reads headers only,
-    and the command may find no intact tensor.
+    If the file is local and at most `TRIED` bytes long, this function tries the command. Otherwise
+    it reads headers only, and the command may find no intact tensor.
     """
     if probe.is_folder:
         return ""
@@ -168,7 +168,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
-    """Return the result of `recover` for a damaged file, None if nothing of it can be written."""
+    """Return the result of `recover` for a damaged file; None if no tensor can be recovered."""
     try:
         found = recover(place, unverified=unverified)
         format = for_writing(place.name, keep=found.checkpoint.format)
@@ -179,7 +179,7 @@ def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
 
 
 def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
-    """Recover the intact tensors of a damaged file; with `unverified`, also unverifiable ones.
+    """Recover the intact tensors of a damaged file; `unverified` adds unverifiable tensors.
 
     Raises CorruptError if nothing is intact, UnsupportedError if the format has no recovery.
     """
@@ -187,7 +187,7 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
     try:
         for format in FORMATS:
             if not format.readable and format.matches(probe):
-                format.read(probe)  # raises the reason
+                format.read(probe)  # raises an error with the reason
             if (
                 format.recover is not None
                 and (found := format.recover(probe, unverified)) is not None
@@ -216,7 +216,7 @@ def by_name(name: str | None) -> Format | None:
 
 
 def is_folder(name: str) -> bool:
-    """Return whether the format called `name` is a folder and can be written."""
+    """Return whether ckptkit can write the format called `name`, and writes a folder."""
     format = by_name(name)
     return format is not None and format.is_folder and format.layout is not None
 
@@ -261,7 +261,7 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
 
 
 def in_folder(name: str) -> str | None:
-    """Return the name of the format for a folder of such files, None if there is none."""
+    """Return the folder format whose shards have the format `name`, None if there is none."""
     format = by_name(name)
     return None if format is None else format.folder_as
 
@@ -279,7 +279,7 @@ def suffixed(path: str | os.PathLike[str]) -> Format | None:
 
 
 def named(name: str, suffixes: Sequence[str]) -> str:
-    """Return `name` with one of the suffixes; if it has none of them, with the first.
+    """Return `name` if it ends in one of the suffixes; otherwise append the first suffix.
 
     If `suffixes` is empty, return the name of a folder: `name` without its suffix.
     """
@@ -326,7 +326,7 @@ def _writer(name: str, shards: bool = False) -> Format:
 
 
 def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
-    """Plan a file of `checkpoint` in `format`. Every error names the checkpoint."""
+    """Plan the output of `checkpoint` in `format`. Every error names the checkpoint."""
     assert format.layout is not None
     if options.all and not options.extras:
         raise UsageError(
@@ -408,7 +408,7 @@ def _is_module(checkpoint: Checkpoint) -> bool:
 
 
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
-    """Plan an in-place edit that changes the file of `before` to `after`; None if it is too large.
+    """Plan an in-place edit from `before` to `after`; None if too many bytes would change.
 
     Every error names the checkpoint.
     """

@@ -1,11 +1,11 @@
-"""Read a checkpoint of another format from a gzip, bzip2, xz, zstd or tar file, or a .tar.gz.
+"""Read a checkpoint of any other format inside a gzip, bzip2, xz, zstd, tar or .tar.gz file.
 
     run.pth.gz, model.safetensors.zst     one compressed file
     model.tar.gz, model.nemo              an archive of files, one of which is a checkpoint
 
 ckptkit reads a tar file in place. It decompresses a compressed file once, into an unnamed temporary
-file in ``TMPDIR``, because a compressed stream cannot be read from the middle. Memory does not grow
-with the file.
+file in ``TMPDIR``, because a compressed stream cannot be read from the middle. Memory use does not
+depend on the size of the file.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts of the inner checkpoint that have checksums. Raises like `read`."""
+    """Yield the byte ranges of the inner checkpoint that have checksums. Raises like `read`."""
     return formats.check(Probe(_inside(probe)))
 
 
 def _inside(probe: Probe) -> ByteSource:
-    """Decompress a file. If it is or contains an archive, return the checkpoint in the archive."""
+    """Decompress a file. If the file is or contains a tar archive, return its checkpoint."""
     if is_archive(probe):
         return _member(probe.source)
     source, method = probe.source, method_of(probe.head)
@@ -116,7 +116,7 @@ def _member(archive: ByteSource) -> ByteSource:
 
 
 _PIECE = 1 << 18
-IN_MEMORY = 16 << 20  # bytes; a decompressed file up to this size stays in memory
+IN_MEMORY = 16 << 20  # maximum size of a decompressed file that stays in memory
 
 # The first bytes of compressed files that ckptkit reads.
 HEADS = {
@@ -125,7 +125,7 @@ HEADS = {
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
-# Weaker evidence: other files begin with these bytes, too, such as a small integer tensor.
+# Weaker evidence: uncompressed data, such as small integers, can begin with the same bytes.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
     b"\x78\x01": "zlib",
@@ -142,10 +142,10 @@ CLOSED = {
 
 
 class _Zstd:
-    """A zstandard decompressor with the interface of zlib's.
+    """A zstandard decompressor with the interface of zlib's decompressor.
 
-    zstandard does not limit its output, so it gets at most 2 KiB at once, which yield at most 64
-    MiB.
+    zstandard does not limit the size of its output. Therefore it gets at most 2 KiB of input at
+    once, which decompress to at most 64 MiB.
     """
 
     _STEP = 2 << 10
@@ -231,7 +231,7 @@ def _output(machine: Any, data: bytes) -> Iterator[bytes]:
 
 
 def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
-    """Decompress at most `most` bytes into memory; return them and the error that stopped it."""
+    """Return at most `most` decompressed bytes, and the error that stopped decompression."""
     found: list[bytes] = []
     failure = _collect(source, method, most, found.append)
     return b"".join(found), failure
@@ -277,7 +277,7 @@ def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, Ckptk
 
 
 def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
-    """Return the decompressed bytes as a source of their own."""
+    """Return the decompressed bytes in `file` as a source."""
     if file.tell() > IN_MEMORY:
         file.flush()
         return Spool(source, os.dup(file.fileno()))
@@ -290,7 +290,7 @@ def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
 def _collect(
     source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
 ) -> CkptkitError | None:
-    """Pass at most `most` decompressed bytes to `keep`; return the error that stopped it."""
+    """Pass at most `most` decompressed bytes to `keep`; return the error that stopped this."""
     left = most
     try:
         for piece in pieces(source, method):

@@ -1,6 +1,6 @@
 """Read and write torch.distributed.checkpoint (DCP) folders, to which each rank writes its shards.
 
-    .metadata                  the entries, their chunks and the place of each: :mod:`dcp_metadata`
+    .metadata                  entries, and file and offset of each chunk: :mod:`dcp_metadata`
     __<rank>_<n>.distcp        the chunks and values
     meta.pt                    by Lightning: a torch file with everything else
 
@@ -78,7 +78,7 @@ _SHARDING, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether this is a DCP folder, complete or not, or the `.metadata` of one."""
+    """Return whether this is a complete or incomplete DCP folder, or a `.metadata` file."""
     if probe.is_folder:
         return any(map(_OURS.fullmatch, probe.names))
     return os.path.basename(probe.name) == NAME and probe.source.folder_and_name() is not None
@@ -101,21 +101,21 @@ def matches(probe: Probe) -> bool:
 
 
 class ShardHeader(NamedTuple):
-    """The tensors of a safetensors file, and the offsets of chunks in their tensors, if stored."""
+    """The tensors of a safetensors file; if stored, the offset of each chunk in its tensor."""
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
 
 
 class ItemFiles:
-    """The data files of a folder; each is opened when it is first needed."""
+    """The data files of a folder. Each file is opened when it is first needed."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self._headers: dict[tuple[str, int], ShardHeader] = {}  # by file name and offset
 
     def index(self, names: frozenset[str]) -> DcpIndex:
-        """Return the index from `.metadata`, that of each rank, or safetensors headers."""
+        """Return the index, from `.metadata`, every rank's `.metadata`, or safetensors headers."""
         ranks = sorted((int(n[1]), name) for name in names if (n := _OF_RANK.fullmatch(name)))
         if NAME in names and ranks:
             raise AmbiguousError(f"contains {NAME} and {ranks[0][1]}: two saves in one folder")
@@ -184,7 +184,7 @@ class ItemFiles:
             end = start = -1
             for place in sorted(held):
                 Section(file, place.offset, place.length)  # raises if the file is too short
-                # All tensors of a safetensors file have the offset of the file.
+                # All tensors of a safetensors file have the same offset, that of the file.
                 shared = place.offset == start and not self.is_archive(place)
                 if place.offset < end and not shared:
                     raise CorruptError(
@@ -201,7 +201,7 @@ class ItemFiles:
 
     @contextmanager
     def reading(self, name: str, place: Place) -> Iterator[None]:
-        """Add the item and its file to errors that are raised inside."""
+        """Add the item and its file to errors raised in the body of the `with` statement."""
         try:
             yield
         except CkptkitError as error:
@@ -209,7 +209,7 @@ class ItemFiles:
             raise error.at(self.folder.open(place.file).name) from error.__cause__
 
     def value(self, place: Place) -> Checkpoint:
-        """Return the value that torch.save wrote at a place."""
+        """Return the value that torch.save wrote at `place`."""
         probe = self.probe(place)
         if not is_torch_zip(probe):
             raise CorruptError("the item is not a torch.save archive")
@@ -218,7 +218,7 @@ class ItemFiles:
     def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
         """Return the tensor that contains a chunk.
 
-        Raises CorruptError if it contradicts the metadata.
+        Raises CorruptError if the tensor contradicts the metadata.
         """
         place = chunk.place
         if self.is_archive(place):
@@ -262,7 +262,7 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRecord:
-    """The plain bytes of a chunk, whose file is opened when the bytes are needed."""
+    """The bytes of a chunk. Its file is opened when the bytes are needed."""
 
     files: ItemFiles
     name: str
@@ -282,8 +282,8 @@ class ChunkRecord:
 def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Shape]:
     """Return the bytes of a whole tensor, assembled from chunks, and its strides.
 
-    The strides are those of the saved tensor if it was dense in memory (channels_last, transposed);
-    otherwise, as for an expanded tensor, row-major.
+    If the saved tensor was dense in memory (channels_last, transposed), the strides are those of
+    the saved tensor. Otherwise, as for an expanded tensor, they are row-major.
     """
     shape, dtype, saved = entry.shape, entry.dtype, entry.stride
     stride = contiguous_stride(shape)
@@ -387,7 +387,7 @@ def _folder_of(probe: Probe) -> Folder:
 
 
 def _places(index: DcpIndex) -> Iterator[Place]:
-    """Yield the place of every item in the metadata."""
+    """Yield the file, offset and length of every item in the metadata."""
     for entry in index.entries.values():
         if isinstance(entry, Place):
             yield entry
@@ -396,7 +396,7 @@ def _places(index: DcpIndex) -> Iterator[Place]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts of every item whose file exists. Raises the errors of the metadata.
+    """Yield the byte ranges to verify of every item whose file exists. Raises metadata errors.
 
     Items are torch.save archives, with a CRC-32 for each record, or tensors of a safetensors file,
     which has no checksums.
@@ -437,9 +437,10 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a DCP file; None if there is no metadata beside it.
+    """Yield the pickles of a DCP file; None if its folder has no metadata.
 
-    A data file consists of concatenated archives. Without the metadata, only the last one is found.
+    A data file consists of concatenated archives. Without the metadata, only the last archive is
+    found.
     """
     if probe.is_folder:
         return None
@@ -463,13 +464,14 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     return iter(parts) if parts else None
 
 
-# Writing a folder that torch.distributed.checkpoint loads, in any number of ranks
+# Writing a folder that torch.distributed.checkpoint loads with any number of ranks
 #
 #     .metadata         protocol 2; every tensor is one chunk
 #     __0_0.distcp      torch.save archives, one for each entry: values first, then tensors,
 #                       contiguous and on the CPU
 #
-# Tensors with the same elements of one storage are stored once, under all their names.
+# If several tensors view the same elements of one storage, these are stored once. Every name refers
+# to them.
 
 
 DATA = "__0_0.distcp"
@@ -498,10 +500,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         if (tensor := as_tensor(node)) is not None and _is_saved_as_tensor(tensor)
     }
     places: dict[str, Place] = {}
-    stored: dict[object, Place] = {}  # by the elements of a tensor
+    stored: dict[object, Place] = {}  # keys: storage and elements of a tensor
     segments: list[Segment] = []
     noted: list[str] = []
-    size = sums = 0  # sums: the next number of a checksum
+    size = sums = 0  # sums: number of the next checksum
     for name in (*(name for name in flat.entries if name not in tensors), *tensors):
         node = flat.entries[name][1]
         if name in tensors:
@@ -522,7 +524,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         size += file.size
         noted += plan.notes
     notes += dict.fromkeys(noted)
-    # Flattening loses these.
+    # Flattening the tree loses the entries below.
     if flat.empty:
         notes.append(f"dropped, as in torch: dicts without entries ({_some(flat.empty)})")
     if flat.stringified:
@@ -538,13 +540,13 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _is_saved_as_tensor(tensor: Tensor) -> bool:
-    """Return whether torch saves it as a tensor, because its bytes are its whole value."""
+    """Return whether torch saves the tensor as chunks of bytes, not as a pickled value."""
     plain = tensor.storage is not None and tensor.layout == "strided" and tensor.kind != "ndarray"
     return plain and tensor.dtype.kind != "quantized" and tensor.dtype.bits % 8 == 0
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a row-major CPU tensor of the same elements, with its own storage."""
+    """Return a row-major CPU tensor with the same elements and a separate storage."""
     record, storage = contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(
@@ -607,14 +609,14 @@ def _size(shape: Shape) -> Object:
 
 
 def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
-    """Return an object with a state, made without its constructor, like pickle's."""
+    """Return a pickled object of class `name` with a state, created without its constructor."""
     made = Object(Global(module, name), new=True)
     if state is not None:
         made.steps.append(("build", state))
     return made
 
 
-# A data file that the user named alone: only the folder's metadata locates its items
+# A single data file as the input: only the folder's metadata locates its items
 
 
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
@@ -632,7 +634,7 @@ def read_shard(probe: Probe) -> Checkpoint:
 
 
 def part_of(probe: Probe) -> PartOf:
-    """Describe the file as a shard of its folder. The folder is None if it has no metadata."""
+    """Describe the file as a shard of its folder. If the folder lacks metadata, it is None."""
     found = _RANK.fullmatch(os.path.basename(probe.name))
     which = f"a data file of rank {int(found[1]):,}" if found else "a data file"
     folder = folder_beside(probe.name) if _has_metadata(probe) else None

@@ -13,7 +13,7 @@
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
 The pickle creates objects with ``__new__`` and sets their state, a dict that may omit attributes
-that are None. The offset of a MetadataIndex is that of the chunk; for a value it is None.
+that are None. The offset of a MetadataIndex is the offset of the chunk; for a value it is None.
 (torch/distributed/checkpoint/metadata.py, filesystem.py)
 """
 
@@ -65,7 +65,7 @@ _SHOWN = 80  # maximum characters of a name in a message
 
 
 class Place(NamedTuple):
-    """The place of an item in the folder: a byte range of a file."""
+    """Location of an item: a byte range of a file in the folder."""
 
     file: str
     offset: int
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor (offsets and sizes in elements), and the place of its bytes."""
+    """A block of a tensor (offset and size in each dimension), and the location of its bytes."""
 
     offsets: Shape
     sizes: Shape
@@ -82,10 +82,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor and its chunks, without empty chunks.
+    """A complete tensor and its chunks, without empty chunks.
 
-    ``stride`` is that of the saved tensor, None if the metadata omits it. ``odd`` is the reason why
-    the elements cannot be assembled, "" if they can.
+    ``stride`` is the stride of the saved tensor, None if the metadata omits it. ``odd`` is the
+    reason why ckptkit cannot assemble the tensor, "" if it can.
     """
 
     dtype: DType
@@ -95,11 +95,11 @@ class Whole:
     odd: str = ""
 
 
-Entry = Whole | Place  # a tensor, or the place of another value
+Entry = Whole | Place  # a tensor, or the location of a value that is not a tensor
 
 
 class DcpIndex(NamedTuple):
-    """A parsed `.metadata`: entries by flat name, and their paths in the nested tree."""
+    """A parsed `.metadata`: entries by flat name, and each entry's path in the nested tree."""
 
     entries: dict[str, Entry]
     paths: dict[str, Path]
@@ -107,7 +107,7 @@ class DcpIndex(NamedTuple):
 
 
 def is_metadata(name: str) -> bool:
-    """Return whether a file name is that of metadata, for all ranks or for one."""
+    """Return whether `name` is the name of a metadata file, for all ranks or for one rank."""
     return _NAMES.fullmatch(name) is not None
 
 
@@ -212,7 +212,7 @@ def _integer(node: Node, what: str) -> int:
 
 
 def _size(node: Node, what: str) -> Shape:
-    """Return a torch.Size, or a tuple or list instead of it, as a tuple."""
+    """Return a torch.Size, a tuple or a list of integers as a tuple."""
     if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, (tuple, list)):
@@ -295,10 +295,10 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
 
 
 def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
-    """Merge the metadata that each rank wrote by itself; a tensor has the chunks of all ranks.
+    """Merge the metadata files of all ranks. Each tensor gets the chunks of all ranks.
 
-    If several ranks saved a value, the first one's is used: replicated values are equal, others may
-    differ. Raises AmbiguousError if ranks disagree about a tensor.
+    If several ranks saved a value, the value of the first rank is used. Replicated values are
+    equal; other values may differ. Raises AmbiguousError if ranks disagree about a tensor.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -348,13 +348,14 @@ def covered(described: DcpIndex) -> DcpIndex:
 
 # Flattening of nested state_dicts, and its inverse, as in torch
 #
-# torch flattens dicts, and lists that contain a tensor or dict, also inside a nested list. Anything
-# else is one entry. The flat name is the path joined by dots, with every key as a string. The path
-# has strings for keys and integers for list indices. Empty dicts leave no trace.
+# torch flattens dicts. It flattens a list if the list, or a list nested in it, contains a tensor or
+# a dict. Any other value is one entry. A path consists of strings (dict keys) and integers (list
+# indices). The flat name is the path joined by dots. Empty dicts are dropped.
 # (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 #
-# If the groups of an optimizer number the parameters, its state gets integer keys again: torch's
-# ``load_state_dict`` ignores string keys, and training would continue without momentum.
+# If the param_groups of an optimizer contain parameter numbers, the keys of its state become
+# integers again. torch's ``load_state_dict`` ignores string keys, and training would continue
+# without momentum.
 
 
 class _Places(dict[Node, Node]):
@@ -362,18 +363,19 @@ class _Places(dict[Node, Node]):
 
 
 class Nest:
-    """A tree of dicts and lists that is built path by path."""
+    """Builds a tree of dicts and lists, entry by entry."""
 
     def __init__(self) -> None:
         self.root: dict[Node, Node] = {}
-        # by id: every dict and list that was created here
+        # every dict and list that this Nest created, by id
         self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}
         self._lists: list[tuple[list[Node], _Places]] = []
 
     def put(self, path: Path, node: Node) -> None:
-        """Set one entry.
+        """Set the entry at `path`.
 
-        Raises AmbiguousError if the entry exists, FormatError if its path leads through a leaf.
+        Raises AmbiguousError if the entry exists, FormatError if `path` leads through a value that
+        is not a dict or list.
         """
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
@@ -428,17 +430,18 @@ def _number_state(optimizer: dict[Node, Node]) -> None:
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Check that the key of a list is an integer, and that of a dict a string."""
+    """Check that the key of a list is an integer, and the key of a dict is a string."""
     if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
         raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 
 
 class Flat:
-    """A flattened tree: entries by flat name with their paths, and everything flattening loses.
+    """A flattened tree: entries by flat name with their paths, and the losses of flattening.
 
-    ``empty`` are paths of dicts without entries, which torch drops; ``stringified`` paths of keys
-    that became strings; ``attributes`` paths of state_dicts with attributes such as ``_metadata``.
-    Raises CollisionError if two entries have one name, LimitError if the tree is infinite.
+    ``empty`` contains the paths of empty dicts, which torch drops; ``stringified`` the paths of
+    keys that became strings; ``attributes`` the paths of state_dicts with attributes such as
+    ``_metadata``. Raises CollisionError if two entries have the same name, LimitError if the tree
+    contains itself.
     """
 
     def __init__(self, root: dict[Node, Node]) -> None:
@@ -478,7 +481,7 @@ class Flat:
 
 
 def _is_opened(node: list[Node]) -> bool:
-    """Return whether torch flattens a list: it contains a tensor or dict, or a list that does."""
+    """Return whether torch flattens a list: a tensor or dict is in it or in a nested list."""
     waiting = [node]
     seen: set[int] = set()
     while waiting and len(seen) <= LIMITS.revisits:

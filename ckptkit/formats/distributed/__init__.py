@@ -1,8 +1,8 @@
 """Read folders to which several ranks wrote their shards of every tensor, as one checkpoint.
 
-:mod:`rank_files` reads the rank files of FSDP and tensor parallelism, whose pickles give the box of
-each shard. For the other layouts a table (:mod:`table`) gives the rank of each file, and how each
-tensor was split. A single shard is not a checkpoint.
+:mod:`rank_files` reads the rank files of FSDP and tensor parallelism, whose pickles contain the
+offset and size of each shard. For the other layouts, a table (:mod:`table`) describes the rank of
+each file and how each tensor was split. A single shard is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
-# Names in folders of rank files; other folders contain them, too. If none matches, which is usual,
-# no layout is imported.
+# File names that occur in folders of rank files, and also in other folders. If no file name in the
+# folder matches, no layout is imported.
 _SIGN = re.compile(
     r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 
-# In the order in which they are tried. A layout is imported when it is tried.
+# Layouts in the order in which `_layout` tries them. A layout is imported when it is tried.
 _LAYOUTS = ("parts", "megatron", "llama", "pipeline", "fsdp_flat", "rank_files")
 
 

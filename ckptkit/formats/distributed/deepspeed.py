@@ -32,9 +32,9 @@ All are torch.save files. Model, pipeline and expert parallelism write other nam
 
 With W ranks and c = ceil(elements / W):
 
-- stages 1 and 2: the tensors of one group, concatenated over the ranks, are its parameters in
-  order. param_alignment_paddings gives the number of padding elements after each parameter. Fewer
-  than 2 W elements may follow at the end.
+- stages 1 and 2: the tensors of one group, concatenated over the ranks, are the group's
+  parameters in order. param_alignment_paddings gives the number of padding elements after each
+  parameter. Fewer than 2 W elements may follow at the end.
 - stage 3: the tensors of one rank, concatenated over the groups, contain c elements of each
   parameter in order. A parameter is its elements concatenated over the ranks, cut to its size. The
   fragments of frozen parameters, which have names, are split the same way.
@@ -95,7 +95,8 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
 _GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # the split, and tensors that are in the state_dict now
+# Fields that the result omits: the description of the split, and tensors moved to the state_dict.
+_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)
 
 
 class Model:
@@ -110,14 +111,14 @@ class Model:
         names = states.items(BUFFERS) if BUFFERS in states else []
         self.buffer_names = [name for name in names if isinstance(name, str)]
         self.warnings: list[str] = []
-        self._cpu: dict[tuple[int, str], Storage] = {}  # by the storage's id, and a dtype or ""
+        self._cpu: dict[tuple[int, str], Storage] = {}  # keys: id of the storage, and dtype or ""
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
     ) -> OrderedMapping:
         """Return the complete state_dict, in the order of the model.
 
-        `placeholders` tells that empty tensors in `module` only reserve names, as in stage 3.
+        `placeholders`: empty tensors in `module` only reserve names, as in stage 3.
         """
         module, found = self.module, dict[str, Node]()
         for name, made in parameters.items():
@@ -165,7 +166,7 @@ class Model:
         return OrderedMapping(((name, found[name]) for name in order if name in found), state)
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        """Return a buffer; if it has 16 bits, in 32 bits, as DeepSpeed's own script returns it."""
+        """Return a buffer. Convert 16-bit floats to float32, as DeepSpeed's own script does."""
         storage, half = tensor.storage, tensor.dtype.kind == "float" and tensor.dtype.bits == 16
         if not half or storage is None or tensor.layout != "strided" or storage.nbytes % 2:
             return self.on_cpu(tensor)
@@ -178,7 +179,7 @@ class Model:
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU, as assembled tensors are."""
+        """Return the tensor with its storage on the CPU, like an assembled tensor."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -191,7 +192,7 @@ class Model:
         )  # fmt: skip
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """Return the frozen parameters, joined from a fragment per rank; `ranks` 0: complete."""
+        """Return the frozen parameters, joined from one fragment per rank (not if `ranks` is 0)."""
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
@@ -215,7 +216,7 @@ class Model:
         return made
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """Return the run's 16-bit `module`, under a name with its dtype; empty if not 16-bit."""
+        """Return ``{"module_<dtype>": 16-bit state_dict}``; empty if the run used other dtypes."""
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {
             old.dtype.name
@@ -227,7 +228,7 @@ class Model:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors with the same elements in memory."""
+    """Return a key. Tensors that view the same elements of one storage have equal keys."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
@@ -246,10 +247,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the headers of the training state that ``latest`` names, or of the only one.
+    """Read the headers of the training state that ``latest`` names, or of the only training state.
 
-    Raises AmbiguousError if there are several, UnsupportedError for parallelism other than data
-    parallelism, CorruptError if files are missing or contradict each other.
+    Raises AmbiguousError if there are several and no ``latest``, UnsupportedError for parallelism
+    other than data parallelism, CorruptError if files are missing or contradict each other.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -347,7 +348,7 @@ def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> d
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
-    """Return the optimizer's groups, with parameter names instead of numbers of flat tensors."""
+    """Return the optimizer's param_groups; parameter names replace the numbers of flat tensors."""
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]

@@ -6,14 +6,15 @@ The optimizer has shards of flat parameters, without names or shapes:
     False                   one entry for each FSDP unit: the concatenated parameters of the unit,
                             split into ceil(elements / ranks), the last shards padded
 
-Names and shapes are those in the model's rank files, in the same order. No file records the units.
-The root comes first, then the wrapped modules; exactly one way to form units must match the sizes.
+The model's rank files contain the names and shapes, in the same order. No file records the units.
+The root comes first, then the wrapped modules. ckptkit tries the possible units, and reads the
+optimizer only if exactly one possibility matches the sizes.
 
 fairscale and metaseq (OPT) write model parts, each in shards of fully sharded data parallelism:
 
     <stem>-model_part-<M>-shard<S>.pt, <stem>-shard<S>.pt
 
-A file has ``model`` and ``shard_metadata``: {"param_metadata": [one for each wrapped module],
+A file has ``model`` and ``shard_metadata``: {"param_metadata": [a dict for each wrapped module],
 "buffer_names"}. A module has its ``fsdp_path`` and
 
     params                        flat name: {"names", "shapes", "numels", "padding"}
@@ -21,8 +22,8 @@ A file has ``model`` and ``shard_metadata``: {"param_metadata": [one for each wr
     no_broadcast_optim_state      true: the first shard is complete
 
 or, until fairscale 0.4.0, ``is_flat``, ``param_names``, ``param_shapes``, ``param_numels`` and
-``num_padded``. A flat parameter is its concatenated shards, each without its padding. Names and
-shapes describe its contents. Then the model parts are merged by the rules of metaseq.
+``num_padded``. Concatenated without their padding, the shards of a flat parameter contain the
+parameters with these names and shapes. Then the model parts are merged by the rules of metaseq.
 
 Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
 fully_sharded_data_parallel.py.
@@ -87,7 +88,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
             path = f"optimizer.{_STATE}.{number}.{key}"
-            # A rank without elements of a parameter has no entry for it.
+            # A rank that has no elements of a parameter has no entry for the parameter.
             values = [
                 each._replace(root=entry.get(key))
                 for each, entry in zip(first, entries, strict=True)
@@ -115,9 +116,9 @@ def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
-    """Return the shape of each parameter, tied ones once, and the ranks of each model replica.
+    """Return the shape of each parameter (tied parameters once), and the ranks of each replica.
 
-    The ranks of a replica are in the order of their shards.
+    A replica is a complete copy of the model. Its ranks are in the order of their shards.
     """
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
@@ -160,7 +161,7 @@ def _states(ranked: Ranked) -> dict[int, State]:
 
 
 def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
-    """Return the unit for each entry of the optimizer's state."""
+    """Return the FSDP unit of each entry of the optimizer's state."""
     count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
@@ -190,7 +191,7 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
 
 
 def _ways(names: list[str]) -> Iterator[list[Unit]]:
-    """Yield possible units: all parameters; or the root, and the items of module lists."""
+    """Yield possible splits into units: one unit; or the root and each item of a ModuleList."""
     yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -208,7 +209,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """Yield the values of one entry, each with the name of its parameter."""
+    """Split one entry of the optimizer's state; yield (parameter name, value)."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -226,7 +227,7 @@ def _cut(
 
 
 def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
-    """Return the groups with parameter names instead of numbers, in the order of the model."""
+    """Return the param_groups, with parameter names instead of numbers, in the model's order."""
     if not isinstance(node, list):
         return node
     made = []
@@ -306,7 +307,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 class Backing(NamedTuple):
-    """The parameters inside a flat parameter, in order; `padding` elements end its shard."""
+    """The parameters inside a flat parameter, in order; its shard ends in `padding` elements."""
 
     names: list[str]
     shapes: list[Shape]
@@ -315,7 +316,7 @@ class Backing(NamedTuple):
 
 
 def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
-    """Return the state_dict of one model part, without flat parameters.
+    """Return the state_dict of one model part; the original parameters replace flat parameters.
 
     Buffers come from the first shard.
     """
@@ -379,7 +380,7 @@ def _share(made: dict[str, Node], module: Fields) -> None:
 
 
 def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str, Backing]:
-    """Return the flat parameters of a module, as one of its shards describes them."""
+    """Return the flat parameters of a module, from the metadata of one shard."""
     found: dict[str, Backing] = {}
     if "params" in module:
         params = module.fields("params")

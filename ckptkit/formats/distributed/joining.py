@@ -18,17 +18,18 @@ from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_n
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.meshes import LocalShard, Mesh, Piece, piece_of
 
-# Replicas of a shard in several files must be equal; otherwise the files are of different saves.
+# Replicas of a shard in several files must be equal. If they differ, the files are of different
+# saves.
 
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # policies for replicas
 CHOICES = (COMPARE, CHECK, FIRST)
-READ = 16 << 20  # bytes of each replica that are read if checksums do not decide
-SHOWN = 80  # characters of a name in a message
+READ = 16 << 20  # maximum bytes to read of replicas without checksums
+SHOWN = 80  # maximum characters of a name in a message
 
 
 class Replica(NamedTuple):
-    """A tensor that two files contain and that must be equal in both."""
+    """A replicated tensor, as two files contain it. Both must be equal."""
 
     name: str
     first: Tensor
@@ -37,22 +38,25 @@ class Replica(NamedTuple):
 
 
 class Copies:
-    """The replicas that were found, and the result of comparing them.
+    """Compares replicas and counts the results. There are three policies:
 
-    ``compare`` compares checksums, and the bytes of small tensors without checksums. ``check``
-    compares the bytes of all tensors without checksums. ``first`` ignores differences and uses the
-    first replica.
+    * ``compare`` compares checksums. Without checksums, it compares the bytes of small tensors.
+    * ``check`` compares checksums. Without checksums, it compares the bytes of all tensors.
+    * ``first`` ignores differences and uses the first replica.
     """
 
     def __init__(self, policy: str = COMPARE) -> None:
         self.policy = policy
-        self.left: list[Replica] = []  # not compared
+        self.left: list[Replica] = []  # replicas that were not compared
         self.equal = 0
         self.passed: list[str] = []  # names of replicas that differ, with the policy `first`
         self._read = 0
 
     def same(self, copy: Replica, *, always: bool = True) -> bool | None:
-        """Return whether a replica equals the first, None if unknown. `always` reads any size."""
+        """Return whether both tensors of a replica are equal; None if unknown.
+
+        If checksums are missing, `always` compares the bytes of tensors of any size.
+        """
         found = _by_checksum(copy.first, copy.other)
         if found is None and not always:
             self._read += copy.first.nbytes
@@ -60,7 +64,7 @@ class Copies:
         return compare(copy.first, copy.other) is None if found is None and always else found
 
     def add(self, copy: Replica) -> None:
-        """Count a replica. Raises CorruptError if it differs from the first."""
+        """Compare a replica. If it differs, raises CorruptError, except with policy ``first``."""
         same = self.same(copy, always=False)
         if same is None:
             self.left.append(copy)
@@ -122,14 +126,14 @@ def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
 
 
 class Held(NamedTuple):
-    """A box of a tensor, and the file that contains it."""
+    """A block of a tensor, and the file that contains the block."""
 
     box: LocalShard
     file: str
 
 
 class Joiner:
-    """Assemble tensors. Tensors that consist of the same bytes share a storage."""
+    """Assembles tensors from shards. Tensors assembled from the same bytes share a storage."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -137,7 +141,7 @@ class Joiner:
         self._cpu: dict[int, tuple[Storage, Storage]] = {}
 
     def tensor(self, name: str, dtype: DType, shape: Shape, held: Iterable[Held]) -> Tensor:
-        """Return the tensor that the boxes `held` make.
+        """Return the tensor that consists of the blocks `held`.
 
         Raises CorruptError for a gap, an overlap, or replicas that differ.
         """
@@ -168,7 +172,7 @@ class Joiner:
         tensors: Sequence[Tensor],
         copies: tuple[StridedCopy, ...],
     ) -> Tensor:
-        """Return the tensor that the copies make; if one source is all of it, that source."""
+        """Return the tensor that `copies` assemble; if it equals one source, return that source."""
         if len(copies) == 1:
             (copy,) = copies
             tensor = tensors[copy.source]
@@ -188,7 +192,7 @@ class Joiner:
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU, as assembled tensors are."""
+        """Return the tensor with its storage on the CPU, like an assembled tensor."""
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             return tensor
@@ -214,8 +218,8 @@ class Joiner:
         return self.plain(first)
 
 
-# Merging the trees that ranks saved: shards are joined, values that are equal on all ranks are kept
-# once, and differences are refused
+# Merging the trees that ranks saved: shards are joined, and values that are equal on all ranks are
+# kept once. If values differ, the merge raises an error.
 
 
 FLAT = "_flat_param"
@@ -223,7 +227,7 @@ _MIXED = "the files are of different saves"
 
 
 class Ranked(NamedTuple):
-    """The tree that a rank saved, and its file."""
+    """The tree that a rank saved, and the file that contains it."""
 
     rank: int
     file: str
@@ -231,12 +235,12 @@ class Ranked(NamedTuple):
 
 
 class Merger:
-    """Merge the trees of all ranks, walked in parallel. Errors name the entry and the files."""
+    """Merges the trees of all ranks entry by entry. Errors name the entry and the files."""
 
     def __init__(self, ranks: Sequence[Ranked], joiner: Joiner, known: Mapping[int, Piece]) -> None:
         self.ranks = ranks
         self.joiner = joiner
-        self.known = known  # by id of the node: pieces that have been parsed already
+        self.known = known  # parsed shards, by the id of the node
         self._made: dict[tuple[int, ...], Node] = {}
         self._meshes: dict[int, Mesh] = {}
 
@@ -274,7 +278,7 @@ class Merger:
             return self._mapping(path, nodes)
         if isinstance(first, (list, tuple)):
             return self._sequence(path, nodes)
-        # Plain values must be equal; of other objects the first rank's is used.
+        # Plain values must be equal. If other objects differ, the object of the first rank is used.
         plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
         for ranked, node in zip(self.ranks, nodes, strict=True):
             equal = type(node) is type(first) and (not plain or repr(node) == repr(first))

@@ -1,9 +1,10 @@
 """Read and write the shards of a Llama release of Meta: ``consolidated.<NN>.pth``, ``params.json``.
 
 Before version 3 the embedding is split along its second dimension, so a shard is narrower than
-``dim``; since version 3, along its first. Version 4 has fused projections, all experts in one
-tensor, and an image encoder. The number of shards is the number of files: together, ``wq`` has
-``dim`` rows. :func:`layout` splits a model with Meta's names into such shards.
+``dim``. Since version 3, the embedding is split along its first dimension. Version 4 has fused
+projections, all experts in one tensor, and an image encoder. The number of shards is the number of
+files. The ``wq`` tensors of all shards together have ``dim`` rows. :func:`layout` splits a model
+with Meta's names into such shards.
 
 Sources: fairscale's parallel layers in Meta's code; for version 4, transformers'
 convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such shards.
@@ -52,7 +53,7 @@ _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\
 
 
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
-    """Return the layout of all versions. Since version 3 the embedding is split `by_rows`."""
+    """Return the layout of all versions; since version 3, the embedding is split `by_rows`."""
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
     experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
@@ -82,7 +83,7 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether there are several shards, or the first is missing."""
+    """Return whether the folder has several shards, or lacks the first shard."""
     found = set(filter(NAME.fullmatch, probe.names))
     return bool(found - {"consolidated.00.pth"})
 
@@ -140,13 +141,13 @@ def read_params(text: bytes) -> dict[str, Any]:
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive integer in the parameters, None if there is none."""
+    """Return the value of `key` if it is a positive integer, else None."""
     found = params.get(key)
     return found if type(found) is int and found > 0 else None
 
 
 def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """Return ``dim``, from the parameters or from the last norm, which every shard has."""
+    """Return ``dim`` from the parameters, or from the last norm, which every shard contains."""
     norm = as_tensor(entries.get("norm.weight"))
     dim = integer(params, "dim")
     held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None

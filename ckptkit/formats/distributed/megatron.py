@@ -59,7 +59,7 @@ _FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
-_SPLIT = "distrib_optim.pt"  # the optimizer, beside the model, in buckets of the data ranks
+_SPLIT = "distrib_optim.pt"  # beside the model: the optimizer, split over data-parallel ranks
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
 WORD = "embedding.word_embeddings.weight"
@@ -107,13 +107,13 @@ def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The training arguments that describe the ranks. A missing one is 1, or false."""
+    """The training arguments that describe the ranks. A missing argument is 1 or False."""
 
     values: Mapping[str, Node]
     version: float
 
     def number(self, *names: str) -> int | None:
-        """Return the first of the named arguments that is a positive integer, None without one."""
+        """Return the first argument in `names` that is a positive integer, None without one."""
         for name in names:
             found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
@@ -125,7 +125,7 @@ class Arguments:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the number of ranks by axis."""
+        """Return the number of ranks along each axis (tensor, pipeline, expert parallelism)."""
         return {
             TP: self.number("tensor_model_parallel_size", "model_parallel_size") or 1,
             PP: self.number("pipeline_model_parallel_size") or 1,
@@ -149,7 +149,7 @@ class Arguments:
 
 
 def arguments_of(root: Mapping[Node, Node]) -> Arguments:
-    """Return the arguments in a file, a Namespace or a dict."""
+    """Return the Megatron arguments of a file. The file stores them as a Namespace or a dict."""
     version = root.get("checkpoint_version")
     number = float(version) if isinstance(version, (int, float)) else 0.0
     return Arguments(attributes(root.get("args")), number)
@@ -187,10 +187,10 @@ def _folders(probe: Probe) -> list[str]:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the merged model, and the other entries of the first rank without its optimizer.
+    """Return the merged model, and the first rank's other entries, except its optimizer.
 
-    Raises CorruptError if a rank is missing or of another save, UnsupportedError for tensors that
-    no rule covers.
+    Raises CorruptError if the file of a rank is missing or from a different save, UnsupportedError
+    for tensors that no rule matches.
     """
     folder, reader, names = probe.folder, RankReader(probe.folder), _folders(probe)
     roots = {name: _root(reader, folder, name) for name in names}
@@ -267,9 +267,9 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
 
 
 def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
-    """Return the other entries of the first rank, with the arguments of the merged model.
+    """Return the first rank's entries other than the model, with the merged model's arguments.
 
-    The arguments become a plain dict.
+    The arguments are returned as a plain dict.
     """
     kept = {
         key: node
@@ -298,7 +298,7 @@ def _text(node: Node) -> str:
     return str(node) if isinstance(node, (int, float, str)) else "missing"
 
 
-# Splitting for tensor parallelism, with the names and arguments of Megatron's own folders
+# Splitting a model for tensor parallelism, with Megatron's own names and arguments
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -333,7 +333,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _nested(part: OrderedMapping) -> dict[str, Node]:
-    """Return the nested dicts of the legacy classes, in which layer names contain dots."""
+    """Return the nested dicts that the legacy classes save; layer names in them contain dots."""
     made: dict[str, Node] = {}
     for name, tensor in part.items():
         head, dot, rest = name.partition("layers.")
