@@ -1,10 +1,10 @@
-"""Compute the change of one matrix of the base, in tiles of whole rows.
+"""Add the weight update of an adapter to one matrix of the base, in tiles of whole rows.
 
 Elements are widened to float32 (float64 if the base is float64), changed, and rounded once to the
-dtype of the base, unless the formula rounds more often. Up to rank 128, numpy's product has the
-bits of torch's: both sum in order with fused multiply-add. For higher ranks torch multiplies, as
-peft does. Both libraries use another routine for a matrix of one row or column, with other bits.
-Therefore a last single row belongs to the tile before it.
+dtype of the base, unless the formula rounds more often. Up to rank 128, products of NumPy and torch
+are bit-identical: both libraries sum in order with fused multiply-add. For higher ranks torch
+multiplies, as peft does. For a matrix of one row or column, both libraries use a different routine,
+whose results differ in bits. Therefore a last single row is added to the previous tile.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 1 << 19  # elements of a tile; with its change, it fits the caches of a core
-HELD = 1 << 24  # elements that the norms of columns hold at a time
-EXACT = 128  # the largest rank at which numpy sums as torch does
-LEAST = 8  # rows of a tile; with more rows, a product has the same bits
-EPS = 2.0**-23  # of float32: LyCORIS adds it to norms
+TILE = 1 << 19  # number of elements of a tile; a tile and its change fit the caches of a core
+HELD = 1 << 24  # number of elements in memory at a time for the norms of columns
+EXACT = 128  # maximum rank at which NumPy sums as torch does
+LEAST = 8  # minimum number of rows of a tile; with more rows, a product has the same bits
+EPS = 2.0**-23  # epsilon of float32; LyCORIS adds it to norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A matrix, or a product of matrices: the numbers of its operands, and how they combine.
+    """A matrix or a product of matrices: the indices of the operands, and how to combine them.
 
     ``how`` is "" for one matrix or L @ R, ``scaled`` for L @ (R * E) with one E for each row of R,
     ``vera`` for (L * F) @ (R * E) with one F for each row of L. ``core`` is for L, the core of a
@@ -69,9 +69,9 @@ class Formula:
     change is added a second time).
 
     With ``norm``, the sum is multiplied by the last operand, which has one number for each row or
-    column (``by``). The number is divided by the norm of that row or column (``norm``), by the norm
-    plus `EPS` (``norm+eps``), or not (``none``). In a convolution, ``group`` neighbouring columns
-    have one number.
+    column (``by``). Before, this number is divided by the norm of the row or column (``norm``), or
+    by the norm plus `EPS` (``norm+eps``), or by nothing (``none``). In a convolution, ``group``
+    neighbouring columns share one number.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -88,8 +88,8 @@ class Formula:
 class Adapt(Operation):
     """Add rows `first` and following of a change to the `rows` rows of a matrix, the first input.
 
-    With `has_origin`, the last input is the matrix before earlier adapters: its sum with the change
-    gives the norms.
+    With `has_origin`, the last input is the matrix before earlier adapters were merged. Norms are
+    then computed from the sum of that matrix and the change.
     """
 
     dtype: str
@@ -98,7 +98,7 @@ class Adapt(Operation):
     formula: Formula
     operands: tuple[Operand, ...]
     first: int = 0
-    name: str = ""  # of the module, for messages
+    name: str = ""  # name of the module, for messages
     has_origin: bool = False
 
     @property
@@ -122,7 +122,8 @@ class Adapt(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the tiles that contain rows `first` to `last`; all tiles have fixed places."""
+        """Yield the tiles that contain rows `first` to `last`; the tile boundaries do not depend on
+        the arguments."""
         height = self.height
         most = max(1, -(-self.rows // height) - (self.rows % height == 1))
         for number in range(min(first // height, most - 1), most):
@@ -139,7 +140,7 @@ class Adapt(Operation):
 
 
 class _TileWork:
-    """Compute tiles in a row; what they have in common is computed once."""
+    """Compute consecutive tiles; values that all tiles share are computed once."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:
         self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
@@ -285,7 +286,8 @@ class _TileWork:
 
     @cached_property
     def norms_of_columns(self) -> Array:
-        """The norms of the columns of the sum, or of groups of columns; some columns at a time."""
+        """The norms of columns, or of groups of columns, of the sum; computed some columns at a
+        time."""
         import numpy as np
 
         rows, columns, group = self.adapt.rows, self.adapt.columns, self.formula.group
@@ -301,7 +303,7 @@ class _TileWork:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Return the matrix product in a new array, with the bits of torch's."""
+    """Return the matrix product in a new array, bit-identical to that of torch."""
     made: Array
     if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
         import torch
@@ -332,10 +334,10 @@ def adapted(
     base: Record, dtype: str, rows: int, columns: int, formula: Formula, operands: Iterable[Tensor],
     *, first: int = 0, name: str = "", origin: Record | None = None,
 ) -> Record:  # fmt: skip
-    """Return the bytes of `rows` rows of a matrix, `base`, with the change of a formula.
+    """Return the bytes of `rows` rows of the matrix `base`, with the change of a formula added.
 
-    Operands are matrices (further dimensions count as columns), the numbers of `norm` the last.
-    Norms are those of `origin`, if it is given, with the change.
+    Operands are matrices; dimensions after the first count as columns. The last operand contains
+    the numbers for `norm`. If `origin` is given, norms are computed from `origin` plus the change.
     """
     tensors = list(operands)
     shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
@@ -346,5 +348,5 @@ def adapted(
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:
-    """Return rows and columns of a tensor, whose further dimensions count as columns."""
+    """Return (rows, columns) of a tensor; all dimensions after the first count as columns."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)

@@ -17,10 +17,10 @@ from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
 from ckptkit.lora.reading import Module, matches, table
 
-# Columns: the kind, how its factors combine, the rounding, how three operands of a factor combine,
-# and the roles of the operands of each factor. A role that ends in ' is transposed. Of several rows
-# of a kind, the first applies whose roles the module has. Sources: peft's `get_delta_weight` of
-# each tuner, and LyCORIS' `get_weight`.
+# Columns: the kind of adapter, how the factors combine, the rounding, how three operands of a
+# factor combine, and the roles of the operands of each factor. A role that ends in ' is transposed.
+# If a kind has several rows, the first row whose roles the module has applies. Sources: peft's
+# `get_delta_weight` of each tuner, and LyCORIS' `get_weight`.
 _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
     ("lora", "", "once", "", (("B", "A"),)),
     ("attention_out", "", "again", "", (("B", "A"),)),
@@ -41,14 +41,14 @@ _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """A formula with its operands, and the size of the matrix that it changes."""
+    """A formula with its operands, and the size of the matrix to change."""
 
     formula: Formula
     operands: tuple[Tensor, ...]
     rows: int
     columns: int
-    kernel: Shape = ()  # of a convolution, if the adapter has it
-    name: str = ""  # of the module, for messages
+    kernel: Shape = ()  # kernel size of a convolution, if the adapter has it
+    name: str = ""  # name of the module, for messages
 
     def transposed(self) -> ModuleChange:
         """Return the change of the transposed matrix. Raises UnsupportedError for convolutions."""
@@ -93,7 +93,8 @@ def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
 
 
 def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Return the tensor that has the parts at their offsets, 0 along further dimensions."""
+    """Return a tensor with each part at its offset. Missing offsets of trailing dimensions are
+    0."""
     dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
     places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
     ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
@@ -108,7 +109,7 @@ def zeros(like: Tensor, shape: Shape) -> Tensor:
 
 
 def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
-    """Return the matrix that has the row blocks of a tensor on its diagonal: BD-LoRA."""
+    """Return the block-diagonal matrix of BD-LoRA: row blocks of the tensor are on the diagonal."""
     rows, columns = tensor.shape
     if not isinstance(blocks, int) or blocks < 1 or rows % blocks:
         raise UnsupportedError(f"{shown(module.path)} has {rows} rows for {blocks} blocks")
@@ -155,7 +156,7 @@ def change_of(
     if combine == "kron":
         rows, columns = rows * sizes[1][0], columns * sizes[1][1]
         if "lokr_w2" in has and has["lokr_w2"].ndim == 3 and not module.prefix:
-            # torch.kron puts the missing dimension of w1 in front, and peft reshapes the result.
+            # torch.kron adds the missing dimension of w1 in front, and peft reshapes the result.
             combine, group = "front", has["lokr_w2"].shape[1]
             operands[-1] = matrix(
                 has["lokr_w2"], (prod(has["lokr_w2"].shape[:2]), sizes[1][1] // group)
@@ -202,7 +203,7 @@ def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
 
 
 def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
-    """Return a change with the magnitudes of DoRA: of rows, or of the columns of an embedding.
+    """Return a change with DoRA magnitudes, one per row, or per column of an embedding.
 
     LyCORIS also has magnitudes of columns, [1, in, ...], and adds `EPS` to the norm.
     """
@@ -225,7 +226,7 @@ def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
 
 
 def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
-    """Return the change of IA3 for a weight of this shape: it multiplies rows, or columns."""
+    """Return the change of IA3 for a weight of this shape; IA3 multiplies rows or columns."""
     numbers = module.tensors["ia3"]
     rows, columns = as_matrix(shape)
     by, turned = "rows", bool(config.get("fan_in_fan_out")) and len(shape) == 2
@@ -243,7 +244,7 @@ def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Modul
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
-    """Return whether IA3 multiplies the inputs of a module, by the rule of peft."""
+    """Return whether IA3 multiplies the inputs of a module, as peft decides it."""
     names = config.get("feedforward_modules") or ()
     if isinstance(names, str):
         return matches(names, module.path)

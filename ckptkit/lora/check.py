@@ -1,7 +1,8 @@
-"""Check an adapter, alone and against its base: why it would be refused, or have no effect.
+"""Check an adapter, alone and against its base: find reasons to refuse it, and no-op changes.
 
 `lora check` and `doctor` show the findings. Names and shapes come from headers. The elements of the
-adapter are read, and with a base those of the weights that it changes, for their norms.
+adapter are read too. If a base is given, the elements of the weights that the adapter changes are
+read for their norms.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ckptkit.lora.reading import Adapter, Module, read_adapter
 ERROR, WARNING = "error", "warning"
 TARGETS = ("vllm",)
 _NO_FACTORS = "alpha", "magnitude", "B_bias", "diff_b", "ia3", "tokens"
-_VLLM_RANK = 16  # the default of --max-lora-rank
+_VLLM_RANK = 16  # vLLM's default of --max-lora-rank
 
 
 class AdapterFinding(NamedTuple):
-    """One finding: its code, level and sentence, its modules, and the command or the next step."""
+    """One finding: code, level, sentence, modules, and the command or the next step."""
 
     code: str
     level: str
@@ -111,7 +112,7 @@ def alone(read: Adapter) -> Iterator[AdapterFinding]:
 
 
 def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
-    """Yield problems as findings: those of one kind in several modules as one."""
+    """Yield problems as findings; equal problems of several modules become one finding."""
     kinds: dict[str, list[Problem]] = {}
     for each in found:
         kinds.setdefault(each.code if each.modules else each.title, []).append(each)
@@ -176,7 +177,7 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
 
 
 def _norm(module: Module) -> float | None:
-    """Return the Frobenius norm of a change ``s B A``, None for another kind."""
+    """Return the Frobenius norm of a change ``s B A``; None for other kinds of adapter."""
     is_plain = module.kind in ("lora", "embedding") and not (module.is_dora or module.parameter)
     if not is_plain or module.scale is None:
         return None
@@ -196,7 +197,7 @@ def _square(tensor: Tensor) -> float:
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:
-    """Yield what vLLM refuses, or scales in another way: it reads only r and lora_alpha.
+    """Yield findings about fields that vLLM refuses or ignores: it reads only r and lora_alpha.
 
     Source: vllm/lora/peft_helper.py and lora_model.py.
     """

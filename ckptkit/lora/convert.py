@@ -1,8 +1,9 @@
 """Convert adapters between the layouts of peft, diffusers, kohya and ComfyUI.
 
-A conversion renames. Tensors stay byte for byte, and the scale goes where the layout has it. If one
-spelling of a model has a matrix of which the other has the parts, factors are cut or stacked: a
-fused module has the A of all parts on top of each other, and their B on the diagonal.
+A conversion renames tensors and keeps their bytes. The scale is stored where the new layout stores
+it. If one spelling of the model fuses matrices that the other spelling separates, factors are split
+or stacked. The A of a fused module is the stack of the A of all its parts. Its B is block-diagonal,
+with the B of each part as a block.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
-_ORIGINALS = "kohya", "comfy"  # layouts with the original spellings
+_ORIGINALS = "kohya", "comfy"  # layouts that use the original spellings
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
-_SD3 = 1536, 2432  # widths of SD 3 and 3.5, whose double blocks have the names of Flux's
+_SD3 = 1536, 2432  # widths of SD 3 and 3.5; their double blocks are named like those of Flux
 _BLOCKS = "down_blocks.", "mid_block.", "up_blocks."
-_SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # of SD 1.5 and 2 alone
-# Of SDXL alone: deeper attention, and the embedding of sizes; the width of its text.
+_SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # only in SD 1.5 and 2
+# Only in SDXL: deeper attention, the embedding of sizes, and the width of the text encoder.
 _LARGE = re.compile(r"(.*\.)?(transformer_blocks\.[1-9]\.|add_embedding\.|label_emb\.)")
 _TEXT = 2048
 
-Place = tuple[tuple[int, ...], Tensor]  # the offsets of a tensor in another
+Place = tuple[tuple[int, ...], Tensor]  # (offsets in a larger tensor, tensor)
 
 
 @checked
@@ -64,10 +65,10 @@ def convert_lora(
 ) -> Conversion:
     """Write an adapter in another layout: ``peft`` (a folder), ``diffusers``, ``kohya``, ``comfy``.
 
-    `base` shows which underscores in names of kohya were dots. `component` selects one component of
+    `base` resolves which underscores in kohya names were dots. `component` selects one component of
     a pipeline; for an adapter of peft, it names the component that the adapter changes. `alpha`
     applies to adapters without a scale. With `bake`, the scale is multiplied into the factors, for
-    readers that ignore it. Raises UnsupportedError if the layout cannot store the adapter, and
+    readers that ignore scales. Raises UnsupportedError if the layout cannot store the adapter, and
     AmbiguousError for ambiguous names. In both cases, nothing is written.
     """
     if to not in LAYOUTS:
@@ -102,7 +103,7 @@ def convert_lora(
         elif to == "diffusers" and not bake:
             flat = {f"{part}.{key}": v for part, each in configs.items() for key, v in each.items()}
             extras[METADATA] = json.dumps(flat, indent=2, sort_keys=True)
-        # A pipeline of one text encoder has another name for it.
+        # Pipelines with a single text encoder name it differently.
         single = {*parts} <= {"unet", "text_encoder"} and not _is_xl(modules)
         single = single and not any(key.startswith("lora_te1_") for key in read.modules)
         keys = [_key(each, to, single) for each in modules]
@@ -152,7 +153,7 @@ def _check(read: Adapter, to: str) -> None:
 def _dotted(
     module: Module, read: Adapter, to: str, component: str | None, names: BaseNames | None
 ) -> Module:
-    """Return a module with dots in its name, and its component as diffusers calls it."""
+    """Return a module with its dotted name, and the diffusers name of its component."""
     part, path = naming.of_comfy(module.component, module.path)
     if read.layout == "kohya":
         shape = next(iter(module.tensors.values())).shape
@@ -173,7 +174,7 @@ def _dotted(
 def _respelled(
     modules: list[Module], to: str, read: Adapter, warnings: list[str]
 ) -> Iterator[Module]:
-    """Yield the modules in the spelling of a layout: renamed, cut into parts, or joined."""
+    """Yield the modules in the spelling of a layout: renamed, split or fused."""
     is_xl, paths = _is_xl(modules), [each.path for each in modules]
     fused: dict[str, list[tuple[Part, Module]]] = {}
     odd = []
@@ -208,7 +209,7 @@ def _respelled(
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:
-    """Return whether a U-Net is that of SDXL: by its second text encoder, or its attention."""
+    """Return whether a U-Net is that of SDXL, judged by a second text encoder or its attention."""
     return any(
         each.component == "text_encoder_2"
         or (each.component == "unet" and _LARGE.match(each.path) is not None)
@@ -221,7 +222,7 @@ def _is_xl(modules: Iterable[Module]) -> bool:
 
 
 def _place(path: str, paths: list[str], is_xl: bool) -> int:
-    """Return which of two names an upsampler has: the second if its block has no attention."""
+    """Return the index of the upsampler's name: 1 if its block has no attention layers, else 0."""
     block = path.partition(".upsamplers.")[0]
     if is_xl or any(each.startswith(f"{block}.attentions.") for each in paths):
         return 0
@@ -231,9 +232,9 @@ def _place(path: str, paths: list[str], is_xl: bool) -> int:
 
 
 def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
-    """Yield the parts of a module: each has the whole A and its rows of B.
+    """Split a module into parts; each part has the complete A and its own rows of B.
 
-    If B is block-diagonal, each has its own A. Parts of one name are one module again.
+    If B is block-diagonal, each part has its own A. Parts with the same name become one module.
     """
     a, b = _factors(module)
     if b.shape[0] % parts[0].units:
@@ -257,7 +258,8 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
 
 
 def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Return whether B is zero except for blocks of these rows, which share the columns evenly."""
+    """Return whether B is block-diagonal: blocks of these rows, each with an equal share of
+    columns."""
     width, rest = divmod(b.shape[1], len(spans))
     array = b.numpy().copy()
     for number, (start, stop) in enumerate(spans):
@@ -266,7 +268,7 @@ def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
 
 
 def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
-    """Return one module of several parts; the rows of missing parts are zero."""
+    """Fuse several parts into one module; the rows of missing parts are zero."""
     parts, modules = zip(*members, strict=True)
     factors = [_factors(module) for module in modules]
     whole, step = parts[0].whole, factors[0][1].shape[0] // parts[0].length
@@ -311,7 +313,7 @@ def _factors(module: Module) -> tuple[Tensor, Tensor]:
 
 
 def _times(tensor: Tensor, factor: float | None) -> Tensor:
-    """Return the elements times a factor of float32, rounded once."""
+    """Return the elements multiplied by a float32 factor, rounded once."""
     if factor == 1:
         return tensor
     name, single = tensor.dtype.name, struct.unpack("f", struct.pack("f", factor))[0]
@@ -321,7 +323,7 @@ def _times(tensor: Tensor, factor: float | None) -> Tensor:
 
 
 def _baked(module: Module) -> Module:
-    """Return a module with the scale 1: it is multiplied into A and B as diffusers does."""
+    """Multiply the scale into A and B, as diffusers does; return the module with scale 1."""
     first, second = module.pair
     if first not in module.tensors or "mid" in module.tensors:
         what = f"{module.path} ({module.kind}): only scales of LoRA can be baked in"
@@ -347,7 +349,7 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
                 tensor = _magnitude(tensor, module, to)
             if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
-        if has_rank:  # in the dtype of A if that has the number, else in float32
+        if has_rank:  # in the dtype of A if it represents the number exactly, else in float32
             import numpy as np
 
             value = np.array(_number(module))
@@ -375,12 +377,13 @@ def _key(module: Module, to: str, single: bool) -> str:
 
 
 def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
-    """Return a magnitude in the shape of a layout. Raises UnsupportedError for one of columns."""
+    """Return a magnitude in the shape of a layout. Raises UnsupportedError for column
+    magnitudes."""
     out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
     if to in _ORIGINALS:
         shape = (out, *ones) if tensor.numel == out else tensor.shape
     elif tensor.numel == out:
-        shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # of convolutions, and of matrices
+        shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # convolution, or matrix
     else:
         what = f"{module.path} has a magnitude for each column"
         raise UnsupportedError(f"{what}: the layout {to} cannot store it")
@@ -388,7 +391,7 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
 
 
 def _number(module: Module) -> float:
-    """Return alpha: that of the file if it still gives the scale."""
+    """Return alpha: the stored alpha if it still results in the scale."""
     rank, scale, alpha = module.rank or 0, module.scale or 0.0, module.alpha
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 

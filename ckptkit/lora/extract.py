@@ -1,4 +1,4 @@
-"""Extract an adapter: the difference of two checkpoints as matrices of low rank; and resize one.
+"""Extract the difference of two checkpoints as a low-rank adapter; resize an adapter.
 
 ``D = TUNED - BASE`` in float64; ``B = U sqrt(S)`` and ``A = sqrt(S) V``, so that the scale is 1. D
 is read some rows at a time. Of a large matrix only some singular vectors are computed, in the span
@@ -48,19 +48,19 @@ _EMBEDDINGS = (
 # Conv1D of transformers is [in, out]; models with linear layers of the same names are [out, in].
 _WIDE = re.compile(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight")
 _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
-_SMALL = 256  # rows or columns up to which all singular vectors are computed
+_SMALL = 256  # maximum rows or columns of a matrix whose singular vectors are all computed
 _EXTRA, _POWERS = 8, 2  # random products beyond the rank, and power iterations
-_BLOCK = 1 << 20  # elements of a difference that are held at a time
-_LEAST = 1e-6  # of the largest singular value; smaller values count as zero
+_BLOCK = 1 << 20  # number of elements of a difference in memory at a time
+_LEAST = 1e-6  # fraction of the largest singular value; smaller singular values count as zero
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(slots=True)
 class ExtractReport:
-    """The result of an extraction: by module, the rank and the relative error (Frobenius) left.
+    """The result of an extraction: rank and relative error (Frobenius) of each module.
 
-    ``saved`` are tensors stored whole, ``left`` tensors that differ and are not in the adapter.
-    ``error`` is the error of all modules together.
+    ``saved`` lists tensors stored completely. ``left`` lists tensors that differ, but are not in
+    the adapter. ``error`` is the error of all modules together.
     """
 
     modules: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class ExtractReport:
         return sqrt(self.rest / self.norm) if self.norm else 0.0
 
     def best(self, name: str, svd: tuple[Array, Array, Array], most: int, norm: float) -> Any:
-        """Return B and A of the best approximation; `norm` is the square of that of the change."""
+        """Return B and A of the best approximation; `norm` is the squared norm of the change."""
         import numpy as np
 
         left, values, right = svd
@@ -95,7 +95,7 @@ class ExtractReport:
 
 @dataclass
 class _Difference:
-    """A tensor minus another one as a matrix in float64, transposed or not."""
+    """The difference of two tensors as a float64 matrix, transposed on request."""
 
     new: Tensor
     old: Tensor
@@ -116,7 +116,7 @@ class _Difference:
         return sum(float((block * block).sum()) for _, block in self.blocks())
 
     def product(self, other: Array, *, turned: bool = False) -> Array:
-        """Return the matrix times another one, or the transposed matrix times it."""
+        """Return the matrix times `other`, or with `turned` the transposed matrix times `other`."""
         import numpy as np
 
         if turned == self.is_turned:
@@ -160,8 +160,8 @@ def extract_lora(
 ) -> ExtractReport:
     """Write the folder `path`: an adapter of peft that approximates `tuned` from `base`.
 
-    Each changed matrix gets an adapter of `rank`, or of lower rank if its difference has one. A
-    convolution with a kernel larger than 1 gets `conv_rank`. Tensors of the modules in
+    Each changed matrix gets an adapter of `rank`, or of the rank of its difference if that is
+    lower. A convolution with a kernel larger than 1 gets `conv_rank`. Tensors of the modules in
     `save_modules` are stored completely. Only one tensor is in memory at a time. Raises
     UnsupportedError for a difference that no adapter can store, and NothingToDoError if nothing
     differs.
@@ -181,7 +181,7 @@ def extract_lora(
         olds = before.required.tensors
         wide = (each for name, each in olds.items() if _WIDE.fullmatch(name) and each.ndim == 2)
         is_conv1d = any(each.shape[1] > each.shape[0] for each in wide)
-        places: dict[str, tuple[int, Shape]] = {}  # of the factors in the spool
+        places: dict[str, tuple[int, Shape]] = {}  # factors in the spool
         for name, difference in _differences(after, before, save_modules, found):
             sizes = difference.new.shape
             is_embedding = len(sizes) == 2 and name.rpartition(".")[2] in _EMBEDDINGS
@@ -215,7 +215,7 @@ def extract_lora(
         )  # fmt: skip
         others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
         if any(other.endswith(f".{name}") for other in others for name in ranks):
-            config["target_modules"] = "|".join(map(re.escape, ranks))  # else peft adapts others
+            config["target_modules"] = "|".join(map(re.escape, ranks))  # else peft adapts more
         store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
         lost = f"dropped: {quoted(found.left)} differ, and are no matrices; {store}"
         found.conversion = written(
@@ -228,7 +228,7 @@ def extract_lora(
 def _differences(
     after: Checkpoint, before: Checkpoint, save: Sequence[str], found: ExtractReport
 ) -> Iterator[tuple[str, _Difference]]:
-    """Yield the difference of each matrix that differs, tied ones once; sort out other tensors."""
+    """Yield the difference of each changed matrix, tied matrices once; handle other tensors."""
     news, olds = after.required.tensors, before.required.tensors
     unused = [each for each in save if not any(_is_in(name, each) for name in news)]
     gone = [name for name in olds if name not in news]

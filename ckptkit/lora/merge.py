@@ -1,7 +1,7 @@
-"""Merge adapters into a base: a checkpoint whose changed tensors are computed while it is written.
+"""Merge adapters into a base; changed tensors are computed while the checkpoint is written.
 
-`MergePlan` pairs the modules of one adapter with tensors of a base, whatever the layout, and
-collects all reasons to refuse. `lora check` shows them; `merge_lora` raises the first.
+`MergePlan` pairs the modules of one adapter with tensors of a base, in any layout, and collects all
+reasons to refuse the merge. `lora check` shows these reasons; `merge_lora` raises the first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, re
 from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
 from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
 
-# Models whose experts are [in, out] and marked so: `is_transposed` in transformers.
+# Models that transformers marks with `is_transposed`: the matrices of experts are [in, out].
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
@@ -57,7 +57,7 @@ _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
 
 
 def _listed(name: str, given: object) -> list[object]:
-    """Return the given adapters: one, or several."""
+    """Return the given adapters as a list."""
     kinds = (str, os.PathLike, Checkpoint, Adapter)
     found = [given] if isinstance(given, kinds) else given
     if not isinstance(found, (list, tuple)):
@@ -85,10 +85,10 @@ def merge_lora(
     `weight` multiplies the changes of each adapter. If an adapter changes only one of a tied
     embedding and head, `tied` is ``untie`` or ``keep``. With ``base_is="residual"``, the base is
     the residual of an initialization such as PiSSA. `component` selects the modules of one
-    component of a pipeline. `alpha` applies to files without a scale. `dtype` is that of the
-    result; the base is cast to it first. `sub` contains substitutions for names of modules. With
-    `strict`, unknown fields of a configuration are errors. Raises UnsupportedError for an adapter
-    that cannot be merged, and names it.
+    component of a pipeline. `alpha` applies to files without a scale. `dtype` is the dtype of the
+    result; the base is cast to `dtype` first. `sub` contains substitutions for names of modules.
+    With `strict`, unknown fields of a configuration are errors. Raises UnsupportedError, with the
+    name of the adapter, if an adapter cannot be merged.
     """
     for name, value, words in (
         ("tied", tied, ("untie", "keep")),
@@ -156,9 +156,9 @@ def refuse_base(base: Checkpoint) -> None:
 
 
 class _Piece(NamedTuple):
-    """A change of one tensor: its rows `start` to `stop` are added to those from `at` on."""
+    """A change of one tensor: rows `start` to `stop` of the change are added from row `at` on."""
 
-    key: str  # of the module
+    key: str  # key of the module
     change: ModuleChange
     start: int
     stop: int
@@ -168,8 +168,9 @@ class _Piece(NamedTuple):
 class MergePlan:
     """The places of one adapter's changes in a base, and all reasons to refuse the merge.
 
-    ``pieces`` are the changes by tensor, ``renames`` the prefixes of peft's names that the base has
-    otherwise, ``unlike`` the vocabularies of other sizes: tensor, rows, and rows in the base.
+    ``pieces`` maps each tensor to its changes. ``renames`` lists prefixes in peft's names for which
+    the base has a different prefix. ``unlike`` lists vocabularies of different sizes: (tensor,
+    rows, rows in the base).
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class MergePlan:
         self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # replaced rows, by tensor
         self.unlike: list[tuple[str, int, int]] = []
         self.replaced = 0
-        self.is_joined = self.is_untied = False  # of the embedding and the head
+        self.is_joined = self.is_untied = False  # about the embedding and the head
         self.old = dict(self.base.required.tensors)
         self.new = dict(self.old)
         self.pair: tuple[str, str] | None = None
@@ -246,13 +247,13 @@ class MergePlan:
             )
             raise UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
 
-    # The places of modules
+    # Find the tensors of each module
 
     def _rename(self, paths: Sequence[str]) -> None:
-        """Find the modules of an adapter of peft whose names have another prefix in the base."""
+        """Find the modules of a peft adapter whose names have a different prefix in the base."""
         if self.adapter.layout != "peft":
             return
-        if not self.adapter.modules:  # whole tensors alone, which the base may lack
+        if not self.adapter.modules:  # only complete tensors, which the base may lack
             paths = [each for each in paths if each in self.names.modules]
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
         self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
@@ -266,7 +267,7 @@ class MergePlan:
                 self._refuse("no-module", title, sub, *found)
 
     def _miss(self, keys: list[str]) -> None:
-        """Refuse modules that the base lacks, unless that is done."""
+        """Refuse modules that the base lacks, unless they are already refused."""
         modules, known = self.adapter.modules, {name for p in self.problems for name in p.modules}
         if self.adapter.layout == "peft" and all(
             self.paths[modules[k].path] in known for k in keys
@@ -283,14 +284,14 @@ class MergePlan:
         )
 
     def _path(self, path: str) -> str:
-        """Return a name of the adapter as the base has it."""
+        """Translate a name of the adapter to the name in the base."""
         path = self.paths.get(path, path)
         return self.renamed.get(path) or renamed(path, self.renames)
 
     def _place(self, key: str, module: Module) -> bool:
         """Find the tensors that a module changes; return False if the base lacks them."""
         if any(key in each.modules and each.code != "rank" for each in self.problems):
-            return True  # refused already
+            return True  # already refused
         path = self._path(module.path)
         try:
             place = self._place_experts if module.parameter else self._place_module
@@ -334,7 +335,7 @@ class MergePlan:
             return True
         if component is None:
             change = self._as_peft(module, change, name)
-            if found[0].rows == shape[0]:  # as many as the transposed change has, or that of IA3
+            if found[0].rows == shape[0]:  # rows of the transposed or IA3 change
                 found = (found[0]._replace(stop=change.rows, rows=change.rows),)
         for each in found:
             self._check_shape(module, change, each)
@@ -342,7 +343,7 @@ class MergePlan:
         return True
 
     def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
-        """Return a change of the tensor `name` as peft makes it: transposed, or rounded twice."""
+        """Return a change of the tensor `name` as peft computes it: transposed or rounded twice."""
         if name.endswith("in_proj_weight"):
             change = replace(change, formula=replace(change.formula, rounding="twice"))
         is_turned = self.options.get("fan_in_fan_out") and module.kind not in ("embedding", "ia3")
@@ -351,7 +352,7 @@ class MergePlan:
         return change
 
     def _check_shape(self, module: Module, change: ModuleChange, place: Placed) -> None:
-        """Raise UnsupportedError unless the change, or its part, fits into the weight."""
+        """Raise UnsupportedError unless the change or part of it fits the shape of the weight."""
         shape = self.new[place.tensor].shape
         rows, columns = as_matrix(shape)
         fits = (rows, columns) == (place.rows, change.columns)
@@ -365,12 +366,12 @@ class MergePlan:
             raise _misfit(module, (change.rows, change.columns), shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
-        """Find the matrices of the change of a parameter of all experts: one for each expert."""
+        """Find the matrix of each expert that a change of a parameter of all experts modifies."""
         a, b = (matrix(module.tensors[role]) for role in "AB")
         rank, (height, width) = module.expected or module.rank or 1, (b.shape[0], a.shape[1])
         experts, name = a.shape[0] // rank, self.names.modules.get(path)
         if name is not None:
-            count, *shape = (1, *self.new[name].shape)[-3:]  # a plain matrix is one expert
+            count, *shape = (1, *self.new[name].shape)[-3:]  # a 2-dimensional tensor is one expert
             if count != experts or len(shape) != 2:
                 raise _misfit(module, (height, width), self.new[name].shape)
             rows: list[tuple[tuple[str, int, int], ...]]
@@ -386,7 +387,7 @@ class MergePlan:
             return False
         is_turned = self._is_turned(module, (height, width), tuple(shape))
         for number, places in enumerate(rows):
-            down, right = b.stride  # the expert is the fastest index of B's columns
+            down, right = b.stride  # in the columns of B, the expert index varies fastest
             own_b = replace(
                 box(b, number, number + 1, 1), shape=(height, rank), stride=(down, experts * right)
             )
@@ -400,9 +401,9 @@ class MergePlan:
         return True
 
     def _is_turned(self, module: Module, change: tuple[int, int], shape: Shape) -> bool:
-        """Return whether the change of each expert is transposed: its shape decides.
+        """Return whether the change of each expert is transposed, judged by its shape.
 
-        Versions of peft differ for square matrices. Sources: peft 0.18.0, 0.19.0, 0.19.1
+        For square matrices, versions of peft differ. Sources: peft 0.18.0, 0.19.0, 0.19.1
         (tuners/lora/layer.py, ParamWrapper.get_delta_weight).
         """
         is_plain, is_turned = change == shape, change[::-1] == shape
@@ -428,7 +429,7 @@ class MergePlan:
         self.pieces.setdefault(name, []).append(piece)
 
     def _bias(self, key: str, module: Module, name: str, role: str) -> None:
-        """Change the bias beside a weight: IA3 multiplies it if there is one, others add to it."""
+        """Change the bias of a module: IA3 multiplies an existing bias, other methods add to it."""
         bias = name.removesuffix("weight") + "bias"
         if bias == name or bias not in self.new:
             if role != "ia3":
@@ -445,7 +446,7 @@ class MergePlan:
         self._add(bias, _Piece(key, change, 0, own.shape[0], 0))
 
     def _tokens(self, module: Module) -> tuple[Tensor, list[int]]:
-        """Return trained tokens, and the rows that they replace."""
+        """Return the trained token embeddings, and the indices of the rows to replace."""
         named = self.options.get("trainable_token_indices", self.options.get("token_indices"))
         if isinstance(named, dict):
             named = next((named[key] for key in named if module.path.endswith(str(key))), None)
@@ -456,7 +457,7 @@ class MergePlan:
         return module.tensors["tokens"], [int(each) for each in named]
 
     def _find_twice(self) -> None:
-        """Refuse two modules that change the same rows: names of the adapter became one."""
+        """Refuse two modules that change the same rows: two adapter names map to one base name."""
         for name, pieces in self.pieces.items():
             spans = sorted((each.at, each.at + each.stop - each.start, each.key) for each in pieces)
             for (_, stop, one), (start, _, other) in pairwise(spans):
@@ -465,10 +466,10 @@ class MergePlan:
                     self._refuse("no-module", title, HELP, one, other)
                     break
 
-    # Whole tensors, and tied ones
+    # Complete tensors, and tied tensors
 
     def _replace(self, own: str) -> None:
-        """Put a whole tensor of the adapter in the place of the base's."""
+        """Replace a tensor of the base by a complete tensor of the adapter."""
         tensor, (module, dot, end) = self.adapter.replaced[own], own.rpartition(".")
         name = f"{self._path(module)}{dot}{end}" if dot else self._path(own)
         name = own if name not in self.new and own in self.new else name
@@ -497,9 +498,10 @@ class MergePlan:
         self.replaced += 1
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
-        """Return the embedding and the head, if they are one matrix that the adapter changes.
+        """Return the names of the embedding and the head if they are tied and the adapter changes
+        one.
 
-        A head that the base lacks gets the name that transformers gives it, and the embedding.
+        If the base has no head, the head gets its name in transformers and a copy of the embedding.
         """
         ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in self.new}
         text = self.config.get("text_config")
@@ -525,7 +527,7 @@ class MergePlan:
         return embedding, head
 
     def _tie(self) -> None:
-        """Decide what becomes of a matrix that is the embedding and the head."""
+        """Apply `tied` to a matrix that is both the embedding and the head."""
         if self.pair is None:
             return None
         embedding, head = self.pair
@@ -543,7 +545,7 @@ class MergePlan:
             # The change of the embedding comes first, then that of the head.
             self.pieces[embedding] = [*self.pieces.get(embedding, ()), *self.pieces.pop(head, ())]
             self.is_joined = True
-        elif changed:  # one adapter under two names
+        elif changed:  # the same change under two names
             self.pieces.pop(head)
             self.is_joined = True
         elif len(whole) == 1 or (whole and not same_bytes(*(self.new[name] for name in self.pair))):
@@ -598,9 +600,10 @@ class MergePlan:
         return found
 
     def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
-        """Return the base with the adapter in it.
+        """Return the base with the adapter merged.
 
-        `origin` are the tensors before earlier adapters: peft takes the norms of DoRA from them.
+        `origin` contains the tensors before earlier adapters were merged. peft computes the norms
+        of DoRA from these tensors.
         """
         base, adapter, new = self.base, self.adapter, dict(self.new)
         for name, pieces in self.pieces.items():
@@ -647,7 +650,7 @@ def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> Unsupport
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return the same tensor with storage of its own."""
+    """Return a copy of the tensor in a new storage."""
     assert tensor.storage is not None
     return tensor.over(replace(tensor.storage))
 
@@ -668,7 +671,7 @@ def same_bytes(one: Tensor, two: Tensor) -> bool:
 
 
 def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
-    """Return the bytes of a matrix with some rows replaced: `parts` by their first rows, sorted."""
+    """Return the bytes of a matrix with rows replaced; `parts` are (first row, tensor), sorted."""
     rest, last = list[tuple[int, Tensor]](), 0
     for at, count in [*((at, part.shape[0]) for at, part in parts), (tensor.shape[0], 0)]:
         if at > last:
@@ -678,7 +681,7 @@ def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
 
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
-    """Return a tensor with changes of some of its rows, one after another where they overlap."""
+    """Return a tensor with changes of some rows; overlapping changes are applied in order."""
     made, waiting, columns = tensor, list(pieces), pieces[0].change.columns
     sizes = prod(tensor.shape) // max(columns, 1), columns
     old = None

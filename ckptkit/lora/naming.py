@@ -1,13 +1,14 @@
-"""Names of modules: where a base has the modules of an adapter.
+"""Find the modules of an adapter in a base, by their names.
 
-kohya writes a module's name with underscores. U-Nets, Flux and the text encoder of OpenCLIP have
-two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and transformers.
-Flux and OpenCLIP have q, k and v in one matrix, other models in three. A row of
-`spellings.txt` is a tensor rule with the name of a module in both, and how its rows are cut.
+kohya writes underscores for the dots in a module name. U-Nets, Flux and the text encoder of
+OpenCLIP have two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and
+transformers. Flux and OpenCLIP fuse q, k and v in one matrix; other models have three matrices.
+Each line of `spellings.txt` is a tensor rule. It contains the name of a module in both spellings,
+and how its rows are split.
 
-Names of peft are names of the base, except for their prefixes: those of a base without its head
-(`bert.`, `transformer.`), of a base inside another model, and of vision-language models, whose
-modules have other names in memory than in files. A rename is unambiguous or refused.
+Names in peft equal names in the base except for prefixes. Prefixes differ for a base without its
+head (`bert.`, `transformer.`), for a base inside another model, and for vision-language models,
+whose modules have different names in memory and in files. ckptkit refuses ambiguous renames.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from ckptkit.rules.notation import parse_rule
 
 ORIGINAL, DIFFUSERS = "original", "diffusers"
 UNET, FLUX, CLIP = "unet", "flux", "clip"
-IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that make images
+IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that generate images
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings")
 HEADS = ("lm_head", "embed_out", "output")
 
-_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are scale and shift, in another order
-# The matrix of one expert: the module of all experts, the number, and the name.
+_SWAPPED = "final_layer.adaLN_modulation.1"  # rows: scale, shift; order varies
+# The name of one expert's matrix: module of all experts, index of the expert, name.
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-# The matrices of one expert that are rows of a parameter of all experts, in order.
+# The matrices of one expert that form the rows of a fused parameter of all experts, in order.
 _PARAMETERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -48,10 +49,11 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Rows of a module that are rows of the module `name` in the other spelling.
+    """Rows of a module that correspond to rows of the module `name` in the other spelling.
 
-    The rows of the module are `units` equal shares. The `length` shares from `start` on are the
-    shares from `at` on of the other module, which has `whole` shares.
+    The rows of the module are divided into `units` equal shares. The other module has `whole`
+    shares. `length` shares from `start` on correspond to the shares from `at` on of the other
+    module.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Part(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The rows `start` to `stop` of a change, which belong to a tensor's rows from `at` on.
+    """Rows `start` to `stop` of a change; they apply to a tensor's rows from `at` on.
 
     The tensor must have `rows` rows.
     """
@@ -89,7 +91,7 @@ _EXACT = Rename("", "")
 
 
 class _Row:
-    """A row of the spellings, which matches a name of either side."""
+    """A line of spellings.txt; it matches the names of either spelling."""
 
     def __init__(self, family: str, line: str) -> None:
         rule = parse_rule(line)
@@ -104,7 +106,7 @@ class _Row:
         self.ends = tuple(accumulate((n or 1 for n in given), initial=0))
 
     def other(self, path: str, spelling: str) -> tuple[Part, ...] | None:
-        """Return the parts in the other spelling of `path`, which has this spelling."""
+        """Return the parts of `path`, a name in `spelling`, in the other spelling."""
         values = self.sides[spelling].match(path, Steps(1))
         if values is None:
             return None
@@ -129,7 +131,7 @@ class _Row:
 
 @cache
 def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
-    """Return the rows of spellings.txt, and the words that names with underscores consist of."""
+    """Return the lines of spellings.txt, and the components that kohya joins with underscores."""
     text = Path(__file__).with_name("spellings.txt").read_text("utf-8")
     rows, words, family = list[_Row](), set[str](), ""
     for line in text.splitlines():
@@ -145,7 +147,7 @@ def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
 
 
 def _texts(side: Pattern) -> list[str]:
-    """Return the names that a side matches, with 0 for each number."""
+    """Return the names that a pattern matches, with 0 for each number."""
     found = [""]
     for part in side.parts:
         labels = (part.labels or ("0",)) if isinstance(part, Index) else (part,)
@@ -157,8 +159,8 @@ def _texts(side: Pattern) -> list[str]:
 def spelled(path: str) -> tuple[str, str, tuple[tuple[Part, ...], ...]] | None:
     """Return the family and the spelling of a module's name, and its parts in the other spelling.
 
-    There are two choices of parts where the number of a layer depends on the model. Returns None
-    for a name that is not in the tables.
+    If the index of a layer depends on the model, there are two choices of parts. Returns None for a
+    name that is not in the tables.
     """
     for spelling in (ORIGINAL, DIFFUSERS):
         found = [
@@ -181,11 +183,11 @@ def flat(name: str) -> str:
 def dotted(name: str) -> str:
     """Return the dotted name of a module that is written with underscores.
 
-    It is split into known components, as few as possible. Raises UnsupportedError for an unknown
-    component, AmbiguousError where two ways need as few.
+    The name is split into as few known components as possible. Raises UnsupportedError for an
+    unknown component, and AmbiguousError for two splits with the same number of components.
     """
     pieces = name.split("_")
-    best: list[list[tuple[str, ...]]] = [[()]]  # the shortest ways to write the first N pieces
+    best: list[list[tuple[str, ...]]] = [[()]]  # the shortest splits of the first N pieces
     for end in range(1, len(pieces) + 1):
         ways: list[tuple[str, ...]] = []
         for start in range(max(0, end - 6), end):
@@ -206,7 +208,7 @@ def dotted(name: str) -> str:
 
 
 def of_comfy(component: str, path: str) -> tuple[str, str]:
-    """Return a module's component and name; ComfyUI has those of text encoders in the name."""
+    """Return a module's component and name; in ComfyUI, names contain text encoder components."""
     if component != "text_encoders":
         return component, path
     encoder, _, path = path.partition(".")
@@ -217,7 +219,7 @@ def of_comfy(component: str, path: str) -> tuple[str, str]:
 
 
 def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Return by parameter of all experts the matrices that are its rows, for each expert."""
+    """Map each fused parameter of all experts to the matrices of each expert that form its rows."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
         if one := _EXPERT.fullmatch(name):
@@ -236,15 +238,15 @@ def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 class BaseNames:
     """The names and shapes of a checkpoint, in which modules of adapters are looked up.
 
-    `components` are those of the adapter. Names of a text encoder without a prefix are only used
-    if the adapter has a single one. ``modules`` maps each module and parameter to its tensor,
-    ``experts`` each parameter of experts to the matrices of each expert.
+    `components` are the components of the adapter. If the adapter has exactly one text encoder,
+    names of a text encoder without a prefix are used too. ``modules`` maps each module and
+    parameter to its tensor, ``experts`` each parameter of experts to the matrices of each expert.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], components: Collection[str] = ()) -> None:
         self.shapes = shapes
         encoders = (each for each in components if each.startswith("text_encoder"))
-        # ComfyUI has all of them in one component.
+        # ComfyUI stores all text encoders in one component.
         self._encoders = sum(2 if each == "text_encoders" else 1 for each in encoders)
         self.modules: dict[str, str] = {}
         self._flat: dict[str, list[str]] = {}
@@ -266,11 +268,12 @@ class BaseNames:
     def find(
         self, component: str | None, path: str, shape: Shape, *, underscores: bool = False
     ) -> tuple[Placed, ...]:
-        """Return where the change of a module belongs, () if the base does not have the module.
+        """Return the tensors that the change of a module applies to; () if the base lacks the
+        module.
 
-        `shape` is that of the change, `path` the module's name, with `underscores` as kohya writes
-        it. The component of an adapter of peft is None: its names are exact, or those of the other
-        spelling. Raises AmbiguousError if several tensors are possible.
+        `shape` is the shape of the change. `path` is the name of the module; with `underscores`, in
+        kohya's notation. For a peft adapter, the component is None: its names are exact, or names
+        in the other spelling. Raises AmbiguousError if several tensors are possible.
         """
         if component is None and path in self.modules:
             return (Placed(self.modules[path], 0, shape[0], 0, shape[0]),)
@@ -301,9 +304,9 @@ class BaseNames:
         return tuple(placed)
 
     def dots(self, component: str, path: str, shape: Shape) -> str | None:
-        """Return a name of kohya's with the dots that the base has, None if it has no such module.
+        """Return a kohya name with the dots of the base; None if the base lacks the module.
 
-        Raises AmbiguousError if the base has several.
+        Raises AmbiguousError if several modules of the base match.
         """
         found = {
             name.removeprefix(prefix).removesuffix(".weight"): prod(self.shapes[name])
@@ -326,10 +329,12 @@ class BaseNames:
     def renames(
         self, paths: Iterable[str]
     ) -> tuple[dict[str, str], list[Rename], list[str], list[str]]:
-        """Return the names in the base of the modules `paths` of peft, and the renames behind them.
+        """Return the base names of the peft modules `paths`, and the renames that lead to these
+        names.
 
-        Then the modules that the base lacks, and those that could be several of its modules: by
-        themselves, or because two of them would become one.
+        Also return the modules that the base lacks, and the ambiguous modules. A module is
+        ambiguous if several modules of the base match, or if another module would get the same
+        name.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
         sure: dict[str, set[str]] = {}
@@ -349,11 +354,11 @@ class BaseNames:
         return names, sorted({*made.values()} - {_EXACT}), missing, unclear
 
     def _ways(self, path: str) -> list[Rename]:
-        """Return the best renames of the prefix of a module, the empty one if the base has it.
+        """Return the best prefix renames for a module; an empty rename if the base has the module.
 
-        The best has the longest common end, then the most components in common before it. Numbers
-        of layers are never renamed, nor prefixes with nothing in common: a vision tower is not the
-        language model.
+        The best rename has the longest common suffix, then the most common components before the
+        suffix. Layer indices are never renamed. Prefixes without a common component are not renamed
+        either: a vision tower is not the language model.
         """
         if path in self.experts or self.find(None, path, (1, 1)):
             return [_EXACT]
@@ -375,7 +380,7 @@ class BaseNames:
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Return a name of the adapter as the base has it: the longest prefix that fits is renamed."""
+    """Translate an adapter name to the base: rename the longest prefix that matches."""
     fitting = [each for each in renames if path.startswith(each.old)]
     best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
     return best.new + path.removeprefix(best.old)
@@ -384,7 +389,7 @@ def renamed(path: str, renames: Iterable[Rename]) -> str:
 def _one(path: str, fits: Mapping[T, bool]) -> T | None:
     """Return the only candidate, or the only one that fits; None if there is none.
 
-    Raises AmbiguousError for two that fit.
+    Raises AmbiguousError if two candidates fit.
     """
     fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
     if len(fitting) > 1:

@@ -1,7 +1,7 @@
-"""Problems: each reason why an adapter cannot be merged, with what to do about it.
+"""Define problems: reasons why an adapter cannot be merged, each with a next step.
 
-`merge` raises the first one, `check` lists all. Those of the files of the adapter are found here,
-those that need a base in `merge`.
+`merge` raises the first problem; `check` lists all problems. This module finds problems in the
+files of the adapter. `merge` finds problems that involve the base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptkit.lora.reading import CONFIG, Adapter, expression, table
 HELP = "`ckptkit help lora` lists what can be merged, and how names are looked up"
 _AGAIN = "save it again with `model.save_pretrained(FOLDER)` of the peft model"
 _BASE = "BASE must be the model that the adapter was trained on"
-# What to do, by the code of the problem, where the problem itself has no hint.
+# Hints by code, for problems without a hint of their own.
 _NEXT = {
     "pair": _AGAIN,
     "empty": "gather the parameters before saving (ZeRO-3, FSDP), then save again",
@@ -29,7 +29,7 @@ _NEXT = {
 class Problem(NamedTuple):
     """Why an adapter cannot be merged: a code of `lora check`, a sentence, a hint, and modules.
 
-    ``mend`` are the options with which `lora merge` merges it.
+    ``mend`` are the options of `lora merge` that make the merge possible.
     """
 
     code: str
@@ -50,9 +50,9 @@ class Problem(NamedTuple):
 
 
 def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Problem]:
-    """Yield why an adapter cannot be merged, as far as its own files tell.
+    """Yield the problems that the adapter's own files show.
 
-    Problems without modules are of the adapter as a whole.
+    A problem without modules concerns the whole adapter.
     """
     config, method = adapter.config or {}, adapter.method
     kind = table("methods").get(method, "unsupported") if adapter.layout == "peft" else "merge"
@@ -112,7 +112,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
 
 
 def unknown_fields(adapter: Adapter) -> list[str]:
-    """Return the fields of a LoRA configuration that are set, and that ckptkit does not know."""
+    """Return the fields of a LoRA configuration that are set, but unknown to ckptkit."""
     config = (adapter.config if adapter.method == "LORA" else None) or {}
     known = table("fields")["known"].split()
     return [name for name, value in config.items() if name not in known and value]

@@ -1,7 +1,8 @@
 """Read adapters from their headers: folders of peft, files of kohya, diffusers and ComfyUI.
 
-The names of the tensors give the layout. Each tensor has a role in a module (``A``, ``alpha``...),
-replaces a tensor of the base, has no effect, or is listed as unknown. `tables.toml` has the roles.
+ckptkit recognizes the layout by the tensor names. Each tensor has a role in a module (``A``,
+``alpha``...), replaces a tensor of the base, has no effect, or is listed as unknown. `tables.toml`
+lists the roles.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ckptkit.formats import strict_json
 from ckptkit.formats.format import open_place
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a file
+METADATA = "lora_adapter_metadata"  # metadata key that diffusers writes
 WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
-_LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast to search
+_LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast first check
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
-# Parameters of experts, in the order in which their modules define them and peft wraps them.
+# Parameters of experts, in the order of their definition; peft wraps them in this order.
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -68,8 +69,8 @@ class Module:
     ``path`` is the name of the module in the file, without ``prefix`` (``lora_te1_``, ``unet.``);
     for a matrix of experts (``parameter``) it ends in the parameter. ``kind`` is a kind of
     `tables.toml`, ``attention_out``, or "" if tensors are missing. ``scale`` is the factor of the
-    change, None if the files do not record it. AdaLoRA divides by ``divisor`` too. ``expected`` is
-    the rank in the configuration, None without one.
+    change; None if the files do not record a scale. AdaLoRA divides by ``divisor`` too.
+    ``expected`` is the rank in the configuration; None without a configuration.
     """
 
     prefix: str
@@ -101,11 +102,12 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as its files describe it.
+    """An adapter, read from its files.
 
-    ``modules`` are the changes by the names in the file. ``replaced`` are tensors that replace
-    tensors of the base, by their names there. ``ignored`` tensors have no effect, ``unknown`` ones
-    are of no layout. ``configs`` are configurations by component; peft's is that of "".
+    ``modules`` maps the module names in the file to changes. ``replaced`` maps names in the base to
+    tensors that replace the base's tensors. ``ignored`` tensors have no effect; ``unknown`` tensors
+    match no layout. ``configs`` maps components to configurations; the configuration of peft has
+    the key "".
     """
 
     path: str
@@ -121,7 +123,7 @@ class Adapter:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The configuration of peft, None without one."""
+        """The configuration of peft; None if the adapter has none."""
         return self.configs.get("")
 
     @property
@@ -168,7 +170,7 @@ class Adapter:
 
 
 def is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is an adapter, by its names and the configuration beside it.
+    """Return whether a checkpoint is an adapter, judged by its names and the peft configuration.
 
     A model that also contains the adapted weights is not an adapter.
     """
@@ -188,7 +190,7 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
 
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
-    """Return the adapter in a checkpoint, None if there is none that can be read."""
+    """Return the adapter in a checkpoint; None if there is no readable adapter."""
     try:
         return _read(checkpoint, None) if is_adapter(checkpoint) else None
     except CkptkitError:
@@ -202,7 +204,7 @@ def read_adapter(
 
     `component` keeps the modules of one component of a pipeline. `alpha` is the alpha of an adapter
     whose files record no scale. Raises UsageError if the file is not an adapter, for a folder of
-    several adapters, for an unknown component, and for `alpha` where the files record one.
+    several adapters, for an unknown component, and for `alpha` if the files record an alpha.
     """
     is_path = isinstance(path, (str, os.PathLike))
     checkpoint = _opened(arguments.path("adapters", path)) if is_path else opened(path)
@@ -236,7 +238,7 @@ def _opened(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def folder_of(checkpoint: Checkpoint) -> Folder | None:
-    """Return the folder of a checkpoint, None if it is not in one."""
+    """Return the folder of a checkpoint; None if the checkpoint is not in a folder."""
     source = checkpoint.source
     if checkpoint.folder is not None or isinstance(source, Folder):
         return checkpoint.folder or source  # type: ignore[return-value]
@@ -245,7 +247,7 @@ def folder_of(checkpoint: Checkpoint) -> Folder | None:
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the configuration of peft beside the weights, None if there is none."""
+    """Return the configuration of peft next to the weights; None if it is missing."""
     data = small_file_beside(folder_of(checkpoint), CONFIG)
     if data is None:
         return None
@@ -268,7 +270,7 @@ def _role(name: str) -> tuple[str, str] | None:
         if (found := suffix.search(name)) is None:
             continue
         path = name[: found.start()]
-        if found[0].startswith("_lora"):  # of attention processors of diffusers
+        if found[0].startswith("_lora"):  # attention processors of diffusers
             path = re.sub(r"to_out$", "to_out.0", path.replace(".processor.", "."))
         return path, role
     return None
@@ -289,7 +291,7 @@ def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> st
             if name.startswith(tuple(prefixes[layout])):
                 return layout
         if re.search(r"[._]lora\.(down|up)", name):
-            return "diffusers"  # of one component, without its name
+            return "diffusers"  # a single component, without its name
     return "peft"
 
 
@@ -313,7 +315,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         plain = unwrapped(name) if layout == "peft" else name
         split = _role(plain)
         if split and layout == "peft" and config and split[1] in ("alpha", "diff", "diff_b"):
-            split = None  # the name of a tensor of the model: peft has no such role
+            split = None  # a tensor name of the model: peft has no such role
         if expression("ignored").search(plain):
             ignored.append(name)
         elif split is not None:
@@ -324,7 +326,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
             whole[expression("inside").sub("", plain)] = tensor
         else:
             unknown.append(name)
-    # VeRA has one pair of matrices for all modules, beside them.
+    # VeRA stores one pair of matrices for all modules, outside of the modules.
     shared = groups.pop("base_model", {}) if config and layout == "peft" else {}
     for group in groups.values():
         group |= shared if "lambda_b" in group else {}
@@ -358,7 +360,7 @@ def _module(
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False
     if layout == "peft" and kind == "lora":
-        if path.endswith(".base_layer.out_proj"):  # of nn.MultiheadAttention
+        if path.endswith(".base_layer.out_proj"):  # out_proj of nn.MultiheadAttention
             path, kind = path.replace(".base_layer.", "."), "attention_out"
         elif expert := _parameter(path, config or {}):
             path, is_parameter = expert, True
@@ -401,7 +403,7 @@ def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
 
 
 def _number(config: Mapping[str, Any], name: str, path: str, patterns: str) -> float:
-    """Return a number of the configuration, or that of the first pattern that matches `path`.
+    """Return a number of the configuration, or the number of the first pattern that matches `path`.
 
     Source: peft.utils.get_pattern_key. Raises CorruptError if it is not a finite number.
     """
@@ -417,7 +419,7 @@ def _number(config: Mapping[str, Any], name: str, path: str, patterns: str) -> f
 def matches(pattern: str, path: str) -> bool:
     """Return whether a pattern of a configuration matches the module `path`.
 
-    The pattern is not trusted: a match takes at most a second. Raises CorruptError beyond that.
+    The pattern is untrusted. Raises CorruptError if matching takes more than a second.
     """
     import regex
 
@@ -433,8 +435,8 @@ def matches(pattern: str, path: str) -> bool:
 def _parameter(path: str, config: Mapping[str, Any]) -> str | None:
     """Return the name of the parameter that a module of `target_parameters` changes.
 
-    peft wraps several parameters of one module in the order of their definition. The tensors of an
-    inner one have `base_layer` in their names.
+    peft wraps several parameters of one module in the order of their definition. Tensors of an
+    inner wrapper have `base_layer` in their names.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []

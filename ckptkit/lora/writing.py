@@ -1,4 +1,4 @@
-"""Write adapters: a folder as peft reads it, or one safetensors file."""
+"""Write adapters: a folder that peft reads, or one safetensors file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptkit.lora.changes import made_of
 from ckptkit.lora.reading import CONFIG, WEIGHTS
 from ckptkit.publish.publish import publish
 
-PEFT = "base_model.model."  # before the names of peft
+PEFT = "base_model.model."  # prefix of names in peft
 
 
 def written(
@@ -41,7 +41,7 @@ def written(
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
 ) -> Conversion:
-    """Write a file of safetensors, or with `config` a folder of peft.
+    """Write a safetensors file, or with `config` a peft folder.
 
     Raises UsageError if `path` is `source`.
     """
@@ -58,7 +58,8 @@ def written(
         OrderedMapping(dict(tensors)), SAFETENSORS.name, source, metadata or {}, notes=notes,
         warnings=warnings,
     )  # fmt: skip
-    # Readers do not know aliases: a matrix that several modules share is stored for each.
+    # Readers do not support aliases: a matrix that several modules share is stored once for each
+    # module.
     layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
     plan = replace(formats.layout(held, SAFETENSORS, layout), notes=())
     if config is not None:
@@ -73,7 +74,7 @@ def written(
 def config_of(
     ranks: Mapping[str, int], alphas: Mapping[str, float], **others: Any
 ) -> dict[str, Any]:
-    """Return the configuration of peft for modules of these ranks and alphas.
+    """Return the peft configuration for modules with these ranks and alphas.
 
     The most frequent rank and alpha are `r` and `lora_alpha`; other values are patterns.
     """
@@ -110,6 +111,6 @@ def _most(values: Any, default: float) -> Any:
 
 
 def tensor_of(values: Any, dtype: DType) -> Tensor:
-    """Return the tensor of a numpy array of floats, rounded to `dtype`, in memory."""
+    """Return an in-memory tensor of a NumPy float array, rounded to `dtype`."""
     data = bytes(encode(values.reshape(-1), dtype))
     return made_of(Range(Memory(data), 0, len(data)), dtype, tuple(map(int, values.shape)))
