@@ -1,8 +1,8 @@
 """List all edits. An edit is a typed function from Checkpoint to Checkpoint.
 
-Its row here defines the option of `convert`, the command, the recipe step, the fix of `doctor` and
-the public name. `convert` applies edits in the order of this list. Uses core, compute, pickles,
-quantized and rules.
+The entry of an edit in `EDITS` defines the option of `convert`, the command, the recipe step, the
+fix of `doctor` and the public name. `convert` applies edits in the order of this list. Uses core,
+compute, pickles, quantized and rules.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class Option:
     """One argument of an edit.
 
     ``kind`` selects the parser of command line words (`cli.options.KINDS`) and of recipe values
-    (`run.recipes.KINDS`). ``convert`` is the option of `convert` if its name differs, "" if
-    `convert` has none; ``convert_help`` is its help. ``recipe`` is the key in the dict of a recipe
-    step, "" if the value of the step is this argument, None if recipes cannot set it.
+    (`run.recipes.KINDS`). ``convert`` is the name of the option in `convert`, if that name differs;
+    "" if `convert` has no such option. ``convert_help`` is the help of that option. ``recipe`` is
+    the key in the dict of a recipe step. It is "" if the value of the step is this argument, and
+    None if recipes cannot set the argument.
     """
 
     parameter: str
@@ -45,7 +46,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: its word in recipes, its function, and its command line interface."""
+    """One edit: name in recipes, function, and command line interface."""
 
     word: str
     place: str  # the function, as "module:name"
@@ -56,7 +57,7 @@ class Edit:
     help: str = ""  # help of the command below the first line
     examples: tuple[str, ...] = ()  # arguments of the command
     needs: str = ""  # the usage error if the command gets none of its options
-    several: str = ""  # "first" or "last": which of several SRC is the first argument
+    several: str = ""  # with several SRC, "first" or "last" is the first argument
     has_key: bool = False  # the command has --key, the path of the weights
     reads_parts: bool = False  # the command has the options for distributed checkpoints
     fixed: Mapping[str, Any] | None = None  # arguments that every recipe passes
@@ -351,21 +352,22 @@ PUBLIC = {
 
 
 def step(word: str, **arguments: Any) -> Step:
-    """Return the edit `word` with these arguments; it imports the module when it is called."""
+    """Return the edit `word` with these arguments; calling the edit imports its module."""
     edit = BY_WORD[word]
     return lambda checkpoint: edit.function(checkpoint, **arguments)
 
 
-# A fix of `doctor`: words of edits -> their arguments. The key `OPTIONS` has changes of `Options`,
-# such as {"objects": "drop"}.
+# A fix of `doctor` maps names of edits to arguments. The key `OPTIONS` contains changes of
+# `Options`, such as {"objects": "drop"}.
 Fix = Mapping[str, Mapping[str, Any]]
 OPTIONS = "options"
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """Merge several fixes into one; its edits are in the order of EDITS.
+    """Merge several fixes into one fix, with the edits in the order of EDITS.
 
-    If two fixes set one argument, dicts and tuples are joined, and of other values the first wins.
+    If two fixes set the same argument, dicts and tuples are joined. For values of other types, the
+    first fix wins.
     """
     made: dict[str, dict[str, Any]] = {}
     for fix in fixes:

@@ -1,8 +1,8 @@
 """Combine checkpoints: average their weights, join their tensors; extract averaged (EMA) weights.
 
-These functions refuse adapters. An adapter (LoRA, LoHa, LoKr...) contains factors of weight updates
-of a base model. Its tensors are no use among the tensors of a model, and the mean of factors is not
-the mean of the updates.
+These functions refuse adapters. An adapter (LoRA, LoHa, LoKr...) contains factors of updates to the
+weights of a base model. Adapter tensors are useless among the tensors of a model. The mean of
+factors is not the mean of the updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckptkit.edits.quantized_names import refuse_mixture
 from ckptkit.edits.structure import bare, extract
 
 CONFIG = "adapter_config.json"  # of peft
-# Names of factors in peft, diffusers, kohya and LyCORIS, with the name of the module in front.
+# Names of factors in peft, diffusers, kohya and LyCORIS, after the name of the module.
 _FACTOR = re.compile(
     r"(.*?)[._](lora_(A|B|down|up|mid|embedding_A|embedding_B|magnitude_vector)"
     r"|lora(_linear_layer)?\.(down|up)|hada_[wt][12](_[ab])?|lokr_[wt][12](_[ab])?)"
@@ -47,7 +47,7 @@ _FACTOR = re.compile(
 def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) -> None:
     """Raise UnsupportedError if `ck` is an adapter. The message ends with `why`.
 
-    The hint is the command that merges it into one of the `others`.
+    The hint is the command that merges the adapter into one of the `others`.
     """
     names = ck.required.nodes
     seen = None  # a factor whose base weight is not in the checkpoint
@@ -86,8 +86,8 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
 
     ``weight`` lists the weights of the checkpoints; their sum need not be 1. Integer and bool
     buffers, such as the number of batches, come from the last checkpoint, as in
-    torch.optim.swa_utils. Dtypes, devices and order do too. The result contains only weights.
-    Raises UsageError if names or shapes differ.
+    torch.optim.swa_utils. Dtypes, devices and order come from the last checkpoint too. The result
+    contains only weights. Raises UsageError if names or shapes differ.
     """
     checkpoints = several(checkpoints)
     weight = (1.0,) * len(checkpoints) if weight is None else tuple(weight)
@@ -108,7 +108,7 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     rows = _rows([*checkpoints[:-1], last])
     taken: list[str] = []  # names of tensors that are not averaged
     new: dict[int, Tensor] = {}  # by the id of the tensor of the last checkpoint
-    storages: dict[object, Storage] = {}  # by their inputs: weights tied in all inputs stay tied
+    storages: dict[object, Storage] = {}  # by inputs: weights tied in all inputs stay tied
     for name, row in rows.items():
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
             taken.append(name)
@@ -176,7 +176,7 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
     parts = [bare(ck) for ck in checkpoints]
     joined: dict[Node, Node] = {}
     modules: dict[Node, Node] = {}
-    owners: dict[str, list[int]] = {}  # the checkpoints that have a name
+    owners: dict[str, list[int]] = {}  # indices of the checkpoints that have a name
     for number, part in enumerate(parts):
         node = part.root
         assert isinstance(node, dict)
@@ -184,7 +184,7 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
         modules.update(module_versions(node) or {})
         for name in map(str, node):
             owners.setdefault(name, []).append(number)
-    alike: dict[tuple[int, ...], list[str]] = {}  # names by the checkpoints that have them
+    alike: dict[tuple[int, ...], list[str]] = {}  # checkpoint indices -> their names
     for name, numbers in owners.items():
         if len(numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(name)
@@ -207,10 +207,10 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
 def ema(ck: Checkpoint) -> Checkpoint:
     """Return the averaged weights that a training loop stored with the trained ones.
 
-    Weights of torch's ``AveragedModel`` lose its counter and the prefix ``module.``. Other averaged
-    weights lose wrapper prefixes that the trained weights do not have. A list of tensors
-    (``shadow_params``) gets the names of the parameters beside it. Raises UsageError if the file
-    has no such entry.
+    For torch's ``AveragedModel``, the counter and the prefix ``module.`` are removed. For other
+    averaged weights, wrapper prefixes that the trained weights lack are removed. A list of tensors
+    (``shadow_params``) gets the names of the trained parameters. Raises UsageError if the file has
+    no such entry.
     """
     ck.require_complete()
     quantized_names.refuse(ck, None, _NOT_AVERAGED)

@@ -16,7 +16,7 @@ from ckptkit.quantized.group import parsed, read_json_of
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the configuration that earlier edits made, or config.json next to the weights.
 
-    Empty if there is none.
+    Return an empty dict if there is no configuration.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     folder: Folder | None = checkpoint.folder
@@ -36,7 +36,7 @@ def with_changes(
 ) -> Checkpoint:
     """Change values of the configuration, with a note; do nothing without a configuration.
 
-    If `instead_of` is given, only values that are in it are changed.
+    If `instead_of` is given, only values listed in `instead_of` are changed.
     """
     config = config_of(checkpoint)
     old = None if instead_of is None else [*instead_of]

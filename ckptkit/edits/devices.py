@@ -2,8 +2,8 @@
 
 A device occurs in three places: in the tag of a storage, in an argument of the calls that rebuild
 tensors without a storage (``_rebuild_wrapper_subclass``...), and in ``torch.device`` values of
-configurations. ``map_location`` of ``torch.load`` changes the first two. The third is user data,
-and is changed only on request.
+configurations. ``map_location`` of ``torch.load`` changes the first two. `remap` changes the third,
+which is user data, only on request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Device: TypeAlias = Any  # a name, or a torch.device
 def remap(
     ck: Checkpoint, devices: Device | Mapping[Any, Any], *, device_values: bool = False
 ) -> Checkpoint:
-    """Change device tags: all to the device `devices`, or exactly those in a mapping.
+    """Change all device tags to the device `devices`, or only the tags in a mapping.
 
     This has the same effect as ``map_location`` during loading. ``meta`` stays unless a mapping
     names it. ``torch.device`` values in the tree are listed, and changed if `device_values` is
@@ -116,10 +116,11 @@ def remap(
 
 
 def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
-    """Return a warning if the tags change of tensors that torch keeps on the CPU.
+    """Return a warning if device tags change for tensors that torch keeps on the CPU.
 
-    These are the states of random number generators, and ``step`` of Adam (unless ``fused`` or
-    ``capturable``). If the file has other tags, the warning shows how to change only these.
+    These tensors are the states of random number generators, and ``step`` of Adam (unless ``fused``
+    or ``capturable``). If other tensors have other tags, the warning shows how to change only those
+    tags.
     """
     target = table.get("cpu")
     if target is None:

@@ -1,7 +1,8 @@
 """Change elements of tensors: cast them, drop unused bytes, apply a function of the caller.
 
-Casts and cuts replace whole storages, so views stay views and tied weights stay tied. This module
-computes and reads nothing: a new storage only describes how to compute it (:mod:`ckptkit.compute`).
+Casting and compacting replace whole storages, so views stay views and tied weights stay tied. This
+module computes and reads nothing: a new storage only describes how to compute it
+(:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.edits import quantized_names
 
-# Calls whose result has the dtype of their tensor arguments. Other calls have a dtype argument.
+# Calls whose result has the dtype of their tensor arguments. Calls that are not listed have a dtype
+# argument.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
                "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
 
@@ -46,10 +48,10 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
 
     `dtypes` is one dtype, or glob -> dtype in any order. ``*`` is the default, and other globs
     override it (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized
-    weights stay unchanged. Tensors on one storage are cast together. If their dtypes then differ,
-    they get separate storages, with a warning. Raises UsageError for an unknown dtype, for a glob
-    that matches nothing, for two globs with different dtypes for one name, and for a glob that
-    matches codes or scales of quantized weights.
+    weights stay unchanged. Tensors on one storage are cast together. If tensors on one storage get
+    different dtypes, they get separate storages, with a warning. Raises UsageError for an unknown
+    dtype, for a glob that matches nothing, for two globs with different dtypes for one name, and
+    for a glob that matches codes or scales of quantized weights.
     """
     weights = ck.required
     rules = _rules(dtypes, weights)
@@ -124,7 +126,7 @@ def _rules(
 
 
 def _patterns(globs: Iterable[str], weights: Weights) -> dict[str, re.Pattern[str]]:
-    """Compile the globs. Raises UsageError for one that matches nothing."""
+    """Compile the globs. Raises UsageError for a glob that matches nothing."""
     patterns = {glob: re.compile(translate(glob)) for glob in globs}
     for glob, pattern in patterns.items():
         if weights.nodes and not any(map(pattern.match, weights.nodes)):
@@ -178,7 +180,7 @@ def _parts(call: Object) -> Iterator[Node]:
 
 
 class _Cast:
-    """Map each leaf to its cast. Makes one new storage for each old storage and pair of dtypes."""
+    """Replace each tensor by its cast version; share one new storage per (storage, dtype pair)."""
 
     def __init__(self, targets: Mapping[int, DType]) -> None:
         self._targets = targets
@@ -187,7 +189,7 @@ class _Cast:
         # `_split` contains storages whose tensors have several old or new dtypes.
         self._users: dict[int, tuple[DType | None, DType | None]] = {}
         self._split: set[int] = set()
-        self.frozen = 0  # tensors whose requires_grad was cleared
+        self.frozen = 0  # number of tensors whose requires_grad was cleared
 
     def __call__(self, leaf: Node) -> Node:
         if not isinstance(leaf, (Tensor, TypedStorage)):
@@ -216,7 +218,8 @@ class _Cast:
 
     @property
     def split(self) -> set[int]:
-        """Ids of the storages that were cast to several dtypes, or only for some tensors."""
+        """Ids of the storages with tensors of several dtypes: cast differently, or only some
+        cast."""
         return self._split & {storage for storage, _, _ in self._storages}
 
 
@@ -224,10 +227,11 @@ class _Cast:
 def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
     """Replace each element x of the weights that match a glob by an expression of x.
 
-    `expressions` maps globs to ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``. They are computed
-    in float32 (float64 weights in float64) and rounded to the dtype of the weight. Tied weights
-    stay tied. Raises UsageError for another expression, a glob that matches nothing, two globs that
-    match one name, and quantized weights; TensorError for a tensor that is not a strided float one.
+    `expressions` maps globs to ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``. Expressions are
+    computed in float32 (for float64 weights in float64) and rounded to the dtype of the weight.
+    Tied weights stay tied. Raises UsageError for another expression, a glob that matches nothing,
+    two globs that match one name, and quantized weights; TensorError for a tensor that is not a
+    strided float one.
     """
     weights = ck.required
     for given in expressions.values():
@@ -268,7 +272,7 @@ def on(
 ) -> Tensor:
     """Return `like` on another storage.
 
-    All fields are listed, because `dataclasses.replace` is 1.5x slower.
+    The code lists all fields, because `dataclasses.replace` is 1.5x slower.
     """
     where = like.offset if offset is None else offset
     return Tensor(
@@ -281,8 +285,8 @@ def on(
 def compact(ck: Checkpoint) -> Checkpoint:
     """Shorten every storage to the parts that tensors of the whole tree span.
 
-    Tensors that overlap or touch stay on one storage, so views and ties are kept. A storage that is
-    fully used stays unchanged, and so does one that the file references as a whole.
+    Tensors that overlap or touch stay on one storage, so views and ties are kept. A fully used
+    storage stays unchanged. A storage that the file references as a whole stays unchanged too.
     """
     uses: dict[int, _Use] = {}
     for leaf in nodes(ck.root):

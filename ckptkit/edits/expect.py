@@ -35,7 +35,7 @@ class ExpectationError(TensorError):
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One line: a glob, and conditions on the tensors that it matches."""
+    """One line: a glob, and conditions on the matching tensors."""
 
     text: str
     glob: str
@@ -51,7 +51,7 @@ _WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Parse one line. Raises RuleError."""
+    """Parse one line of expectations. Raises RuleError."""
     glob, _, rest = text.strip().partition(" ")
     if not glob:
         raise RuleError("an expectation starts with a name or a glob")
@@ -92,7 +92,7 @@ _WORDS = (*_BARE, "count", "shape", "dtype", "equal")
 
 
 class Expectations:
-    """Several lines, checked together."""
+    """Several expectations that are checked together."""
 
     def __init__(self, lines: list[str], config: Config = None) -> None:
         self.parsed = [parse_expectation(line) for line in lines]
@@ -123,7 +123,7 @@ Value = Callable[[Given], int | None]
 
 
 def _values(config: Config) -> Value:
-    """Return a function that evaluates a size. It returns None for the size ``_``."""
+    """Return a function that evaluates a size; the function returns None for the size ``_``."""
 
     def value(given: Given) -> int | None:
         side = Side(("x",))

@@ -1,9 +1,9 @@
 """Edit names: strip and add prefixes, rename, select; update ``_metadata`` accordingly.
 
 All four edit the dict that contains the weights, and the ``_metadata`` that torch sets on a
-state_dict. It maps the path of each module (``""``, ``layer1``, ``layer1.0``) to the version of its
-layout. A pickled module is replaced by its state_dict, because the names in it are attributes of
-the user's classes.
+state_dict. ``_metadata`` maps the path of each module (``""``, ``layer1``, ``layer1.0``) to the
+version of that module's layout. A pickled module is replaced by its state_dict, because names
+inside a pickled module are attributes of the user's classes.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def stripped_paths(
 ) -> Paths:
     """Strip prefixes from the paths of ``_metadata``.
 
-    If two paths become equal (``""`` and ``module``), the entry of the inner one is kept. A parent
-    of a prefix (``a`` of ``a.b.``) is dropped, unless a name in `kept` is below it.
+    If two paths become equal (``""`` and ``module``), the entry of the inner module is kept. The
+    parent of a prefix (``a`` of ``a.b.``) is dropped, unless `kept` contains a name below that
+    parent.
     """
     on_the_way = set(flatten(map(_parents, prefixes)))
     depth: dict[str, int] = {}
@@ -118,7 +119,8 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
     """Rename the paths of ``_metadata`` like the keys; drop ambiguous ones and add them to `lost`.
 
     The new path of a module is the path of its parameters. A module without parameters follows its
-    submodules, if these kept their last component; a module without either follows its parent.
+    submodules, if the submodules kept their last component. A module without parameters and
+    submodules follows its parent.
     """
     votes: dict[str, set[str]] = defaultdict(set)  # module -> new paths of its parameters
     for old, new in names.items():
@@ -152,12 +154,12 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
 def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
     """Move the paths of ``_metadata`` like the keys; `pairs` are (source key, new key).
 
-    If a module is made from several modules, it keeps their entry if all are equal; otherwise its
-    entry is dropped and the path added to `lost`. New parent modules get the entry that torch gives
-    them. Modules without keys keep their entry.
+    If a module is made from several modules with equal entries, it gets that entry. If the entries
+    differ, the entry is dropped and the path is added to `lost`. New parent modules get the entry
+    that torch gives them. Modules without keys keep their entry.
     """
     sources: dict[str, set[str]] = defaultdict(set)
-    before, after = {""}, {""}  # modules that have keys
+    before, after = {""}, {""}  # modules with keys
     for old, new in pairs:
         sources[_parent(new)].add(_parent(old))
         for name, modules in ((old, before), (new, after)):
@@ -205,8 +207,8 @@ class EditedDict:
     """A dict whose keys an edit changes.
 
     ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
-    module. ``names`` are the keys of weights: a dict such as ``{"epoch": 3, "fc.weight": ...}``
-    also has other keys.
+    module. ``names`` lists only the keys of weights; ``{"epoch": 3, "fc.weight": ...}`` also has a
+    key without a weight.
     """
 
     path: Path
@@ -252,9 +254,9 @@ def strip_prefix(
 ) -> Checkpoint:
     """Remove leading prefixes from the names of the weights.
 
-    Each prefix is removed once, in any order of nesting. A prefix that ends in a letter or digit is
-    a whole component of a name: ``_orig_mod`` means ``_orig_mod.``. `key` lists the dotted paths
-    of the mappings to edit instead of the weights. Raises CollisionError, UsageError.
+    Each prefix is removed once, in any order of nesting. If a prefix ends in a letter or digit, a
+    dot is added: ``_orig_mod`` means ``_orig_mod.``. `key` lists the dotted paths of the mappings
+    to edit instead of the weights. Raises CollisionError, UsageError.
     """
     given = tuple(map(_whole_part, prefix)) or ("module.",)
     if "" in given:
@@ -332,8 +334,8 @@ def add_prefix(
 ) -> Checkpoint:
     """Add `prefix` to the names of the weights, or of the mappings at the dotted paths `key`.
 
-    As in `strip_prefix`, a prefix that ends in a letter or digit is a whole component of a name.
-    ``_metadata`` becomes that of a module that contains this one. Raises CollisionError,
+    As in `strip_prefix`, if the prefix ends in a letter or digit, a dot is added. ``_metadata``
+    becomes the ``_metadata`` of a module that contains this module. Raises CollisionError,
     UsageError.
     """
     prefix = _whole_part(prefix)
@@ -355,11 +357,11 @@ def rename(
     mapping: Names | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Rename weights: those in `mapping` to their new name, all other ones by `substitutions`.
+    """Rename the weights in `mapping` to their new names, and all other weights by `substitutions`.
 
     `mapping` may be a function from each old name to its new one. A substitution is a regular
-    expression and its replacement. They are applied in order with :func:`re.sub`. Raises UsageError
-    for a missing name or a bad expression, and CollisionError.
+    expression and its replacement. Substitutions are applied in order with :func:`re.sub`. Raises
+    UsageError for a missing name or a bad expression, and CollisionError.
     """
     (target,) = targets_of(ck, ())
     if callable(mapping):
@@ -412,7 +414,7 @@ def substituted(
     compiled = []
     for pattern, replacement in pairs:
         try:
-            re.compile(pattern).sub(replacement, "")  # this checks the replacement too
+            re.compile(pattern).sub(replacement, "")  # also checks the replacement
             compiled.append((regex.compile(pattern), pattern, replacement))
         except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
             raise UsageError(
@@ -446,7 +448,7 @@ def substituted(
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """Tie new names to weights: `names` maps each new name to the name of an existing weight.
 
-    Raises UsageError if that weight is missing, CollisionError if the new name exists.
+    Raises UsageError if the existing weight is missing, and CollisionError if the new name exists.
     """
     (target,) = targets_of(ck, ())
     entries = dict(target.entries)
@@ -467,7 +469,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """Drop tied names: `names` maps each name to drop to the weight with which it shares memory.
 
-    Missing names are ignored. Raises UsageError if the two are not tied.
+    Missing names are ignored. Raises UsageError if the two weights are not tied.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}
@@ -522,8 +524,8 @@ def select(
     """Keep only the weights whose names match a glob of `keep` (default: all), and none of `drop`.
 
     ``*`` matches dots too. Other entries stay, but optimizers lose the dropped parameters. If the
-    parameters of an optimizer cannot be identified, it is dropped with a warning. Raises UsageError
-    for a glob that matches nothing, unless it is in `drop` and `missing_ok` is true.
+    parameters of an optimizer cannot be identified, the optimizer is dropped with a warning. Raises
+    UsageError for a glob that matches nothing, unless it is in `drop` and `missing_ok` is true.
     """
     (target,) = targets_of(ck, ())
     if missing_ok:
@@ -554,14 +556,14 @@ def select(
     warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.edits.structure import drop_entry  # imported late: it needs more modules
+        from ckptkit.edits.structure import drop_entry  # imported late: it imports more modules
 
         done = drop_entry(done, cut.dropped)
     return done
 
 
 def _matching(target: EditedDict, globs: Sequence[str], weights: Quantization) -> set[str]:
-    """Return the names that match; with a quantized weight, the names of all its tensors."""
+    """Return the matching names; for a quantized weight, return the names of all its tensors."""
     found: set[str] = set()
     names = [*target.names, *(group.name for group in weights.groups)]
     for glob in globs:

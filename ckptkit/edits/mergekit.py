@@ -90,7 +90,7 @@ def _based(
     *,
     is_slice: bool = False,
 ) -> list[Use]:
-    """Move the base to the front of the inputs; add it if it is not among them."""
+    """Move the base to the front of the inputs; if the base is not an input, add it."""
     if method == PASSTHROUGH and len(uses) != 1:
         raise UsageError("passthrough needs exactly one model for each slice")
     if method == SLERP and len({id(each.model) for each in uses} | {id(base)}) != 2:
@@ -121,7 +121,7 @@ def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]])
 
 
 def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Return a function that looks up a number in the first table that sets it for a name."""
+    """Return a function that returns the number for a name from the first table that sets one."""
     for table in tables:
         _check_keys(table, {*_WORDS, *_SWITCHES}, "parameters")
 

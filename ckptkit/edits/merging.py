@@ -42,7 +42,7 @@ Setting = float | Mapping[str, float]
 Numbers = Callable[[str, str, float], float]
 _LAYER = re.compile(r"(.+?\.)(\d+)(\..+)")
 _FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w*)\.")
-# Fields of transformers configurations with the number of layers.
+# Fields of transformers configurations that contain the number of layers.
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -79,7 +79,7 @@ class Method:
 
 
 class Use(NamedTuple):
-    """An input: a model, or a range of its layers, with its numbers."""
+    """One input: a model or a range of its layers, with weight, density and scale."""
 
     model: Checkpoint
     numbers: Numbers
@@ -107,15 +107,15 @@ def merge(
     Args:
         method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
             ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
-        base: the base model of the fine-tuned models; for ``slerp`` the first of two.
-        weight: one for each checkpoint, 1 by default: a number, or glob -> number.
+        base: the base model of the fine-tuned models; for ``slerp`` the first of the two models.
+        weight: for each checkpoint a number, or glob -> number; 1 by default.
         density: the fraction of the differences to keep, for methods that drop some.
         scale: factor of the sum of the differences, 1 by default; for ``slerp`` the fraction of the
             second model, 0.5; for ``passthrough`` a factor of all weights.
-        normalize: divide by the sum of the weights; the default is that of mergekit.
+        normalize: divide by the sum of the weights; by default as mergekit does.
         rescale: scale the kept differences to the sum of all magnitudes.
-        layers: for ``passthrough``, ``START:STOP`` for each checkpoint; a layer can occur twice.
-        dtype: dtype of the computation; by default that of the tensors.
+        layers: for ``passthrough``, ``START:STOP`` for each checkpoint; layers may repeat.
+        dtype: dtype of the computation; by default the dtype of the tensors.
         seed: seed of the random choice of dare-ties and dare-linear.
 
     Elements equal those of mergekit 0.1.5 within one unit in the last place. The random choice of
@@ -201,7 +201,7 @@ def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoi
 def _settings(
     what: str, given: Sequence[Setting] | None, models: Sequence[Checkpoint]
 ) -> list[Callable[[str], float]]:
-    """Return for each model a function from a tensor name to its number; the default is 1."""
+    """Return, for each model, a function from a tensor name to a number; the default is 1."""
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
@@ -239,7 +239,7 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
 
 
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
-    """Merge models with equal names, tensor by tensor. If the method has a base, it comes first."""
+    """Merge models with equal names, tensor by tensor. The base, if any, comes first."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
@@ -268,7 +268,8 @@ class _Merged:
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
     ) -> None:
-        """Add the tensor merged from `inputs` (the base first), with the numbers of each input."""
+        """Merge `inputs` (the base first) with the numbers of each input; add the resulting
+        tensor."""
         how, old = self.how, inputs[0]
         scale = numbers[0]("scale", name, at)
         if any(each.shape != old.shape for each in inputs):
@@ -365,7 +366,7 @@ def _share(number: int, count: int) -> float:
 def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
     """Stack layer ranges of models; the ranges of one slice are merged.
 
-    Of the tensors outside the layers, embeddings come from the first slice, others from the last.
+    Outside the layers, embeddings come from the first slice, and all other tensors from the last.
     """
     new = _Merged(how)
     reference = how.base or slices[0][0].model

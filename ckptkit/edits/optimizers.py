@@ -3,9 +3,9 @@
 The optimizers of torch number their parameters in the order of the groups (see
 torch/optim/optimizer.py). FSDP and ``torch.distributed.checkpoint.state_dict`` save names and load
 by names. ``load_state_dict`` of torch matches parameters by their order. If the state of a dropped
-weight stayed, torch would load its moments into another parameter. So if weights are dropped, their
-state is dropped too, and the other parameters are renumbered. If it is not certain which parameter
-belongs to which weight (`names_of`), the whole optimizer is dropped.
+weight stayed, torch would load its moments into another parameter. Therefore, ckptkit drops the
+state of dropped weights and renumbers the other parameters. If the mapping of parameters to weights
+(`names_of`) is ambiguous, ckptkit drops the whole optimizer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def rename_parameters(
     """Rename parameters in the state of optimizers. Return new nodes by old ids, and notes.
 
     `names` maps old to new names of weights; `edited` are the dicts that contained them. If several
-    optimizers have these names and another dict has them too, no optimizer is changed: it is
-    unclear which optimizer belongs to which weights. Raises CollisionError.
+    optimizers and another dict have the same names, no optimizer is changed: it is unclear which
+    optimizer belongs to which weights. Raises CollisionError.
     """
-    found: list[tuple[Path, dict[Node, Node], int]] = []  # with the number of renamed parameters
+    found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, new entries, number of renamed)
     for path, node in walk(root):
         if isinstance(node, dict) and is_optimizer(node):
             every = chain(_keys(node), chain.from_iterable(_lists(node)))
@@ -85,8 +85,8 @@ def _renamed(key: Node, names: Names) -> Node:
 
 NAMES, NUMBERS = "names", "numbers"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # not in any optimizer
-_NO_SHAPE = "step"  # the one state tensor without the shape of its parameter
-_MOST_PAIRS = 5_000_000  # largest number of (state, weight) pairs to try
+_NO_SHAPE = "step"  # the only state tensor without the shape of its parameter
+_MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to try
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
 
@@ -104,7 +104,7 @@ class Optimizer(NamedTuple):
 
     @property
     def own_names(self) -> list[Node]:
-        """The names of the parameters in the groups; empty unless all have one."""
+        """The names of the parameters in the groups; empty unless all parameters have a name."""
         names = self._all("params")
         if not all(isinstance(each, str) for each in names):
             names = self._all("param_names")
@@ -121,7 +121,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
 
     Names come from the optimizer itself (``param_names``, torch 2.6 and later), else from the
     weights in their order. The shapes of the states must fit in exactly one way. Raises UsageError
-    if they fit in no way, or in more than one.
+    if the shapes fit in no way, or in more than one way.
     """
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
@@ -184,7 +184,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
-    """Return the list `word` of a group; an empty one if it is missing."""
+    """Return the list `word` of a group; an empty list if the group lacks `word`."""
     found = group.get(word)
     return found if isinstance(found, list) else []
 
@@ -194,7 +194,7 @@ def names_of(
 ) -> dict[Node, str]:
     """Map each parameter of an optimizer to a weight name. Raises UsageError if it is ambiguous.
 
-    It is ambiguous for `unordered` weights, unless the optimizer has names itself.
+    The mapping is ambiguous for `unordered` weights, unless the optimizer contains names.
     """
     params, own = optimizer.params, optimizer.own_names
     if own or not params:
@@ -211,7 +211,7 @@ def names_of(
             "which number belongs to which weight",
             hint=_HINT,
         )
-    known: list[tuple[str, Shape]] = []  # weights that may be parameters; tied ones once
+    known: list[tuple[str, Shape]] = []  # weights that may be parameters; tied weights once
     seen: set[object] = set()
     for name, node in weights.items():
         tensor = as_tensor(node)
@@ -250,7 +250,8 @@ def memory_of(tensor: Tensor) -> object:
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
     """Return the index of the shape that belongs to each state, or why there is no single answer.
 
-    Both are in order, and some shapes may be skipped. A state without tensors fits any shape.
+    States and shapes are in the same order, but some shapes may have no state. A state without
+    tensors fits any shape.
     """
     spare = len(shapes) - len(states)
     if spare < 0:
@@ -339,9 +340,9 @@ def _parameter_names(ck: Checkpoint) -> Iterator[str]:
 
 
 def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
-    """Return the parameters of an optimizer of the weights; None if it belongs to another entry.
+    """Return the parameters of an optimizer; None if the optimizer belongs to another entry.
 
-    Raises UsageError if that is ambiguous.
+    Raises UsageError if the owner is ambiguous.
     """
     weights = ck.required
     fitting: dict[int, Parameters] = {}
@@ -376,8 +377,8 @@ def _default(root: Node) -> int | None:
 def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameters:
     """Return the parameters of the weights that stay.
 
-    Raises UsageError if a weight is dropped and one that is tied to it stays: the order of the
-    parameters may then change.
+    Raises UsageError if only one of two tied weights is dropped: the order of the parameters may
+    then change.
     """
     memories = {
         name: memory_of(tensor)
@@ -414,7 +415,7 @@ def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
 
 
 def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
-    """Drop an optimizer; if it is in a list, the whole list: positions identify the others."""
+    """Drop an optimizer. If it is in a list, drop the list: positions identify its items."""
     node, entry = ck.root, path[:0]
     for depth, key in enumerate(path):
         if isinstance(node, dict):

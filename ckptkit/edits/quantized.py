@@ -1,9 +1,10 @@
 """Dequantize weights to floating point, and quantize them.
 
-Quantization needs no data; it rounds to nearest: block-wise FP8, and MXFP4. The quantized tensors
-of torch are dequantized as scale * (code - zero point), per tensor or per channel. The quantized
-layers of torch pack weight and bias into one value: ``fc._packed_params._packed_params = (weight,
-bias)``. Dequantized they become ``fc.weight`` and ``fc.bias``, the names before quantization.
+Quantization to block-wise FP8 and MXFP4 rounds to nearest and needs no calibration data. The
+quantized tensors of torch are dequantized as scale * (code - zero point), per tensor or per
+channel. The quantized layers of torch pack weight and bias into one value:
+``fc._packed_params._packed_params = (weight, bias)``. After dequantization the names are
+``fc.weight`` and ``fc.bias``, as before quantization.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def dequantize(
 ) -> Checkpoint:
     """Dequantize every quantized weight to `dtype`, bit-exactly like its own library.
 
-    The default dtype is that of the model's configuration, else the one that the file names, else
-    float16 (GPTQ, AWQ) or bfloat16. torch's own quantized tensors become float32. Codes, scales,
-    and tensors that only quantized inference needs are dropped. Raises UsageError if nothing is
-    quantized, unless `missing_ok`, and UnsupportedError for an unreadable weight.
+    The default dtype is the dtype in the model's configuration, else the dtype that the file
+    records, else float16 (GPTQ, AWQ) or bfloat16. torch's own quantized tensors become float32.
+    Codes, scales, and tensors that only quantized inference needs are dropped. Raises UsageError if
+    nothing is quantized, unless `missing_ok`, and UnsupportedError for an unreadable weight.
     """
     out_dtype = None if dtype is None else target(dtype)
     own = dequantized(ck, out_dtype or dtypes.BY_NAME["float32"])
@@ -74,7 +75,7 @@ def dequantize(
 
 
 def target(name: DTypeLike) -> DType:
-    """Return the dtype to dequantize to. Raises UsageError for one that is not supported."""
+    """Return the target dtype of dequantization. Raises UsageError for an unsupported dtype."""
     try:
         dtype = dtypes.parse(name)
     except FormatError as error:
@@ -211,7 +212,7 @@ def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
 
 
 def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the codes and of the scales of a matrix."""
+    """Quantize a matrix; yield (name, tensor) of its codes and of its scales."""
     rows, columns = tensor.shape
     if kind == "fp8-block":
         parts = [
@@ -261,9 +262,10 @@ _PACKER = "PackedParamsBase"
 def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     """Dequantize the quantized tensors of torch to `dtype`; return None if there are none.
 
-    Results equal ``dequantize()`` of torch bit by bit, rounded to `dtype`. Weights packed with a
-    bias join the other weights under the name of their layer. Tensors without an affine scheme
-    stay, with a warning. Raises TensorError for an invalid scale or zero point, CollisionError.
+    Results are bit-identical to torch's ``dequantize()`` followed by rounding to `dtype`. Weights
+    packed with a bias join the other weights under the name of their layer. Tensors without an
+    affine scheme stay, with a warning. Raises TensorError for an invalid scale or zero point,
+    CollisionError.
     """
     swap: dict[int, Node] = {}
     olds: Counter[str] = Counter()  # number of tensors by their old dtype
@@ -327,7 +329,8 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]
-        # The name before packing is preferred. If it is taken, the unique one is used.
+        # The name before packing is preferred. If another tensor has that name, the unique name is
+        # used.
         before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
         unique = ".".join(part for part in parts if part != _STATE)
         found.append((path, before, unique, tensors))

@@ -37,7 +37,7 @@ def dequantize_hint(ck: Checkpoint) -> str:
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if checkpoints are quantized in different ways, or a weight only in some."""
+    """Raise UsageError if the quantization of the checkpoints, or of any weight, differs."""
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:

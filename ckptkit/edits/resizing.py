@@ -28,10 +28,10 @@ def resize(
     """Resize the weights that match `keys`, and tensors tied to them, to `rows` rows.
 
     New rows are the ``mean`` of the old ones, ``zeros``, or ``normal``: random numbers with the
-    mean and standard deviation of each column, by `seed`. If `rows` is smaller, the last rows are
-    removed. ``vocab_size`` in config.json is updated if it was the old number. Raises UsageError
-    for a glob that matches nothing, and UnsupportedError for a tensor without rows or a quantized
-    one.
+    mean and standard deviation of each column, seeded by `seed`. If `rows` is smaller, the last
+    rows are removed. ``vocab_size`` in config.json is updated if it equals the old number of rows.
+    Raises UsageError for a glob that matches nothing, and UnsupportedError for a tensor without
+    rows or a quantized tensor.
     """
     if fill not in FILLS:
         raise UsageError(f"cannot fill rows with {fill!r}", hint=f"use one of {', '.join(FILLS)}")

@@ -39,11 +39,11 @@ from ckptkit.rules.planner import (
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-# config.json next to a checkpoint: rules take sizes of the model from it.
+# Rules take sizes of the model from the config.json next to a checkpoint.
 
 
 CONFIG_NAME = "config.json"
-BYTES = 1 << 20  # largest config.json to read
+BYTES = 1 << 20  # maximum bytes of config.json
 ARCHITECTURE = "general.architecture"  # GGUF key; its value is the prefix of the other keys
 
 
@@ -76,7 +76,8 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
     """Return a function that reads the configuration when it is called.
 
-    That is the config.json that an earlier edit set on the checkpoint, or the one next to the file.
+    The configuration is the config.json that an earlier edit set on the checkpoint, else the
+    config.json next to the file.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
@@ -155,7 +156,7 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
 
 
 # Quantized weights under rules. A rename of one tensor renames all tensors of the weight. A layout
-# change must move whole blocks, and its results must again be the codes and scales of one weight.
+# change must move whole blocks, and must result in the codes and scales of one weight.
 
 
 def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
@@ -171,7 +172,7 @@ def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Ch
 
 
 def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target]) -> None:
-    """Raise UsageError if a rule cuts blocks of a quantized weight, or separates its scales."""
+    """Raise UsageError if a rule splits blocks of a quantized weight or separates its scales."""
     found = quantized.find(ck)
     if not found:
         return
@@ -194,7 +195,7 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
 
 def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
     """Return whether the target copies only runs of whole blocks of the weight's tensors."""
-    if group.family == "gguf":  # copies that cut blocks were refused earlier
+    if group.family == "gguf":  # copies that split blocks were refused earlier
         return True
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
@@ -205,7 +206,7 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 
 
 def _rows(group: QuantizedWeight, source: str) -> int:
-    """Return the height of a block in rows of this tensor; 0 if its rows must stay together."""
+    """Return the height of a block in rows of this tensor; 0 if the rows must stay together."""
     layout = group.layout
     if not isinstance(layout, Blocks):
         return 0
@@ -253,7 +254,7 @@ class RulesReport:
     kept: int
     made: int
     rules: list[RuleResult]
-    reversible: str | None  # why the step is not reversible; None if it is
+    reversible: str | None  # why not reversible; None if reversible
     pairs: list[tuple[str, str]]  # (old name, new name)
 
 
@@ -261,8 +262,8 @@ class RuleOptions(NamedTuple):
     """Options that all rule steps of a recipe share.
 
     ``args`` are sizes given by the caller. With ``reports``, each step adds a `RulesReport` to the
-    checkpoint. ``meta`` is the metadata of another file, used instead of that of the checkpoint.
-    ``dequantize`` is the dtype for the dequantize step.
+    checkpoint. ``meta`` is the metadata of another file, which replaces the metadata of the
+    checkpoint. ``dequantize`` is the dtype for the dequantize step.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
@@ -395,7 +396,8 @@ class _Step:
     def _reversible(
         self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]
     ) -> str | None:
-        """Return why the step is not reversible; None if it is, or if nothing needs to know.
+        """Return why the step is not reversible; None if reversible, or if no option needs the
+        answer.
 
         Raises NotReversibleError if the step is to run backwards.
         """
@@ -424,7 +426,8 @@ class _DictBuilder:
     _storages: dict[object, Storage] = field(default_factory=dict)
     _mixed: list[str] = field(default_factory=list)
     _arrays: list[str] = field(default_factory=list)
-    # View of memory -> ids of the nodes or storages made from it; several mean no longer tied.
+    # Maps each view of memory to the ids of the nodes or storages made from that view. Several ids
+    # mean that the names are no longer tied.
     _used: dict[object, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -492,7 +495,7 @@ class _DictBuilder:
         return Tensor(storage, first.dtype, made.shape, stride, 0, grad, kind)
 
     def _check_alike(self, rule: int, sources: Sequence[str]) -> None:
-        """Raise TensorError unless the sources have one dtype, one device and plain bytes."""
+        """Raise TensorError unless all sources are strided and have the same dtype and device."""
         first = self.tensors[sources[0]]
         for key in sources:
             tensor, node = self.tensors[key], self.target.entries[key]
@@ -582,7 +585,7 @@ _ORDER = ("moved", "joined", "gathered", "transposed")
 
 
 def _check_optimizers(ck: Checkpoint) -> None:
-    """Raise UsageError if the tree has optimizer state, which fits only the old layout."""
+    """Raise UsageError if the tree has optimizer state, because that fits only the old layout."""
     for path, node in walk(ck.root):
         if not is_optimizer(node):
             continue

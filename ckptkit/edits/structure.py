@@ -55,7 +55,7 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
             where=ck.name,
             hint="use the path of a dict, list or tensor; `ckptkit inspect {where}` shows values",
         )
-    # The key of the weights below the new root; None if they are outside of it.
+    # The key of the weights below the new root; None if the weights are outside the new root.
     inner = None
     if ck.key is not None:
         weights, _ = find(ck.root, ck.key)
@@ -67,7 +67,7 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
 
 
 def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
-    """Set the entry at the dotted `path` to `value`; add it if it does not exist.
+    """Set the entry at the dotted `path` to `value`; add the entry if it does not exist.
 
     A new entry is added to the deepest existing dict on the path. Raises UsageError if the parent
     of the path is not a dict or list, ArgumentError for a value that no file can store.
@@ -85,7 +85,7 @@ def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
 
 
 def _place(ck: Checkpoint, path: str) -> tuple[Node, Node, bool]:
-    """Return (parent of the entry at `path`, key of the entry in it, whether it is new)."""
+    """Return (parent of the entry at `path`, key of the entry, whether the entry is new)."""
     if not path:
         raise UsageError("an entry needs a name")
     try:
@@ -116,8 +116,8 @@ def _holder(root: Node, path: Path) -> Node:
 def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = False) -> Checkpoint:
     """Drop the entries at the dotted `paths`.
 
-    Raises UnknownNameError if an entry does not exist, unless `missing_ok`; UsageError if its
-    parent is not a dict.
+    Raises UnknownNameError if an entry does not exist, unless `missing_ok`. Raises UsageError if
+    the parent of an entry is not a dict.
     """
     for key in paths:
         try:
@@ -141,7 +141,7 @@ def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = Fa
 def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
     """Set strings in the `extras` of the checkpoint; safetensors files store them as metadata.
 
-    Raises UsageError for the name that ckptkit uses itself.
+    Raises UsageError for the reserved name ``ckptkit``.
     """
     if OWN_RECORD in metadata:
         raise UsageError(f"ckptkit itself uses the metadata entry {OWN_RECORD!r}")
