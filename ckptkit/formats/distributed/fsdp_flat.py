@@ -166,7 +166,7 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
     elements = {name: prod(shape) for name, shape in shapes.items()}
-    sizes = []  # of flat shards, by entry and rank; 0 for scalars
+    sizes = []  # elements of each flat shard, by entry and rank; 0 for scalars
     for number in range(count):
         tensors = [[as_tensor(v) for v in each.get(number, {}).values()] for each in held]
         sizes.append([max((t.numel for t in row if t and t.shape), default=0) for row in tensors])

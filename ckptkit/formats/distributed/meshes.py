@@ -1,14 +1,14 @@
-"""Parse one rank's piece of a DTensor or ShardedTensor, as torch 2.1 to 2.15 pickle it.
+"""Parse the shard of a DTensor or ShardedTensor in a rank's file, as torch 2.1 to 2.15 pickle it.
 
-Both are created by ``_rebuild_wrapper_subclass`` with the dtype and shape of the whole tensor.
-Their states differ:
+The pickles create both classes by ``_rebuild_wrapper_subclass`` with the dtype and shape of the
+whole tensor. Their states differ:
 
     DTensor          {"_local_tensor": tensor,
                       "_spec": DTensorSpec(mesh, placements, shard_order...)}
     ShardedTensor    (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag)
 
-A mesh is a tensor of ranks (until torch 2.9) or a layout over a list of ranks (since 2.10). These
-few integers are the only bytes that this module reads. Attributes are a dict, or (dict, slots).
+A mesh is a tensor of ranks (until torch 2.9) or a layout over a list of ranks (since 2.10). The
+ranks are the only tensor bytes that this module reads. Attributes are a dict, or (dict, slots).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ckptkit.core.tree import Node, Object, Pairs, Path, children
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 CLASSES = ("DTensor", "ShardedTensor")
 _KINDS = {**{kind: kind for kind in (REPLICATE, SHARD, STRIDED, PARTIAL)}, "_Partial": PARTIAL}
-_RANK_BYTES = 1 << 20  # maximum size of the ranks of a mesh
+_RANK_BYTES = 1 << 20  # maximum bytes of the tensor of ranks of a mesh
 
 Runs = tuple[tuple[int, int], ...]  # sorted ranges of indices in one dimension: begin, end
 
 
 class LocalShard(NamedTuple):
-    """A box of the whole tensor (offsets and sizes in elements), and a tensor of its elements."""
+    """A block of a whole tensor (its offset and size in each dimension), and its elements."""
 
     offsets: Shape
     sizes: Shape
@@ -63,7 +63,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a tensor on one mesh dimension; `dim` and `factor` if it is sharded."""
+    """Placement of a tensor on one mesh dimension. `dim` and `factor` are set if it is sharded."""
 
     kind: str
     dim: int = 0
@@ -72,11 +72,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """One rank's part of a tensor of `shape`.
+    """The part of a tensor in one rank's file; `shape` is the shape of the whole tensor.
 
-    ``rank`` is None if the pickle omits it (DTensor until torch 2.9). ``ranks`` are the ranks that
-    have parts of the tensor. ``world`` is the number of ranks in the job, or of ``ranks`` if
-    unknown.
+    ``rank`` is None if the pickle omits the rank (DTensor until torch 2.9). ``ranks`` are the ranks
+    that have parts of the tensor. ``world`` is the number of ranks in the job; if unknown, the
+    length of ``ranks``.
     """
 
     dtype: DType
@@ -88,10 +88,10 @@ class _OfRank:
 
 @dataclass(frozen=True)
 class MeshPiece(_OfRank):
-    """One rank's part of a DTensor.
+    """The part of a DTensor in one rank's file.
 
-    ``order`` maps a tensor dimension to the mesh dimensions that shard it, in order. ``ordered``
-    tells whether the writing torch records any order other than left to right.
+    ``order`` maps a tensor dimension to the mesh dimensions along which it is sharded, in order.
+    ``ordered`` is True if the torch that wrote the file records orders other than left to right.
     """
 
     tensor: Tensor
@@ -105,7 +105,7 @@ class MeshPiece(_OfRank):
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the boxes of a rank (default: the rank in the pickle), none if it has no elements.
+        """Return the blocks of a rank (default: the rank in the pickle); it may have none.
 
         Raises CorruptError if the local shape contradicts the placements, UnsupportedError for
         Partial and for an unknown order of mesh dimensions.
@@ -138,11 +138,11 @@ class MeshPiece(_OfRank):
         return boxes
 
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
-        """Return the ranges of indices along a tensor dimension that belong to mesh coordinates.
+        """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
 
         FSDP over tensor parallelism shards along the mesh dimensions from right to left; the sizes
-        of the ranks' tensors prove that. If a split factor is not the number of shards to its
-        right, the indices are split as torch documents _StridedShard.
+        of the local tensors confirm this. If a split factor differs from the number of shards to
+        its right, the indices are split as documented for torch's _StridedShard.
         """
         placed = enumerate(self.placements)
         cuts = [d for d, each in placed if each.kind != REPLICATE and each.dim == dim]
@@ -178,9 +178,10 @@ class MeshPiece(_OfRank):
 
 @dataclass(frozen=True)
 class ShardPiece(_OfRank):
-    """One rank's shards of a ShardedTensor.
+    """The shards of a ShardedTensor in one rank's file.
 
-    ``listed`` has rank, offsets and sizes of the shards of all ranks, which every file contains.
+    ``listed`` contains rank, offsets and sizes of each shard. Every file lists the shards of all
+    ranks.
     """
 
     shards: tuple[LocalShard, ...]
@@ -191,9 +192,9 @@ class ShardPiece(_OfRank):
         return [each.tensor for each in self.shards]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the boxes of this rank.
+        """Return the blocks of this rank.
 
-        Raises CorruptError for another rank, and if the tensor does not list a shard.
+        Raises CorruptError if `rank` is a different rank, or if ``listed`` lacks a shard.
         """
         if rank not in (None, self.rank):
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
@@ -211,7 +212,7 @@ Piece = MeshPiece | ShardPiece
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
-    """Return chunk `index` of `count`, split like torch.chunk: the last are smaller or empty."""
+    """Split `runs` like torch.chunk, in which the last chunks may be empty; return one chunk."""
     total = sum(b - a for a, b in runs)
     width = -(-total // count)
     start, stop = min(index * width, total), min((index + 1) * width, total)
@@ -244,7 +245,7 @@ def _merged(parts: Iterable[Runs]) -> Runs:
 
 
 def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
-    """Return the view of `sizes` elements from `start`, which must be inside the tensor."""
+    """Return the view of `tensor` with shape `sizes` at `start`; it must be inside the tensor."""
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
     return Tensor(
@@ -252,14 +253,14 @@ def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
     )
 
 
-# From pickles
+# Parsing pickled DTensors and ShardedTensors
 
 
 def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
-    """Return the parsed piece if the node is one, else None.
+    """Return the parsed DTensor or ShardedTensor; None if the node is neither.
 
-    `meshes` caches meshes by the id of their node while the nodes live. Raises FormatError if the
-    form is not torch's.
+    `meshes` caches meshes by the id of their node; the caller keeps the nodes alive. Raises
+    FormatError if the pickled state is not in a form that torch writes.
     """
     name = _class_of(node)
     if name is None:
@@ -277,7 +278,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
 
 
 def _class_of(node: Node) -> str | None:
-    """Return DTensor or ShardedTensor, None for any other node."""
+    """Return the class name, "DTensor" or "ShardedTensor"; None for any other node."""
     if not isinstance(node, Object) or node.global_ is None or node.tensor is None:
         return None
     if node.global_.name != "_rebuild_from_type_v2" or len(node.args) != 4:
@@ -292,7 +293,10 @@ def is_piece(node: Node) -> bool:
 
 
 def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield every path and node of a tree that is a piece, in order, without entering pieces."""
+    """Yield (path, node) of each DTensor and ShardedTensor in a tree, in order.
+
+    The search does not descend into these nodes.
+    """
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
     while waiting:
@@ -481,12 +485,13 @@ def _integer(node: Node) -> int:
 
 # The kind of parallelism that sharded a tensor: FSDP, tensor or expert parallelism
 #
-# Names of mesh dimensions tell it ("fsdp", "tp"). Without names, the placements do: FSDP shards
-# every tensor along the same mesh dimension, while tensor parallelism replicates some tensors.
+# The names of mesh dimensions ("fsdp", "tp") reveal the kind. Without names, the placements reveal
+# it: FSDP shards every tensor along the same mesh dimension, while tensor parallelism replicates
+# some tensors.
 
 
 FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"
-DTENSOR = "DTensor"  # the kind is unknown
+DTENSOR = "DTensor"  # name if the kind of parallelism is unknown
 # Names of mesh dimensions in torch's tutorials, torchtitan, verl, accelerate.
 _NAMES = {
     TENSOR: re.compile(r"tp|mp|.*tensor.*|model|model_parallel"),
@@ -496,8 +501,8 @@ _NAMES = {
 
 
 def parallelism(pieces: Iterable[Piece]) -> str:
-    """Return the kind of parallelism of the pieces, or several ("FSDP and tensor parallelism")."""
-    # By name of the mesh dimension, and its position counted from the end.
+    """Return the kinds of parallelism of the pieces, such as "FSDP and tensor parallelism"."""
+    # Keys: name of the mesh dimension, and its position counted from the end.
     laid: dict[tuple[str, int], set[Placement]] = {}
     found: dict[str, None] = {}
     for piece in pieces:

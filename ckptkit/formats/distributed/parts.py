@@ -1,11 +1,16 @@
 """Recognize a file that is one rank's shard, and folders of shards that ckptkit cannot join.
 
-A file's content identifies it as a shard: pieces of tensors (DTensor, ShardedTensor) smaller than
-the whole, training arguments or counters with several parallel ranks, the metadata of fairscale's
-shards, or projections narrower than the model. If the content shows nothing, the file name does:
-layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of ranks.
+A file's content can identify it as a shard:
 
-Sources of the refused layouts, all read there: vLLM, ``ShardedStateLoader.DEFAULT_PATTERN``;
+- a DTensor or ShardedTensor whose local part is smaller than the whole tensor;
+- training arguments or counters with several parallel ranks;
+- the metadata of fairscale's shards;
+- projections narrower than the model.
+
+Otherwise the file name can: layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of
+ranks.
+
+Sources of the refused layouts: vLLM, ``ShardedStateLoader.DEFAULT_PATTERN``;
 Megatron-LM, ``--dist-ckpt-format zarr``; OLMo, ``LocalShardedCheckpointer`` of olmo/checkpoint.py
 and scripts/unshard.py; ColossalAI, ``get_dist_files_name`` of
 checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``; NeMo 1,
@@ -50,7 +55,7 @@ _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
-# Training arguments that contain a number of parallel ranks, and the short name of each.
+# Training arguments that contain a number of parallel ranks: argument name and short name.
 _SIZES = {
     "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -59,7 +64,7 @@ _SIZES = {
 
 
 def with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with its `part`: a description of the shard, None if it is complete."""
+    """Return the checkpoint with `part` set: describes the shard; None if the file is complete."""
     root, source = checkpoint.root, checkpoint.source
     path = source.name if isinstance(source, ByteSource) else ""
     has_pieces = any(each.name in CLASSES for each in checkpoint.globals)
@@ -87,7 +92,7 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint of one rank's file by itself: local tensors replace its pieces."""
+    """Return the checkpoint of a single rank's file; local tensors replace DTensors."""
     made = plain(checkpoint)
     if checkpoint.part is None:
         return replace(made, part_only=True)
@@ -103,13 +108,13 @@ def folder_beside(path: str, up: int = 0) -> str | None:
 
 
 def _pieces(root: Node, path: str) -> PartOf | None:
-    """Describe a rank file with pieces of tensors; None if its tensors are complete."""
+    """Describe a file with DTensors or ShardedTensors; None if its tensors are complete."""
     meshes: dict[int, Mesh] = {}
     found: list[tuple[str, Piece]] = []
     for place, node in pieces_in(root):
         try:
             piece = piece_of(node, meshes)
-        except CkptkitError:  # not a form of torch's
+        except CkptkitError:  # torch does not write this form
             continue
         if piece is not None:
             found.append((join(place), piece))
@@ -141,7 +146,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
-    """Describe the indices of a tensor that a piece contains; "" if they are unknown."""
+    """Describe the indices of the whole tensor that `piece` contains; "" if unknown."""
     try:
         boxes = piece.boxes(piece.rank if piece.rank is not None else rank)
     except CkptkitError:
@@ -252,7 +257,7 @@ _COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetens
 _NEMO = re.compile(
     r"(mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}"
 )
-_LOOKED_AT = 4  # subfolders that are listed
+_LOOKED_AT = 4  # maximum number of subfolders to list
 
 
 class RefusedLayout(NamedTuple):
@@ -264,7 +269,7 @@ class RefusedLayout(NamedTuple):
 
 
 def _below(probe: Probe, name: str) -> list[str]:
-    """Return the names in a subfolder, none if it cannot be listed."""
+    """Return the names in a subfolder; none if ckptkit cannot list the subfolder."""
     try:
         return list(probe.folder.sub(name).list()) if name in probe.folder.folders() else []
     except CkptkitError:

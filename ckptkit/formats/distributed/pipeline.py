@@ -1,4 +1,4 @@
-"""Read DeepSpeed folders with tensor parallelism, and those with files of pipeline layers.
+"""Read DeepSpeed folders with tensor parallelism or pipeline parallelism.
 
     <tag>/mp_rank_<TT>_model_states.pt              module: the state_dict of one tensor-parallel
                                                     rank (None beside layers)
@@ -6,8 +6,8 @@
                                                     tensor-parallel rank
 
 ``universal_checkpoint_info`` describes how tensors were split, if Megatron-DeepSpeed or AutoTP
-wrote it. For gpt-neox the split is known. Names of tensors begin with the layer's number:
-``2.input_layernorm.weight``. The weights are those of the run, in its dtype.
+wrote the folder. For gpt-neox the split is known. Names of tensors begin with the layer's number:
+``2.input_layernorm.weight``. The weights have the dtype of the training run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-# The regular expressions of a file may only consist of these, because an arbitrary expression can
-# take very long.
+# A regular expression from a file may only consist of the constructs below, because matching an
+# arbitrary expression can take very long.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether a folder, or the tag's folder in it, has several tensor ranks or layers."""
+    """Return whether the folder, or its tag folder, has several tensor ranks or layer files."""
     if not (zero_ranks.is_tag(probe.names) or zero_ranks.POINTERS[0] in probe.names):
         return False
     try:
@@ -132,7 +132,7 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
 def _check_ranks(
     first: Mapping[Node, Node], args: Mapping[str, Any], count: int, layers: bool
 ) -> None:
-    """Raise if the arguments give another number of ranks, or pipeline stages without layers."""
+    """Raise if the arguments contradict the number of ranks, or if pipeline stages lack layers."""
     promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
     stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
     if not layers and type(stages) is int and stages > 1:
@@ -196,8 +196,8 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     """Yield rows from the lists that DeepSpeed's own merge script uses, in its order.
 
     A pattern matches the beginning of a name; the first match decides. A SubparamShape has
-    patterns, a shape, and the dimension that is split. Along it the shape has the sizes of the
-    fused parameters or, before version 0.4, their number if all are equal.
+    patterns, a shape, and the dimension that is split. In this dimension the shape contains the
+    sizes of the fused parameters or, before version 0.4, their number if all sizes are equal.
     ``sub_param_shard_widths`` has the widths of each parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
@@ -248,7 +248,7 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Yield the regular expressions of a list, extended to match the rest of a name.
+    """Yield the regular expressions of a list, each extended to match the rest of the name.
 
     Raises UnsupportedError for expressions that could take very long.
     """

@@ -5,8 +5,8 @@
     pytorch_model_fsdp_<i>_rank<R>.bin    accelerate; beside it optimizer_<i>_rank<R>.bin
     <anything>_<R>.pt                     other programs
 
-The pickles of DTensor and ShardedTensor contain the rank that wrote a file, and the box of each
-shard. Names are only checked against them. The result is one tree:
+The pickles of DTensor and ShardedTensor contain the rank that wrote the file, and the offset and
+size of each shard. The ranks in file names must match the pickles. The result is one tree:
 
     one group of files                    the merged tree of the group
     several groups                        {"model": ..., "optimizer": ...,
@@ -43,22 +43,22 @@ from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
-_TRIED = 16  # groups whose first file is opened
+_TRIED = 16  # maximum number of groups of which the first file is opened
 
 
 Known = dict[int, Piece]  # parsed pieces by the id of their node, which the reader keeps alive
 
 
 class RankKind(NamedTuple):
-    """A group of files, and the role of its first file: model, optimizer, rest, or "" for none."""
+    """A group of files, and its role by the first file: model, optimizer, rest, or "" for none."""
 
     group: RankGroup
     role: str
-    pieces: bool  # whether the files contain pieces of tensors
+    pieces: bool  # whether the files contain DTensors or ShardedTensors
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether files of the folder contain one rank's pieces of tensors."""
+    """Return whether files in the folder contain shards (DTensor or ShardedTensor) of one rank."""
     found = groups(probe.names)
     if not found:
         return False
@@ -77,8 +77,8 @@ def _matches(reader: RankReader, group: RankGroup) -> bool:
 def read(probe: Probe, format: str) -> Checkpoint:
     """Return the merged tree of all ranks, from the headers of every file.
 
-    Raises AmbiguousError for files of two runs, CorruptError for a missing or renamed rank and for
-    files of two saves, UnsupportedError if the files lack the information.
+    Raises AmbiguousError for files of two runs, CorruptError if a rank is missing or renamed or if
+    the files are of two saves, UnsupportedError if the files do not describe their shards.
     """
     return _Reading(probe, format).read()
 
@@ -123,7 +123,7 @@ class _Reading:
         return RankKind(group, MODEL if pieces else REST, pieces)
 
     def _only(self, kinds: Sequence[RankKind], role: str) -> RankKind | None:
-        """Return the group of a role, None without one. Raises AmbiguousError for several."""
+        """Return the group with this role, None without one. Raises AmbiguousError for several."""
         found = [each for each in kinds if each.role == role]
         if len(found) > 1:
             names = [each.group.first for each in found]
@@ -229,7 +229,7 @@ def _pieces(root: Node, known: Known) -> Iterator[Piece]:
 
 
 def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> World:
-    """Return the ranks that the pieces name. Raises CorruptError for files of other ranks."""
+    """Return the ranks and world size in the shards. Raises CorruptError if file ranks differ."""
     every: set[int] = set()
     count = 0
     for each in ranked:

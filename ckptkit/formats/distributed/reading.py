@@ -1,4 +1,4 @@
-"""Read the files of ranks: their fields, their flat tensors, and groups of file names."""
+"""Read the rank files of a folder: fields, flat tensors, and groups of file names."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _SIZE = Global("torch", "Size")
 
 
 def reader_of(probe: Probe) -> RankReader:
-    """Return the reader of a folder. It is cached: files are not read again after recognition."""
+    """Return the reader of a folder. It is cached, so recognition and reading share its files."""
     found = probe.kept.setdefault(RankReader, RankReader(probe.folder, keep=True))
     assert isinstance(found, RankReader)
     return found
 
 
 class RankReader:
-    """Read the files of a folder; collect their warnings and the globals they name.
+    """Reads the files of a folder; collects the warnings and globals of all files.
 
-    `keep` also keeps the checkpoints, of which there may be thousands.
+    `keep` also keeps each Checkpoint in memory; there may be thousands.
     """
 
     def __init__(self, folder: Folder, *, keep: bool = False) -> None:
         self.folder = folder
         self.keep = keep
         self.globals: dict[Global, None] = {}
-        self._warnings: dict[str, list[str]] = {}  # names of files by warning
+        self._warnings: dict[str, list[str]] = {}  # names of the files with each warning
         self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
-        """Read one file. Every error names it."""
+        """Read one file. Every error names the file."""
         place = folder or self.folder
         if (place.name, name) in self._read:
             return self._read[place.name, name]
@@ -79,7 +79,7 @@ class RankReader:
 
 
 class Fields:
-    """A dict in a file, with typed look-ups. A wrong type raises FormatError with the place."""
+    """A dict in a file, with typed look-ups. If a type is wrong, FormatError names the entry."""
 
     def __init__(self, node: Node, place: str) -> None:
         if not isinstance(node, dict):
@@ -139,7 +139,7 @@ class Fields:
         return found
 
     def integers(self, key: str) -> list[int]:
-        """Return an entry that is a list of non-negative integers, or a single one."""
+        """Return a list of non-negative integers; the entry is a list or a single integer."""
         node = self.get(key)
         nodes = node if isinstance(node, (list, tuple)) else (node,)
         found = [_argument(each) for each in nodes]  # an enum such as ZeroStageEnum is a call
@@ -149,7 +149,7 @@ class Fields:
 
 
 def _argument(node: Node) -> Node:
-    """Return the only argument of a call, other nodes unchanged."""
+    """If the node is a call with one argument, return the argument; otherwise the node."""
     is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
     return node.args[0] if is_call else node
 
@@ -166,7 +166,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the tensor with a storage of its own, because parameters do not share their step."""
+    """Return the tensor with a separate storage: each parameter needs its own `step`."""
     storage = tensor.storage
     if storage is None:
         return tensor
@@ -195,9 +195,10 @@ class FlatRow:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A record: `share` elements from `start` of each row, concatenated and cut to `numel`.
+    """The bytes of a parameter that is split over flat tensors, one FlatRow for each rank.
 
-    Its byte ranges are computed on demand, because there may be thousands of ranks.
+    They are `share` elements from `start` of each row, concatenated and cut to `numel`. The byte
+    ranges are computed on demand, because there may be thousands of ranks.
     """
 
     rows: tuple[FlatRow, ...]
@@ -229,16 +230,16 @@ class Shares:
 def shared_out(
     rows: tuple[FlatRow, ...], shape: Shape, start: int, share: int | None = None
 ) -> Tensor:
-    """Return a parameter whose elements are `share` elements from `start` of each row.
+    """Return the parameter that consists of `share` elements from `start` of each row.
 
-    The default `share` is all elements of the parameter. The result is on the CPU.
+    The default `share` is the number of elements in `shape`. The result is on the CPU.
     """
     numel = prod(shape)
     storage = Storage(Shares(rows, start, numel if share is None else share, numel))
     return Tensor(storage, rows[0].dtype, shape, contiguous_stride(shape))
 
 
-# Files whose names differ only in the number of a rank
+# Groups of files whose names differ only in the rank number
 
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")
@@ -250,10 +251,11 @@ _HOLE = "\0"
 
 
 class RankGroup(NamedTuple):
-    """Files whose names differ in one number: the name with a gap, and the names by number.
+    """Files whose names differ in one number, the rank.
 
-    ``certain`` tells whether the name calls the number a rank. ``world`` is the number of ranks in
-    the name, None if it has none.
+    ``pattern`` is the file name with a placeholder for the number; ``files`` maps each number to
+    its file name. ``certain`` is True if the number follows the word "rank". ``world`` is the
+    number of ranks that the file name contains, None if it contains none.
     """
 
     pattern: str
@@ -266,17 +268,17 @@ class RankGroup(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """Return the file name for another number, with the same zero padding."""
+        """Return the file name for the rank `number`, with the same zero padding."""
         around = len(self.pattern) - len(_HOLE)
         width = min(len(name) - around for name in self.files.values())
         return self.pattern.replace(_HOLE, str(number).zfill(width))
 
 
 def groups(names: Iterable[str]) -> list[RankGroup]:
-    """Return the groups of a folder, those whose names contain "rank" first.
+    """Return the groups of a folder. Groups whose names contain "rank" come first.
 
-    Each name is in at most one group. If no number follows "rank", the number that varies most is
-    the rank.
+    Each name is in at most one group. If no number follows the word "rank", the number with the
+    most different values is the rank.
     """
     certain: dict[str, dict[int, str]] = {}
     others: dict[str, dict[int, str]] = {}

@@ -5,8 +5,8 @@
     [o i] -> [o (tp i)]       how the elements of a shard are arranged in the whole tensor: a line
                               of the notation of rules, in which `tp` is the rank
 
-The axis after ``tp`` may differ in size from rank to rank. The reversed line splits a whole tensor.
-The first row that matches a name decides; there is no default.
+The size of the axis after ``tp`` may differ from rank to rank. To split a whole tensor, ckptkit
+applies the line in reverse. The first row that matches a name decides; there is no default.
 
 :func:`merge` renumbers layers globally. Then it checks names along ``tp``, replicas, dtypes and
 shapes. If all shards of a tensor are equal although a line splits it, the table must be wrong, and
@@ -55,7 +55,7 @@ from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
 TP = "tp"  # the tensor-parallel axis
 SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
-_PEEK = 1 << 20  # bytes of a shard that are read to test whether it is constant
+_PEEK = 1 << 20  # bytes to read from a shard to test whether its elements are all equal
 
 Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, and their files
 
@@ -63,8 +63,8 @@ Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, an
 def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
     """Return the line for shards that are concatenated along a dimension, block by block.
 
-    Each shard has `blocks` equal blocks ([gate; up]), or blocks whose sizes in the whole tensor are
-    `sizes`.
+    Each shard consists of `blocks` equal blocks ([gate; up]). `sizes` gives the size of each block
+    in the whole tensor, if the blocks differ in size.
     """
     before = "".join(f"a{n} " for n in range(dim))
     block, given = ("g ", f" with g={blocks}") if blocks > 1 else ("", "")
@@ -74,17 +74,17 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
 
 
 def cut_in_ratio(*sizes: int) -> str:
-    """Return the line for shards whose rows are blocks with this ratio of sizes ([q; k; v])."""
+    """Return the line for shards that consist of blocks of rows ([q; k; v]) in this size ratio."""
     unit = gcd(*sizes)
     ratio = "|".join(str(n // unit) for n in sizes)
     return f"[(p n o) ...] -> [(p tp n o) ...] with p={len(sizes)} n={ratio}"
 
 
 class LayoutRow(NamedTuple):
-    """A regular expression for whole names, and how the tensors were split.
+    """A regular expression that matches complete tensor names, and how these tensors were split.
 
-    ``widths`` are the widths of each block on each rank, if a file lists them. The line then
-    describes a shard of one block.
+    If a file lists the width of each block on each rank, ``widths`` contains these widths, and the
+    line describes how one block is split.
     """
 
     pattern: re.Pattern[str]
@@ -100,16 +100,16 @@ ROWS, COLUMNS = cut(0), cut(1)
 
 
 def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """Return the rows of a table from pairs of an expression and a line."""
+    """Return the rows of a table from pairs (regular expression, line)."""
     return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Numbers in names that each rank counts from 0: group 1 of `pattern`.
+    """Numbers in tensor names (layers, experts) that each rank counts from 0.
 
-    They are renumbered globally along the axes `by`, the first axis slowest. ``total`` is the
-    expected count, None if unknown.
+    Group 1 of `pattern` matches the number. `merge` renumbers globally along the axes `by`; the
+    first axis varies slowest. ``total`` is the expected count, None if unknown.
     """
 
     pattern: re.Pattern[str]
@@ -120,7 +120,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The rows of a layout, the numbers to renumber, and tensors that are stored twice."""
+    """The rows of a layout, the numbers to renumber, and pairs of tensors that must be equal."""
 
     rules: tuple[LayoutRow, ...]
     offsets: tuple[Offset, ...] = ()
@@ -128,7 +128,7 @@ class ParallelLayout:
     hint: str = "write a table for --parts that describes the split: see `ckptkit help parallel`"
 
     def row(self, name: str) -> LayoutRow:
-        """Return the row of a tensor. Raises UnsupportedError if none matches it."""
+        """Return the first row that matches `name`. Raises UnsupportedError without a match."""
         for each in self.rules:
             if each.pattern.fullmatch(name):
                 return each
@@ -137,7 +137,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file: its coordinates on the grid of ranks, and its entries by name."""
+    """A file: the rank that wrote it (coordinates by axis), and its entries by name."""
 
     file: str
     at: Mapping[str, int]
@@ -152,9 +152,9 @@ class Merged(NamedTuple):
 
 
 def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
-    """Raise CorruptError unless each point of the grid has exactly one file.
+    """Raise CorruptError unless there is exactly one file for each rank, a point on the axes.
 
-    `name` maps an axis to the word for it in file names.
+    `name` maps an axis to the name that messages use for the axis.
     """
     sizes = " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
     check("ranks", prod(axes.values()), f"parts ({sizes})")
@@ -190,7 +190,7 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
 def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     """Parse a line as a rule for `count` shards.
 
-    The result has the axes whose sizes vary: with the rank, or with the axis before them.
+    The Arrangement names the axes whose sizes vary with the rank or with the axis before.
     """
     left, _, right = how.partition(" -> ")
     labels = "|".join(map(str, range(count)))
@@ -210,9 +210,9 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     return found, Arrangement(1, found, words, known, uneven)
 
 
-@lru_cache(512)  # layers of a model have the same shapes, cut in the same way
+@lru_cache(512)  # most layers of a model have the same shapes and are split in the same way
 def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
-    """Return how shards of these shapes make the whole tensor. Raises MisfitError, RuleError."""
+    """Return the rule that joins shards of these shapes. Raises MisfitError, RuleError."""
     _, arrangement = _line(how, len(shapes))
     members = [
         SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
@@ -223,7 +223,7 @@ def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) ->
 
 @lru_cache(512)
 def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
-    """Return the `count` equal shards of a tensor of this shape. Raises MisfitError, RuleError."""
+    """Return a rule for each of `count` equal shards of a tensor. Raises MisfitError, RuleError."""
     found, arrangement = _line(how, count)
     known = evaluate(found, Settings({TP: count}))
     uneven = {word: by for word, by in arrangement.ragged.items() if by != TP}
@@ -249,14 +249,14 @@ def merge(
 ) -> Merged:
     """Return every whole tensor under its global name.
 
-    `axes` are the axes of the grid with their sizes, including ``tp``. Raises CorruptError if the
-    files do not match, UnsupportedError if a name has no rule.
+    `axes` maps each axis of the ranks, including ``tp``, to its size. Raises CorruptError if the
+    files do not match, UnsupportedError if no row matches a name.
     """
     named = [dict(part.entries) for part in parts]
     for offset in table.offsets:
         named = _renumbered(offset, parts, named, axes)
     count = axes.get(TP, 1)
-    # Nodes by name and tensor-parallel rank; several if they are replicas.
+    # Nodes by name and tensor-parallel rank. Several nodes of one rank are replicas.
     rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
     for part, entries in zip(parts, named, strict=True):
         for name, node in entries.items():
@@ -338,7 +338,7 @@ def _renumbered(
 
 
 def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
-    """Return the row of a tensor that `held` files of rank 0 have; None if it is complete."""
+    """Return the row of a tensor that `held` files of rank 0 contain; None if it is not split."""
     try:
         row = table.row(name)
     except UnsupportedError:
@@ -365,7 +365,10 @@ def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, st
 def _whole(
     name: str, row: LayoutRow | None, parts: Parts, joiner: Joiner, constant: list[str]
 ) -> Tensor:
-    """Join the shards of a tensor. Add its name to `constant` if their bytes prove nothing."""
+    """Join the shards of a tensor.
+
+    If all shards are constant, their bytes do not prove the split; add the name to `constant`.
+    """
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
         return joiner.plain(first)
@@ -413,7 +416,7 @@ def _whole(
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
-    """Return the blocks of all shards, as shards of their own, ordered by block, then by rank."""
+    """Split each shard into its blocks; return the blocks ordered by block, then by rank."""
     starts = [0] * len(parts)
     found = []
     for rank, (tensor, file) in enumerate(parts):
@@ -431,7 +434,7 @@ def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Ten
 
 
 def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
-    """Return the sum or the mean of the shards; the mean of equal shards is the first."""
+    """Return the sum or mean of the shards. The mean of equal shards is the first shard."""
     (first, file), *others = parts
     for tensor, place in parts:
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
@@ -451,7 +454,7 @@ def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements in the first MiB have the same bytes."""
+    """Return whether all elements in the first MiB of a tensor are equal, byte for byte."""
     data = b"".join(stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)))
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))
@@ -485,7 +488,10 @@ def ranks_of(options: Options, name: str) -> int:
 def cut_all(
     tensors: Mapping[str, Tensor], table: ParallelLayout, count: int
 ) -> list[OrderedMapping]:
-    """Return the state_dict of each of `count` ranks. Raises UsageError if sizes do not divide."""
+    """Return a state_dict for each of `count` ranks.
+
+    Raises UsageError if a size is not divisible by the number of ranks.
+    """
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
         if tensor.storage is None or tensor.layout != "strided":
@@ -516,16 +522,16 @@ def cut_all(
 
 
 def file(name: str, root: Node, options: Options) -> OutputFile:
-    """Plan a file of a folder in the format of torch.save."""
+    """Plan one torch.save file of an output folder."""
     plan = torch_zip.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)
 
 
 # A user's table, in YAML (``--parts FILE``); `ckptkit help parallel` shows an example
 #
-# ``files`` is a regular expression for paths in the folder, whose named groups are the axes; tp is
-# the one that splits tensors. ``root`` is the entry that contains the state_dict. ``layers`` are
-# numbers that each rank counts from 0, along other axes.
+# ``files`` is a regular expression that matches paths in the folder. Its named groups are the axes;
+# tensors are split along the axis ``tp``. ``root`` is the entry that contains the state_dict.
+# ``layers`` describes numbers that each rank counts from 0, along other axes than ``tp``.
 
 
 _BYTES = 1 << 20
@@ -555,7 +561,7 @@ def parse(data: bytes, where: str) -> Any:
 
 
 class OwnTable:
-    """The content of a table file. Raises UsageError, PathError."""
+    """The parsed content of a user's table. Raises UsageError, PathError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -635,7 +641,7 @@ class OwnTable:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict that the files make, by the table in the options."""
+    """Return the state_dict merged from all files, as described by the table in the options."""
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
     reader, joiner = RankReader(probe.folder), Joiner(Copies(probe.options.copies))

@@ -3,7 +3,7 @@
     optimizer.bin, scheduler_1.bin, random_states_0.pkl     accelerate's save_state
     optimizer.pt, scheduler.pt, rng_state_0.pth             the Trainer of transformers
 
-Each is a torch.save file. If there are several of a kind, their names end in a number.
+Each is a torch.save file. If a run has several optimizers or schedulers, names end in a number.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _OTHERS = ("trainer_state.json", "training_args.bin")  # never read
 
 
 def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
-    """Add the training state in the folder to the checkpoint, as entries, if `take`.
+    """If `take` is true, add the training state in the folder to the checkpoint, as entries.
 
-    Otherwise a warning names it, as it does for files that are never read. Raises the errors of the
-    files.
+    Otherwise, a warning names the files that are not read. Raises the errors of the files.
     """
     try:
         names = folder.list()
@@ -68,9 +67,9 @@ def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]
 
 
 def as_files(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Plan]:
-    """Return the checkpoint without the entries that were files, and the plan of these files.
+    """Return the checkpoint without its training state, and the plan of training-state files.
 
-    A folder of shards, which stores only weights, is written like this.
+    Used for folders of shards, whose weight files store only weights.
     """
     beside, root = checkpoint.beside, checkpoint.root
     if beside is None or not isinstance(root, dict) or beside.weights not in root:

@@ -34,7 +34,7 @@ from ckptkit.formats.distributed.reading import (
     shared_out,
 )
 
-# Names of the folder and the files; parallelism that is refused
+# Names of folders and files; kinds of parallelism that ckptkit refuses
 
 
 POINTERS = ("latest", "latest_universal")
@@ -120,9 +120,10 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
 class RankFiles:
     """The files of a training state by rank. Other kinds of parallelism raise UnsupportedError.
 
-    ``models`` are the files of stage 3 by rank, or that of stages 0 to 2 as rank -1. ``optims`` are
-    the files with weights and optimizer. If the model-parallel ranks are `merged` elsewhere, only
-    files of the first are listed, and ``parallel`` tells whether there are more.
+    ``models`` maps ranks to the model files of stage 3; stages 0 to 2 have one model file, as rank
+    -1. ``optims`` maps ranks to the files with weights and optimizer. If another module merges the
+    model-parallel ranks (`merged`), only files of the first model-parallel rank are listed, and
+    ``parallel`` is True if there are more.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -208,12 +209,12 @@ def _incomplete(missing: Collection[str], total: int = 1) -> CorruptError:
 # Full-precision weights and the optimizer's state, from the optim_states of all ranks
 
 
-FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
+FLATS = "single_partition_of_fp32_groups"  # key of the flat tensors in stages 1 and 2
 FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
 COUNT, STAGE = "partition_count", "zero_stage"
 GAPS, TRIMMED = "param_alignment_paddings", "group_paddings"
-# Fields that describe the split, which is undone when the state is assembled.
+# Fields that describe the split. The assembled state omits them, because it is not split.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
@@ -222,7 +223,7 @@ Named = dict[str, dict[Node, Node]]  # the optimizer's state by parameter name
 
 
 class Rank(NamedTuple):
-    """A rank's flat tensors by group, the padding that was cut off each, the optimizer's state."""
+    """One rank's flat tensors, their removed padding elements, and optimizer state, by group."""
 
     flats: list[Tensor]
     cut: list[int]
@@ -230,7 +231,7 @@ class Rank(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a parameter: `share` elements from `start` in each flat row of its group."""
+    """Location of a parameter: `share` elements from `start` in each flat tensor of its group."""
 
     shape: Shape
     group: int
@@ -280,7 +281,7 @@ class ZeroRank:
                 f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
                 f"file {first:,}"
             )
-        # The optimizer's state of each group; empty before its first step, or if it was not saved.
+        # The optimizer's state of each group. It is empty before the first step, or if not saved.
         states: Mapping[Node, Node] = {}
         inner = f"{place}: {self.state_key}"
         if isinstance(fields.node.get(self.state_key), (list, tuple)):  # elastic_checkpoint
@@ -293,7 +294,7 @@ class ZeroRank:
         return Rank(flats, cut, list(found))
 
     def _check_parts(self, group: int) -> None:
-        """Check that the shards of a group have one size, with or without the padding cut off."""
+        """Check that all shards of a group have the same size, with or without their padding."""
         sizes = [rank.flats[group].numel for rank in self.ranks]
         cut = [rank.cut[group] for rank in self.ranks]
         whole = {size + less for size, less in zip(sizes, cut, strict=True)}
@@ -308,11 +309,11 @@ class ZeroRank:
             rank.cut[group] = 0  # bf16_optimizer.py records a padding that it does not cut off
 
     def slots(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slot]:
-        """Return the place of each parameter of `groups` in rows of flat tensors.
+        """Return the location of each parameter of `groups` in rows of flat tensors.
 
-        In stages 1 and 2 a row is a group: its parameters in order, with a gap after each. In stage
-        3 a row is a rank: equally many elements of each parameter. Raises CorruptError unless the
-        sizes of the rows match, up to rounding.
+        In stages 1 and 2 a row is a group: its parameters in order, with padding after each. In
+        stage 3 a row is a rank, with the same number of elements of each parameter. Raises
+        CorruptError unless the sizes of the rows match, up to rounding.
         """
         gaps = [[0] * len(shapes) for shapes in groups]
         flats = len(self.ranks[0].flats)
@@ -380,8 +381,8 @@ class ZeroRank:
     def optimizer(self, slots: Mapping[str, Slot]) -> tuple[Named, list[str]]:
         """Return the optimizer's state by parameter name, and warnings.
 
-        State per element is assembled like the weights. A value for a whole group, such as the
-        step, is that of rank 0.
+        State with a value for each element is assembled like the weights. A value for a whole
+        group, such as the step, is the value of rank 0.
         """
         states = self.ranks[0].state
         keys = dict.fromkeys(chain(*states))
@@ -460,7 +461,7 @@ def read_universal(
         tensor = as_tensor(_value(node))
         if tensor is None:
             raise FormatError(f"{_WEIGHTS} does not contain a tensor", where=inner.name)
-        # An embedding has no padding rows here, so it is smaller than in `shapes`.
+        # A universal checkpoint omits padding rows of an embedding; `shapes` includes them.
         is_cut = isinstance(node, dict) and node.get("vocab_tensor") is True
         shape = tensor.shape if is_cut else shapes.get(name, tensor.shape)
         shaped = _shaped(tensor, shape)
