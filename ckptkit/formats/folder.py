@@ -1,7 +1,7 @@
 """Choose the checkpoint to read in a folder of several files or folders.
 
     model.safetensors, last.ckpt                 file names, see below
-    latest_checkpointed_iteration.txt            names the latest of the folders beside it
+    latest_checkpointed_iteration.txt            contains the name of the latest sibling folder
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 
@@ -15,9 +15,9 @@ File names that identify checkpoints:
     consolidated.00.pth, consolidated.01.pth     the shards of a Llama release, one per rank
 
 If a model is saved as safetensors and as torch files (``model``, ``pytorch_model``), ckptkit reads
-the safetensors files, as transformers does. An index is preferred to other files, and every other
-file to GGUF. The other files of a trainer (optimizer.pt, training_args.bin) are candidates only if
-the folder contains no model.
+the safetensors files, as transformers does. ckptkit prefers an index to other files, and any other
+file to a GGUF file. Training state (optimizer.pt, training_args.bin) is a candidate only if the
+folder contains no model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts of the folder's checkpoint that have checksums. Raises like `read`."""
+    """Yield the byte ranges of the checkpoint that have checksums. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
     return (
@@ -90,7 +90,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     return probe.folder.open(chosen.files[0])  # the first file of a split GGUF names the next
 
 
-# A training folder with a tracker file, which names the latest save
+# A training folder with a tracker file, which contains the iteration of the latest save
 
 
 def _tracked(probe: Probe) -> Folder:
@@ -171,7 +171,7 @@ _STATE = re.compile(
     r"(_[0-9]+)?\.(bin|pt|pth|pkl)"
 )
 _BESIDE = re.compile(r"(training_args|distrib_optim|openvino_.*)\.(bin|pt|pth)")
-TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their kin
+TRACKER = "latest_checkpointed_iteration.txt"  # written by Megatron-LM, verl and similar trainers
 
 
 class Candidate(NamedTuple):

@@ -1,6 +1,6 @@
-"""The interface of a format, and `Probe`, which a file is recognized by.
+"""The interface of a format, and `Probe`, the opened file or folder that formats recognize.
 
-A file may be edited in place while it is read. `steady` then raises InputChangedError.
+If another process edits a file in place while ckptkit reads it, `steady` raises InputChangedError.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-# The commands that recover a damaged file; hints and `Format.recoverable` name them.
+# The commands that recover a damaged file. Hints and `Format.recoverable` use these constants.
 RECOVER = "recover"
 UNVERIFIED = "recover --unverified"
 
@@ -46,7 +46,7 @@ class Probe:
         self.name = place.name
         self.options = options
         self.is_folder = isinstance(place, Folder)
-        self.kept: dict[object, object] = {}  # values that the readers of a family cache
+        self.kept: dict[object, object] = {}  # cache that related readers share
 
     @property
     def source(self) -> ByteSource:
@@ -60,7 +60,7 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """Return the first 512 bytes, fewer of a short file, none of a folder."""
+        """Return the first 512 bytes of a file (fewer if it is shorter); b"" for a folder."""
         return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
 
     @cached_property
@@ -96,9 +96,10 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """Bytes to verify: by their CRC-32 if the file records it, else by reading and inflating them.
+    """Bytes to verify. If the file records no CRC-32, `verify` only reads and inflates the bytes.
 
-    ``what`` names the bytes in messages. ``file`` is their file, if the checkpoint is a folder.
+    ``what`` names the bytes in messages. If the checkpoint is a folder, ``file`` is the file that
+    contains the bytes.
     """
 
     what: str
@@ -142,25 +143,27 @@ class LazyByName(Lazy):
 class Format:
     """One on-disk format.
 
-    A capability that the format lacks is None. Generic code tests the capability, never the name.
+    If the format lacks a capability, the field is None. Generic code tests the field, never the
+    name of the format.
 
-    ``matches`` returns whether a file has this format; it does not raise for other formats.
-    ``read`` reads a file that matched. It takes the probe, whose parsed headers it reuses.
+    ``matches`` returns whether a file has this format. If not, it returns False without raising.
+    ``read`` reads a file that matched. It reuses the headers that the probe has parsed.
     ``layout`` plans the output and writes nothing.
-    ``readable`` is False for a format that is recognized but not read; `read` raises the advice.
-    ``pickles`` yields the pickles for `scan`, None if the file has another format.
-    ``recover`` returns the intact tensors of a damaged file, None if the file has another format.
-    Its second argument, if True, adds tensors that cannot be verified.
-    ``recoverable`` reads headers only. It returns the command that may recover something:
+    ``readable`` is False if ckptkit recognizes the format but cannot read it. `read` then raises an
+    error whose hint is the advice.
+    ``pickles`` yields the pickles for `scan`; it returns None if the file has another format.
+    ``recover`` returns the intact tensors of a damaged file, or None if the file has another
+    format. If the second argument is True, the result includes tensors that cannot be verified.
+    ``recoverable`` reads headers only. It returns the command that may recover tensors:
     `RECOVER`, `UNVERIFIED` or "".
-    ``check`` reads headers only. It yields each part that has a checksum, and each defect; `read`
-    raises the first defect.
-    ``patch`` plans an in-place edit of a local file; None if many bytes differ. Like `layout` it
-    writes nothing, and its notes are the same.
+    ``check`` reads headers only. It yields each byte range that has a checksum, and each defect;
+    `read` raises the first defect.
+    ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. Like
+    `layout`, it writes nothing. Both return the same notes.
     """
 
     name: str
-    title: str  # shown to people
+    title: str  # name in output for users
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
     # suffixes of its files; if it has a layout, they select it as the output format
@@ -176,14 +179,14 @@ class Format:
     everything: str = "never"
     # contains a program, which no other format can store; never edited in place
     program: bool = False
-    folder_as: str | None = None  # the format for a folder of such files
+    folder_as: str | None = None  # name of the format for a folder of shards in this format
     # the format of an edited copy, if this one has no layout
     rewrite_as: str | None = None
     distributed: bool = False  # several ranks wrote its files
-    chooses: bool = False  # reads one of the checkpoints inside it, which has its own format
-    noun: str = ""  # its name in a diagnosis, if torch.load rejects it or needs an argument
-    unwritten: str = ""  # without a layout: the program that writes such files
-    torch_error: str = ""  # torch.load's error; of weights_only=True, if it is loaded_by_torch
+    chooses: bool = False  # a container: reads one inner checkpoint, which has its own format
+    noun: str = ""  # name in a diagnosis, if torch.load rejects the file or needs an argument
+    unwritten: str = ""  # if there is no layout: the program that writes this format
+    torch_error: str = ""  # error of torch.load (with weights_only=True, if loaded_by_torch)
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None
@@ -200,8 +203,8 @@ PathLike = str | os.PathLike[str]
 def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     """Open the file or folder at `path`.
 
-    If an in-place edit of it, or of the folder of an index, was interrupted, `undo` restores the
-    original; without `undo` that is an error. Raises PathError, InputError.
+    If an in-place edit of the file, or of the folder of an index, was interrupted: `undo` restores
+    the original; without `undo`, raises an InputError. Raises PathError.
     """
     edited = os.fspath(path)
     if edited.endswith(".index.json"):
@@ -214,7 +217,7 @@ def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
 
 
 def open_unchecked(path: PathLike) -> ByteSource | Folder:
-    """Open the file or folder at `path`, even if an in-place edit of it was interrupted.
+    """Open the file or folder at `path`, even after an interrupted in-place edit.
 
     Raises PathError if `path` is neither a file nor a folder.
     """
@@ -232,8 +235,8 @@ def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterat
     """Raise InputChangedError if the files of `place` changed while the body read them.
 
     Writers do not wait for readers, so the body may have combined old and new bytes. `remote` also
-    checks files at URLs, unless each answer of their server has been compared already. `place` is
-    None for a checkpoint in memory.
+    checks files at URLs, unless every response of the server has already been compared. For a
+    checkpoint in memory, `place` is None.
     """
     if place is None:
         yield

@@ -6,15 +6,17 @@
     array:   u32 type | N count | values          tensor: string name | u32 rank | N sizes[rank] |
                                                           u32 type | u64 offset
 
-N is u32 in version 1, u64 in 2 and 3. Version 3 may be big-endian: no flag says so, but its version
-has the low 16 bits 0 if it is read as little-endian. Sizes are reversed: the first is that of a
-row. Offsets count from the start of the data, the next multiple of ``general.alignment`` (or 32).
-A large model is in several files, ``NAME-00001-of-00003.gguf``, whose metadata are in the first;
-``split.no``, ``split.count`` and ``split.tensors.count`` must agree with the names and tensors.
+N is u32 in version 1, u64 in 2 and 3. Version 3 may be big-endian. No flag marks such a file; its
+version, read as a little-endian number, has low 16 bits of 0. Sizes are in reverse order: the first
+size is the length of a row. The data start at the next multiple of ``general.alignment`` (or 32);
+offsets count from there. A large model is split into files, ``NAME-00001-of-00003.gguf``. The first
+file contains the metadata. ``split.no``, ``split.count`` and ``split.tensors.count`` must match the
+file names and tensors.
 
-The tree is the metadata, an entry for each key, and the tensors under ``tensors``. Arrays stay in
-the file. ComfyUI-GGUF cuts tensors into rows of 256 to fit blocks: ``comfy.gguf.orig_shape.NAME``
-is then the shape. Sources: ggml's docs/gguf.md and gguf.cpp; candle (version 1); ComfyUI-GGUF.
+The tree contains an entry for each metadata key, and the tensors under ``tensors``. Arrays stay in
+the file. ComfyUI-GGUF reshapes tensors to rows of 256 elements, a whole number of blocks, and
+stores the original shape as ``comfy.gguf.orig_shape.NAME``. Sources: ggml's docs/gguf.md and
+gguf.cpp; candle (version 1); ComfyUI-GGUF.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Remark
 
 MAGIC = b"GGUF"
-TENSORS = "tensors"  # the entry of the tensors in the tree
+TENSORS = "tensors"  # key of the entry that contains the tensors
 ALIGNMENT = "general.alignment"
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 TYPES: dict[int, DType] = {
@@ -57,38 +59,38 @@ TYPES: dict[int, DType] = {
     **GGML,
 }  # fmt: skip
 
-# The types of values by number: names, and codes of `struct`. 9 is an array.
+# The types of metadata values by number: name, and `struct` format code. 9 is an array.
 _VALUES = {
     0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"),
     5: ("int32", "i"), 6: ("float32", "f"), 7: ("bool", "?"), 8: ("string", ""),
     10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d"),
 }  # fmt: skip
 _ARRAY, _UINT32 = 9, 4
-_ROWS = 8  # dimensions that a tensor may have; llama.cpp has 4, ComfyUI-GGUF 5
-_FIRST = 8  # values of an array that are kept
-_WINDOW = 1 << 20  # bytes that are read at once
+_ROWS = 8  # maximum number of dimensions of a tensor; llama.cpp allows 4, ComfyUI-GGUF 5
+_FIRST = 8  # number of leading values to keep of each array
+_WINDOW = 1 << 20  # number of bytes to read at once
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
 _AGAIN = "the file is cut: download or copy it again"
 _ALONE = "--part-only takes this file alone"
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as the header lists it; `offset` counts from the start of the data."""
+    """The header entry of a tensor; `offset` counts from the start of the data."""
 
     name: str
-    shape: Shape  # in the order of torch
-    number: int  # of its type
+    shape: Shape  # sizes in torch's order
+    number: int  # number of the quantization type
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of one file: metadata by key, tensors, and where the header ends."""
+    """The header of one file: metadata by key, tensors, and the offset of the header's end."""
 
     source: ByteSource
     big_endian: bool
     values: dict[str, Node]
-    types: dict[str, int]  # of the values
+    types: dict[str, int]  # type number of each value
     infos: list[TensorInfo]
     end: int
 
@@ -98,7 +100,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the headers of the file, and of all others that the same model was split into."""
+    """Read the header of the file, and of all other files of the same split model."""
     first = read_header(probe.source)
     files, folder, part = [first], None, None
     place = probe.source.folder_and_name()
@@ -142,7 +144,8 @@ def read(probe: Probe) -> Checkpoint:
 def templates(probe: Probe) -> Iterator[Remark] | None:
     """Yield a remark for each chat template; None for a file of another format.
 
-    A program that renders one without a sandbox runs it (CVE-2024-34359, llama-cpp-python).
+    A program that renders a template without a sandbox executes the template's code
+    (CVE-2024-34359, llama-cpp-python).
     """
     return _templates(probe.source) if matches(probe) else None
 
@@ -154,11 +157,11 @@ def _templates(source: ByteSource) -> Iterator[Remark]:
             yield Remark(key, f"a chat template, {size} of Jinja: render it in a sandbox", True)
 
 
-# A header
+# Reading a header
 
 
 def read_header(source: ByteSource) -> GgufHeader:
-    """Read the header of one file. Errors name the file; false counts allocate nothing."""
+    """Read the header of one file. Errors name the file; a wrong count allocates no memory."""
     try:
         return _header(source)
     except (FormatError, AmbiguousError, UnsupportedError) as error:
@@ -206,13 +209,14 @@ def _info(cursor: GgufCursor) -> TensorInfo:
 
 
 class GgufCursor:
-    """A reader of a header from byte `at` on. It refuses counts that exceed the remaining bytes."""
+    """Reads a header from offset `at`. Raises if a count exceeds the remaining bytes."""
 
     def __init__(self, source: ByteSource, at: int, order: str, wide: str) -> None:
         self.source, self.wide, self.order = source, wide, order
         codes = {code for _, code in _VALUES.values()}
         self._structs = {code: struct.Struct(order + code) for code in codes}
-        self._data, self._at, self._base = b"", 0, at  # the window, the place in it, its offset
+        # The buffered bytes, the position in the buffer, and the buffer's offset in the file.
+        self._data, self._at, self._base = b"", 0, at
 
     @property
     def at(self) -> int:
@@ -221,11 +225,11 @@ class GgufCursor:
 
     @property
     def left(self) -> int:
-        """The bytes that are left."""
+        """The number of remaining bytes in the file."""
         return self.source.size - self.at
 
     def _fill(self, length: int) -> None:
-        """Make the next `length` bytes lie in the window."""
+        """Read, so that the buffer contains the next `length` bytes."""
         at, left = self.at, self.left
         if length > left:
             raise TruncatedError(f"is truncated: ends {length - left:,} bytes early", hint=_AGAIN)
@@ -233,7 +237,7 @@ class GgufCursor:
         self._at, self._base = 0, at
 
     def number(self, code: str) -> Any:
-        """Return the next number, of a code of `struct`."""
+        """Return the next number; `code` is its `struct` format code."""
         form = self._structs[code]
         if self._at + form.size > len(self._data):
             self._fill(form.size)
@@ -242,7 +246,7 @@ class GgufCursor:
         return value
 
     def count(self, what: str, least: int) -> int:
-        """Return the next count of things that take at least `least` bytes each."""
+        """Return the next count, of items that take at least `least` bytes each."""
         count: int = self.number(self.wide)
         if count * least > self.left:
             raise CorruptError(f"a count of {count:,} {what} in {self.left:,} bytes")
@@ -267,7 +271,7 @@ class GgufCursor:
         return name
 
     def value(self, number: int, what: str) -> Node:
-        """Return the next value, of the type with this number. An array stays in the file."""
+        """Return the next value, whose type has this `number`. An array stays in the file."""
         is_array = number == _ARRAY
         if is_array:
             number = self.number("I")
@@ -309,7 +313,7 @@ class GgufCursor:
 def _values(
     source: ByteSource, start: int, order: str, wide: str, number: int, count: int
 ) -> list[Node]:
-    """Return all values of an array whose first is at byte `start`."""
+    """Return all values of an array; the first value is at offset `start`."""
     cursor = GgufCursor(source, start, order, wide)
     return [cursor.value(number, "") for _ in range(count)]
 
@@ -337,7 +341,7 @@ def _tensors(
     start, alignment = _data_start(header, aligned, sizes, warnings)
     held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
     limits = [*(info.offset for info in held[1:]), source.size - start]
-    for info, limit in zip(held, limits, strict=False):  # of unknown size: up to the next one
+    for info, limit in zip(held, limits, strict=False):  # limit: start of the next tensor
         if sizes[info] is None:
             sizes[info] = max(0, limit - info.offset)
     for info, size in sizes.items():
@@ -371,7 +375,7 @@ def _tensors(
 
 
 def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
-    """Return the shape of a tensor, or the one that it had before ComfyUI-GGUF cut it anew."""
+    """Return the shape of a tensor; if ComfyUI-GGUF reshaped it, the original shape."""
     given = values.get(ORIGINAL_SHAPE + info.name)
     if given is None:
         return info.shape
@@ -389,9 +393,10 @@ def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
 def _data_start(
     header: GgufHeader, first: Node, sizes: dict[TensorInfo, int | None], warnings: list[str]
 ) -> tuple[int, int]:
-    """Return the offset of the data and their alignment.
+    """Return the offset and the alignment of the data.
 
-    gguf-py aligns all files of a split model alike, and writes the alignment into the first alone.
+    gguf-py uses the same alignment in all files of a split model, but writes it only into the first
+    file.
     """
     values, name = header.values, header.source.name
     alignment = values.get(ALIGNMENT, 32)
@@ -414,7 +419,7 @@ def _data_start(
 
 
 def _of(header: GgufHeader) -> str:
-    """``2 of 3``"""
+    """Return the number of a file and the number of files, as ``2 of 3``."""
     number, count = (header.values.get(f"split.{key}") for key in ("no", "count"))
     return f"{number + 1 if isinstance(number, int) else '?'} of {count}"
 
@@ -422,7 +427,7 @@ def _of(header: GgufHeader) -> str:
 def _files(
     first: GgufHeader, found: re.Match[str] | None, place: tuple[Folder, str] | None
 ) -> list[GgufHeader]:
-    """Return the headers of all files of a split model, of which `first` is one."""
+    """Return the headers of all files of a split model; `first` is a header already read."""
     count = first.values.get("split.count")
     if found is None or place is None:
         raise UnsupportedError(

@@ -67,11 +67,11 @@ from ckptkit.pickles.streams import NUMPY, Found, PickleStream
 from ckptkit.pickles.values import Unpickled, unpickle
 
 MAGIC = b"\x93NUMPY"
-ALIGNMENT = 64  # bytes; the elements begin at multiples of it
+ALIGNMENT = 64  # alignment of the elements, in bytes
 
 _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _AGAIN = "the file is truncated: download or copy it again"
-_FIRST = 256  # bytes of the first read, which are enough for most headers
+_FIRST = 256  # number of bytes in the first read, enough for most headers
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
     (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)
@@ -105,7 +105,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the array. The root of the checkpoint is the array itself, without a name."""
+    """Read the array. The array is the root of the checkpoint and has no name."""
     source = probe.source
     array = read_array(Range(source, 0, source.size), None)
     globals, warnings = (
@@ -115,7 +115,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
-    """Read the header of the array in these bytes, whose CRC-32 is `crc` (None: unknown).
+    """Read the header of the .npy file in `extent`; `crc` is the CRC-32 of its bytes, or None.
 
     Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError,
     TensorError.
@@ -162,7 +162,7 @@ def _head(extent: Extent, length: int) -> bytes:
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    # Limits the read: deflated data of `length` bytes takes at most about that size.
+    # Limits the read: `length` bytes, deflated, take at most about `length` bytes.
     (stored,) = extent.inputs
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
@@ -238,7 +238,7 @@ def _check_size(expected: int, found: int, header: NpyHeader, dtype: DType) -> N
 
 
 def _text(header: NpyHeader, extent: Extent) -> str | bytes:
-    """Return the value of an array that is a single string, without numpy's zero padding."""
+    """Return the value of an array with one string, without numpy's zero padding."""
     order, kind, size = _TEXT.fullmatch(header.descr).groups()  # type: ignore[union-attr]
     nbytes = int(size) * (4 if kind == "U" else 1)
     check("string_bytes", nbytes, "bytes of a string")
@@ -256,7 +256,7 @@ def _text(header: NpyHeader, extent: Extent) -> str | bytes:
 
 
 def _pickled(extent: Extent, start: int) -> Array:
-    """Read the pickle of an object array; nothing in it is executed."""
+    """Read the pickle of an object array without executing it."""
     length = extent.length - start
     if isinstance(extent, Derived):
         check("record_bytes", length, "bytes of a compressed pickle")
@@ -311,7 +311,7 @@ def matches_npz(probe: Probe) -> bool:
 def read_npz(probe: Probe) -> Checkpoint:
     """Read the arrays by name, in the order of the archive.
 
-    Raises the errors of `read_array`, with the name of the array.
+    Raises the errors of `read_array`; each error names the array.
     """
     archive = probe.zip
     assert archive is not None
@@ -340,7 +340,7 @@ def read_npz(probe: Probe) -> Checkpoint:
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan an archive of the weights; the notes name dropped values.
 
-    Raises TensorError for tensors that numpy has no dtype for.
+    Raises TensorError if numpy has no equivalent of a tensor's dtype.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -366,7 +366,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of values that other weights-only formats store as metadata."""
+    """Yield the names of dropped values. Other weights-only formats store these as metadata."""
     yield from leftovers(checkpoint)[0]
     yield from (f"{key} (metadata)" for key in checkpoint.extras)
     node = checkpoint.required.node
@@ -399,7 +399,7 @@ def _is_member_name(name: str) -> bool:
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return why npz cannot store a tensor, None if it can."""
+    """Return the reason why npz cannot store a tensor, None if it can."""
     if not _is_member_name(name):
         return "a member of a zip file cannot have its name"
     if tensor.layout != "strided":

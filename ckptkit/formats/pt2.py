@@ -74,9 +74,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the weights and constants of the model; of several models, by their names.
+    """Read the weights and constants of each model.
 
-    A model is ``{"state_dict": {...}, "constants": {...}}``. Raises FormatError, CorruptError,
+    The tree of a model is ``{"state_dict": {...}, "constants": {...}}``. If there are several
+    models, the root maps model names to these trees. Raises FormatError, CorruptError,
     UnsupportedError, and the errors of zip archives.
     """
     directory = probe.zip
@@ -167,7 +168,7 @@ class _ExportedArchive(Archive):
 
 
 def _integer(parsed: Any) -> int:
-    """Return n of ``{"as_int": n}``; a stored tensor has no symbolic sizes."""
+    """Return n of ``{"as_int": n}``. The sizes of a stored tensor are never symbolic."""
     return field(parsed, "as_int", int, _CONFIG)
 
 

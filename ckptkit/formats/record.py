@@ -1,10 +1,11 @@
 """Store in a file's ``__metadata__`` what a safetensors header cannot express, and restore it.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name``
-(safetensors.torch.save_model). Files of other programs can contain metadata of the same form by
-accident. In such files a tie is read only if both names are parameters of different modules with
-the same attribute name (``head.weight``, ``embed.weight``). Everything else is one JSON string
-under the key ``ckptkit``. An absent field is empty:
+(safetensors.torch.save_model). A tie records that two names share one tensor. Files of other
+programs can contain metadata of the same form by accident. In such files, ckptkit reads a tie only
+if both names are parameters of different modules with the same attribute name (``head.weight``,
+``embed.weight``). All other information is one JSON string, the record, under the key ``ckptkit``.
+A missing field means an empty value:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
@@ -16,7 +17,8 @@ under the key ``ckptkit``. An absent field is empty:
     root, tree            the whole checkpoint instead of all these: safetensors_tree
 
 :mod:`strict_json` encodes the values. A record of a later version is read as an ordinary metadata
-string. `leftovers` returns what a weights-only format stores as strings and what it drops.
+string. `leftovers` returns the values that a weights-only format stores as strings, and notes on
+the values that it drops.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ from ckptkit.pickles.judge import refused_by_weights_only
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
-WHOLE = object()  # origin of a checkpoint whose whole tree was in the file
+WHOLE = object()  # marks a checkpoint whose whole tree (not only weights) was in the file
 
 
 # Reading
 
 
 class Restored(NamedTuple):
-    """The tree that tensors and metadata represent."""
+    """The tree restored from tensors and metadata."""
 
     root: Node
     metadata: dict[str, str]  # entries that are not part of the tree
@@ -80,8 +82,9 @@ def restore(
 ) -> Restored:
     """Restore the state_dict, or whole tree, from `tensors` and `metadata`.
 
-    `index`: the metadata comes from an index of shards, not from a file. The recorded
-    values stay in the returned metadata. An unreadable record stays there too, with a warning.
+    `index`: the metadata comes from an index of shards, not from a single file. The returned
+    metadata keeps the recorded values. If the record is unreadable, the returned metadata keeps the
+    record, and there is a warning.
     """
     try:
         fields = _parse(metadata)
@@ -115,8 +118,8 @@ def restore_ties(
 ) -> Restored:
     """Restore ties by the convention of the hub; tied names follow all other names.
 
-    Metadata of an `index` is the hub's. A file's metadata may contain notes of its author, so a tie
-    must look like two parameters.
+    The metadata of an `index` follows the hub's convention. The metadata of a file may contain
+    notes of its author. There, an entry is a tie only if both names look like parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
     ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
@@ -135,7 +138,7 @@ def restore_ties(
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values outside the weights that the record in `metadata` contains, as JSON."""
+    """Return, as JSON, the recorded values outside the weights, from the record in `metadata`."""
     try:
         fields = _parse(metadata)
         return _typed(fields, "values", dict) if fields is not None else {}
@@ -228,7 +231,7 @@ def _rest(
 def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
     """Return the JSON record of weights, ties and values; None if there is nothing to record.
 
-    `ties` are names that the file does not contain. `values` are entries outside the weights, as
+    `ties` are tied names that the file omits. `values` are the entries outside the weights, as
     JSON.
     """
     place = {name: n for n, name in enumerate(weights.nodes)}
@@ -288,7 +291,7 @@ _NO_STATE: tuple[Node, ...] = (None, {}, {"_has_been_cloned": True})
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
     """Return plain values outside the weights, as JSON by path, and a note for each dropped entry.
 
-    `inside` adds entries of the weights that are not tensors.
+    `inside` includes entries inside the weights that are not tensors.
     """
     weights = checkpoint.required
     values: dict[str, Any] = {}
@@ -325,9 +328,9 @@ def _more_than_elements(weights: Weights) -> Iterator[str]:
 def _has_more(node: Object) -> bool:
     """Return whether a tensor has a Python class or attributes.
 
-    ``_rebuild_from_type_v2(function, class, arguments, state)`` adds them if the class is not
-    torch's or the state is not empty; ``_rebuild_parameter_with_state(tensor, requires_grad, hooks,
-    state)`` if the state is not empty.
+    The call ``_rebuild_from_type_v2(function, class, arguments, state)`` adds a class if `class` is
+    not torch's, and attributes if `state` is not empty. The call ``_rebuild_parameter_with_state(
+    tensor, requires_grad, hooks, state)`` adds attributes if `state` is not empty.
     """
     made, args = node.global_, node.args
     if made is None or not isinstance(args, tuple) or len(args) != 4:
@@ -360,8 +363,8 @@ def refuse_tensors(
 ) -> None:
     """Raise TensorError if a format cannot store all tensors.
 
-    `obstacle` returns why it cannot store a tensor, None if it can. `hint` gets the reasons by
-    name.
+    `obstacle` returns the reason why the format cannot store a tensor, None if it can. `hint` is
+    called with the reasons by tensor name.
     """
     reasons = {name: why for name, each in tensors.items() if (why := obstacle(name, each))}
     if reasons:
@@ -370,7 +373,7 @@ def refuse_tensors(
 
 
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:
-    """Raise UnsupportedError if a tensor is one rank's piece: the file lacks the other pieces."""
+    """Raise UnsupportedError if a tensor is one rank's shard: the file lacks the other shards."""
     made = [(name, node) for name, node in nodes.items() if isinstance(node, Object)]
     if not made:
         return
@@ -386,7 +389,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
 
 
 def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on tensors that share bytes, which a format without views writes repeatedly."""
+    """Return a note on tensors that share bytes. A format without views duplicates the bytes."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault(id(tensor.storage), []).append(tensor)

@@ -1,7 +1,8 @@
 """Recover a damaged checkpoint: return its tree without the lost tensors, and the list of losses.
 
-A safetensors file has no checksums; `recover` checks each entry of its header separately.
-`damaged_in` names the tensors that are affected if a damaged input is found during writing.
+A safetensors file has no checksums; `recover` checks each entry of its header separately. If
+ckptkit finds damage in an input while it writes the output, `damaged_in` returns the affected
+tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNVERIFIED = (
     f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps the tensors inside the file, "
     "even if their bytes are shifted"
 )
-_ZEROS = 512  # bytes; more zeros than this at the end suggest that writing was interrupted
+_ZEROS = 512  # number of zero bytes at the end that suggests that writing was interrupted
 _STEP = 1 << 20
 
 Why = Callable[[Storage], str | None]  # returns why a storage is lost, None if it is intact
@@ -47,7 +48,7 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     A lost entry of a dict is removed with its key; elsewhere None replaces it. If a pickled module
     lost an entry, its state_dict replaces it. Raises CorruptError with `hint` if no tensor is left.
     """
-    reasons: dict[int, str | None] = {}  # by id: each node and storage is examined once
+    reasons: dict[int, str | None] = {}  # by id of a node or storage: each is examined once
     keep: list[Any] = []  # keeps the examined nodes alive, so that their ids stay unique
 
     def examined(part: Any, find: Callable[[Any], str | None]) -> str | None:
@@ -99,7 +100,7 @@ def _has_tensors(root: Node, least: int = 0) -> bool:
 
 
 def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
-    """Return the error for a file without intact tensors; it gives the reason of the first loss."""
+    """Return the error for a file without intact tensors, with the reason of the first loss."""
     why = f": {lost[0].why}" if lost else ""
     return CorruptError(f"no tensor in it is intact{why}", hint=hint)
 
@@ -138,7 +139,7 @@ def _what(node: Node) -> str:
 # Damage that is found while an output is written
 
 
-_NAMED = 4  # tensors in a message
+_NAMED = 4  # maximum number of tensor names in a message
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +156,7 @@ def located(tensor: Tensor) -> list[Range]:
     """Return the byte ranges in files that contain a tensor's bytes."""
     try:
         return [] if tensor.storage is None else list(leaves(tensor.storage.record.locate()))
-    except InputError:  # the reader reports it
+    except InputError:  # the reader reports this error
         return []
 
 
@@ -165,7 +166,7 @@ def overlap(a: Range, b: Range) -> bool:
 
 
 def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
-    """Return the names of the tensors whose bytes are in these ranges, at most four."""
+    """Return the names of at most four tensors that overlap the `damaged` byte ranges."""
     names = [
         name
         for name, tensor in tensors(checkpoint)
@@ -180,10 +181,10 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover the tensors of a safetensors file whose size matches its header.
 
-    If bytes are missing or extra, all tensors may be shifted, because nothing records where. If the
-    file ends in zeros, it may not have been written to its end. `unverified` returns all tensors
-    inside the file. Nodes of a whole tree that refer to lost tensors are removed. Raises the errors
-    of the header.
+    If bytes are missing or inserted, the file does not record the position, so all tensors may be
+    shifted. If the file ends in zeros, writing may have been interrupted. `unverified` returns all
+    tensors inside the file. In a file with a whole tree, nodes that refer to lost tensors are
+    removed. Raises the errors of the header.
     """
     if probe.is_folder or not matches(probe):
         return None

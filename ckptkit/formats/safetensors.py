@@ -129,7 +129,7 @@ def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class DtypeAndShape(NamedTuple):
-    """A dtype and shape that several tensors have, and their size in bytes."""
+    """A dtype and shape that tensors share, and the size of such a tensor in bytes."""
 
     like: Tensor  # without bytes of the file
     nbytes: int
@@ -143,7 +143,7 @@ Kinds = dict[tuple[str, Shape], DtypeAndShape]
 
 
 class _NewKinds(Kinds):
-    """Kinds by code and shape; the first lookup creates each."""
+    """Maps (dtype code, shape) to a DtypeAndShape; creates the entry at the first lookup."""
 
     def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
         code, shape = key
@@ -440,7 +440,7 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
 
 
 def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
-    """Return the hint for tensors that safetensors cannot store, for these reasons by name."""
+    """Return the hint for tensors that safetensors cannot store; `reasons` is by tensor name."""
     obstacles = {*reasons.values()}
     if obstacles == {"complex128"}:
         return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
@@ -456,7 +456,7 @@ def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return why safetensors cannot store a tensor, None if it can."""
+    """Return the reason why safetensors cannot store a tensor, None if it can."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "the header cannot contain its name"
     if tensor.layout != "strided":
@@ -471,9 +471,10 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Map each tied name to the first name, alphabetically, of the same elements.
+    """Map each tied name to the alphabetically first name of the same tensor.
 
-    A name that is also a metadata key cannot be recorded as a tie. Its tensor is written twice.
+    If a name is also a metadata key, the metadata cannot record it as a tie. ckptkit then writes
+    its tensor twice.
     """
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():

@@ -111,9 +111,10 @@ class TreeEncoder:
         self._policy = Policy()
 
     def write(self, root: Node) -> Skeleton:
-        """Return the statements of a tree.
+        """Return the statements that create a tree.
 
-        Iterative: each open node has a generator, which yields the nodes to create first.
+        The walk is iterative: each open node has a generator, which yields the nodes to create
+        first.
         """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
@@ -162,7 +163,7 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            if self._numbers.get(_key(node)) is None:  # else it contains itself and exists by now
+            if self._numbers.get(_key(node)) is None:  # else the node contains itself and exists
                 kind = "tuple"
                 if isinstance(node, SetNode):
                     kind = "frozenset" if node.frozen else "set"
@@ -426,7 +427,7 @@ class _TreeDecoder:
 
 
 class _Named(NamedTuple):
-    """A storage and the name of its entry. It is not a value of the tree."""
+    """A storage and the name of its entry. A _Named is never a value of the tree."""
 
     storage: Storage
     entry: str

@@ -87,7 +87,7 @@ Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
-    """Return whether the probe is an index of, or a folder with, shards of this suffix."""
+    """Return whether the input is an index of shards, or a folder of shards, with `suffix`."""
     if probe.is_folder:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
@@ -228,8 +228,8 @@ class _Shards:
     ) -> dict[Node, Node]:
         """Move the entries of all shards into one dict, in the order of `places`; ties follow.
 
-        Each name is looked up in the dict of its shard. One dict of all names would be slower: half
-        a million lookups would each miss the processor's cache.
+        Each name is looked up in the dict of its shard. A single dict of all names is slower,
+        because each of half a million lookups misses the processor's cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
         runs: list[tuple[str, int]] = []  # consecutive names of one file, counted
@@ -295,7 +295,10 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Check that the shards exist and their numbers agree; two downloads may be mixed."""
+        """Check that the shards exist, and that all names contain the same number of shards.
+
+        A folder may contain the files of two downloads.
+        """
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
             what = f"{len(missing):,} of {len(names):,} shards are missing: {some(missing)}"
@@ -308,7 +311,7 @@ class _Shards:
         names.difference_update(missing)
 
     def _check_numbers(self, chosen: Candidate) -> None:
-        """Check that each shard number occurs exactly once."""
+        """Check that each shard number occurs in exactly one file name."""
         numbers = sorted(
             int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))
         )

@@ -18,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size, some
 
 CONFIGS = frozenset({"config.json", "adapter_config.json"})  # each model folder contains one
-LARGEST = 64 << 20  # bytes of one file; a tokenizer with a large vocabulary takes 33 MB
+LARGEST = 64 << 20  # maximum bytes of one file; a tokenizer with a large vocabulary takes 33 MB
 # These files contain data only: no pickles, no code.
 _NAMES = CONFIGS | {
     "added_tokens.json",
@@ -39,7 +39,7 @@ _TEMPLATE = re.compile(r"chat_template[\w.-]*\.(json|jinja)")
 
 
 class Sidecars(NamedTuple):
-    """Files to copy, by name, and warnings about files that are not copied."""
+    """The files to copy, by name, and warnings about files that are not copied."""
 
     files: tuple[tuple[str, bytes], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
     return Sidecars(tuple(files), tuple(warnings))
 
 
-# The dtype in config.json
+# Reading and updating the dtype in config.json
 
 
 CONFIG = "config.json"
@@ -116,7 +116,7 @@ def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
 
 
 def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> Iterator[str]:
-    """Set the dtype fields of a dict and yield each change. `only` limits it to these dtypes."""
+    """Set the dtype fields of a dict; yield each change. `only`: change only these dtypes."""
     for field in _FIELDS:
         plain = _plain(part.get(field))
         if plain is None or plain == new or (only is not None and plain not in only):

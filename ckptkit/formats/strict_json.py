@@ -49,7 +49,7 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = None) -> Found:
-    """Return a field of an object. Raises FormatError unless its type is exactly `kind`."""
+    """Return a field of an object. Raises FormatError unless the field's type is `kind`."""
     found = parsed.get(key, default) if isinstance(parsed, dict) else None
     if type(found) is not kind:
         raise FormatError(f"{what} lacks the required field {key!r}")
@@ -66,9 +66,10 @@ def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
       they are equal, no name was repeated in the part: each unescaped quotation mark begins or ends
       a string, and of two entries with one name the parser keeps only one. The caller compares the
       names of different parts itself.
-    * The entries of all parts are exactly the entries of the object. Each part is an object that is
-      not empty: it ends with an object or begins with a name. If a cut is inside a string or an
-      entry, the part is invalid JSON and raises FormatError, although `parse` may accept the whole.
+    * The entries of all parts are exactly the entries of the object. Each part is a non-empty
+      object: it ends with an object or begins with a name. If a part boundary falls inside a string
+      or an entry, the part is invalid JSON. This function then raises FormatError, even if `parse`
+      accepts the complete text.
     """
     _check_size(data, what)
     for part in _parts(data):
@@ -118,7 +119,7 @@ def _check_nesting(data: bytes, what: str) -> int:
 
 
 def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
-    # Whether a number might be one that `_integer` refuses. Names may match, too.
+    # Matches every number that `_integer` refuses. It can also match other numbers and names.
     is_odd = (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
     try:
         value = json.loads(
@@ -174,8 +175,8 @@ _INT = 10**19
 def is_plain(root: Node, room: int = _ROOM) -> bool:
     """Return whether `root` consists of at most `room` scalars, lists, tuples and dicts.
 
-    Each value counts as one, plus the characters of a string. A value counts again on each path to
-    it, so a cycle exceeds the limits.
+    Each value counts as 1; a string counts 1 plus its length. A value counts once for each path
+    that leads to it, so a cycle exceeds the limits.
     """
     waiting = [(root, 0)]
     while waiting:

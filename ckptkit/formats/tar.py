@@ -94,7 +94,7 @@ def lenient_number(field: bytes) -> int | None:
 
 
 def first_name(source: ByteSource) -> bytes:
-    """Return the name in the first member's header, after any records."""
+    """Return the name in the header of the first member; leading record members are skipped."""
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)
@@ -202,7 +202,7 @@ def _number(field: bytes) -> int:
 
 
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
-    """Return the size of the data. Only a size too large for the header may be in a record."""
+    """Return the size of the data. A record may give the size only if it exceeds the header."""
     if (text := records.get(b"size")) is None:
         return header.size
     size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0

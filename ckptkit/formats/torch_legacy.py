@@ -214,11 +214,11 @@ def _check_count(place: Range, key: str, itemsize: int) -> None:
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
-    """Recover the storages whose own element count and the next one are right.
+    """Recover each storage whose element count and the next storage's element count are right.
 
-    There are no checksums. A wrong count shows that bytes before it may be missing or shifted. With
-    `unverified`, a storage needs only its own count. Raises CorruptError if one of the pickles,
-    which precede the storages, is damaged.
+    The format has no checksums. If a count is wrong, bytes before the count may be missing or
+    shifted. With `unverified`, only the storage's own count must be right. Raises CorruptError if
+    one of the pickles, which precede the storages, is damaged.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -295,7 +295,7 @@ _OPTIONAL = RECORDS[:1]  # torch does not read it
 
 
 def matches_tar(probe: Probe) -> bool:
-    """Return whether a file is a tar file; torch.load accepts every tar file here, too."""
+    """Return whether a file is a tar file. torch.load also accepts every tar file."""
     return is_tar(probe.head)
 
 
@@ -346,7 +346,7 @@ def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
 
 
 class _TarRecord:
-    """A record that is read from start to end: pickles, numbers and bytes in turn."""
+    """Reads a record from start to end: pickles, numbers and bytes alternate."""
 
     def __init__(self, source: ByteSource, member: TarMember) -> None:
         self.source = source

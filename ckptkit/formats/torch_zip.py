@@ -403,11 +403,11 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
 
 
 class _ElsewhereError(Exception):
-    """A storage's bytes are not a record of the archive."""
+    """Raised if the bytes of a storage are not a record of the archive."""
 
 
 class _Keys(Numbering):
-    """Number storages by the keys that they have in the archive."""
+    """Assigns to each storage the key that it already has in the archive."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         super().__init__()

@@ -53,12 +53,12 @@ _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
 _DESCRIBED, _ENCRYPTED = 0x0008, 0x2041
 _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
-_TAIL = 16 << 20  # bytes at either end of the file that are searched for a first header or entry
+_TAIL = 16 << 20  # number of bytes to search at each end of the file for a header or entry
 _REACH = 2 * LIMITS.name_bytes  # maximum bytes of a header with its name and extra fields
 _GAP = 4 << 10  # bytes without an entry that mark the start of a directory
-_TRIES = 4  # headers of one name that are examined
+_TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # the bytes read for checksums are at most this many times the file
-_SMALL = 1 << 20  # bytes of a record that is read at once
+_SMALL = 1 << 20  # maximum size of a record to read at once
 # The evidence for a storage: the directory, its own checksum, or its place (no checksums at all).
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
@@ -208,8 +208,8 @@ class SalvagedDirectory:
     """The surviving entries of one directory."""
 
     def __init__(self, at: int = 0) -> None:
-        self.at = self.stop = at  # its offsets in the file
-        self.start = at  # the start that its end record states, else `at`
+        self.at = self.stop = at  # begin and end of the directory in the file
+        self.start = at  # begin according to the end record; without an end record, `at`
         self.entries: dict[str, list[Claim]] = {}
         self._order: list[tuple[int, str]] = []
 
@@ -223,7 +223,7 @@ class SalvagedDirectory:
 
 
 class RecordPlace(NamedTuple):
-    """Possible bytes of a member, and their expected CRC-32; None if unknown."""
+    """A possible location of a member's bytes, and the expected CRC-32 (None: unknown)."""
 
     extent: Extent
     crc: int | None
@@ -399,10 +399,10 @@ class _DamagedArchive:
         return RecordPlace(extent, crc, header, None)
 
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
-        """Return the CRC of the descriptor at `end`, and where that ends; None if there is none.
+        """Return the CRC and the end of the data descriptor at `end`; None if there is none.
 
-        The returned end is 0 if the sizes in the descriptor differ, as in one that is truncated
-        after its CRC.
+        If the sizes in the descriptor differ, for example because the descriptor is truncated after
+        its CRC, the returned end is 0.
         """
         data = self.window.read(end, 24)
         if not data.startswith(_DESCRIPTOR) or len(data) < 8:
@@ -423,9 +423,9 @@ class _DamagedArchive:
         return found[1] or None if found is not None else None
 
     def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool:
-        """Return whether the next header or entry follows a stored member at the right place.
+        """Return whether the next header or entry begins right after a stored member.
 
-        If neither `order` nor the directory names the next member, it must not be a storage.
+        If neither `order` nor the directory gives the next member, it must not be a storage.
         """
         end = self._end(place, size)
         if end is None:
@@ -474,7 +474,7 @@ class _DamagedArchive:
     def open(self) -> Unpickled:
         """Find and read the pickle.
 
-        Raises CorruptError, UnsupportedError if torch.save did not write the archive.
+        Raises CorruptError. Raises UnsupportedError if torch.save did not write the archive.
         """
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)

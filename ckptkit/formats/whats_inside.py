@@ -142,7 +142,7 @@ def refusal(probe: Probe) -> InputError:
 
 
 def _signature(probe: Probe) -> tuple[str, str] | None:
-    """Return the kind of a file by its signature, and the advice; None if there is no signature."""
+    """Return the kind of a file and the advice, by its signature; None without a signature."""
     head, source = probe.head, probe.source
     for offset, magic, what, hint in _SIGNATURES:
         if head[offset:].startswith(magic):
@@ -323,7 +323,7 @@ def _members(directory: ZipDirectory) -> Iterator[Found]:
         if name.endswith("/") and not entry.size:
             continue
         if directory.source.remote and _STORAGE.fullmatch(name):
-            continue  # each would cost a request
+            continue  # reading each member would cost a request
         try:
             extent = directory.locate(name)
             stored = extent if isinstance(extent, Range) else extent.inputs[0]
@@ -371,7 +371,7 @@ def check(probe: Probe) -> Iterator[CheckedPart]:
 
 
 def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
-    """Yield the members of an archive; it may be an `item` of a `file` in a folder."""
+    """Yield the members of an archive. The archive may be an `item` of a `file` in a folder."""
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:
             what = f"{item}record {shown(name)}"

@@ -22,8 +22,8 @@ torch writes zeros for the CRC and sizes in local headers, and adds descriptors.
 nothing. Only the folder attribute matters: torch reads such a member as empty and returns
 uninitialized memory.
 
-A row is ``(offset of the local header, stored size, size, crc, method, flags)``. It is a plain
-tuple, which is created 10x faster than a named tuple.
+A row describes a member: ``(offset of the local header, stored size, size, crc, method, flags)``.
+It is a plain tuple, because Python creates a plain tuple 10x faster than a named tuple.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """Return size, stored size and offset; the zip64 field has those that exceed 32 bits."""
+    """Return size, stored size and offset; values above 32 bits come from the zip64 field."""
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
@@ -316,7 +316,7 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
 def _check_local(
     own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
 ) -> None:
-    """Check the CRC and sizes of a local header against the directory; 0 if a descriptor follows.
+    """Check CRC and sizes of a local header against the directory (0 if a descriptor follows).
 
     torch's zip64 field contains the size, a zero instead of the stored size, and the offset. The
     32-bit sizes are zero, too.
@@ -371,7 +371,7 @@ _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _U16 = 0xFFFF
-_BATCH = 64  # local headers that are fetched together
+_BATCH = 64  # number of local headers to fetch in one request
 _HEADER = 256  # bytes of a local header without the name, mostly padding
 _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
@@ -381,7 +381,7 @@ _tuple = tuple.__new__  # creates a named tuple without a Python call
 class StoredMember(NamedTuple):
     """A stored member of a local file, whose place has been verified.
 
-    It is also the record of a storage: a separate Range for each would take memory.
+    It also serves as the record of a storage, because a separate Range for each takes memory.
     """
 
     source: ByteSource
@@ -660,7 +660,7 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
                 own += 1  # the caller reports the damage
                 continue
             size, start = _END64.unpack_from(tail, end)[8:10]
-        # Its offsets count from the start of its archive.
+        # The offsets in an end record count from the start of the archive.
         begin = source.size - len(tail) + end - size - start
         is_inside = 0 < begin <= source.size - len(MAGIC)
         own += not (is_inside and source.read(begin, len(MAGIC)) == MAGIC)

@@ -35,7 +35,7 @@ END_BYTES = 22  # size of the end record, by which readers find the directory
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offset of the CRC in a header
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
-_JOINED = 1 << 16  # literal contents up to this size are in one segment with their headers
+_JOINED = 1 << 16  # maximum size of literal content to put in one segment with its header
 
 
 # Extra fields ``FB``, by the size of their padding.
