@@ -12,12 +12,13 @@ from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
-MAX_WRAPPERS = 8  # nested prefixes to look for
-MIN_UNUSED = 1 << 20  # fewer unused bytes are not reported
+MAX_WRAPPERS = 8  # maximum number of nested prefixes to search for
+MIN_UNUSED = 1 << 20  # minimum number of unused bytes to report
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Return a sentence with a command for each problem: it does not load, or is too large."""
+    """Return a sentence with a command for each reason why loading fails or the file is too
+    large."""
     if summary.part is not None:
         return (summary.part.hint,)
     # If loading would run code, commands write the file only with --objects drop.
@@ -116,7 +117,7 @@ def edit(command: str, path: str, mark: str, *options: str, suffix: str | None =
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """Return a `convert` command; its output is a .pth unless `path` has a suffix of torch.save."""
+    """Return a `convert` command; it writes a .pth unless `path` has a suffix of torch.save."""
     return edit("convert", path, mark, *options, suffix=suffix_for_torch(path))
 
 

@@ -46,10 +46,10 @@ class Table(NamedTuple):
 class Fact(NamedTuple):
     """A fact about a tensor.
 
-    `value` is the value that tables compare: rows fold if all their values are equal. `text`
-    formats it; an empty text hides the fact. `json` returns its JSON value; without it, JSON omits
-    the fact. `phrase` is its format in the tree, such as ``on {}``. Only JSON and the details of a
-    single tensor show facts that are not `brief`.
+    `value` returns the value that tables compare: rows fold if all values are equal. `text` formats
+    the value; an empty text hides the fact. `json` returns the JSON value; without `json`, JSON
+    output omits the fact. `phrase` is the format in the tree, such as ``on {}``. Only JSON and the
+    details of a single tensor show facts that are not `brief`.
     """
 
     name: str
@@ -94,7 +94,7 @@ def remark(row: TensorRow) -> str:
 def _is_plain(row: TensorRow) -> bool:
     """Return whether the tensor is dense, unsharded, unquantized and alone in its storage.
 
-    Almost all tensors are.
+    Almost all tensors are plain.
     """
     _, _, tensor, _, nbytes, local, _, group, is_shared = row
     storage = tensor.storage
@@ -250,7 +250,8 @@ def _items(
     known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
     for row in rows:
         name, _, tensor, _, nbytes, *_ = row
-        # Of a plain tensor, tables show only these three; most tensors share a few combinations.
+        # For a plain tensor, tables show only these three facts; most tensors share a few
+        # combinations.
         kind = (tensor.dtype.name, tensor.shape, tensor.device) if _is_plain(row) else None
         columns = None if kind is None else known.get(kind)
         if columns is None:

@@ -38,7 +38,8 @@ _NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")  # not in t
 class Compared:
     """A field of the configuration, compared with the tensors.
 
-    ``found`` describes what the tensors have instead; None if they agree with the field.
+    ``found`` describes the value that the tensors imply instead; None if the tensors agree with the
+    field.
     """
 
     code: str
@@ -51,7 +52,7 @@ class Compared:
 
 
 def compare(config: Config, tensors: Tensors) -> list[Compared]:
-    """Return the fields of the configuration that the tensors agree with or contradict."""
+    """Compare the configuration with the tensors; return the fields that could be compared."""
     checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype, _diffusers)
     text: Config = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
     values = {**config, **text}
@@ -159,7 +160,7 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 
 
 class _ConfigRow(NamedTuple):
-    """A field of the configuration of a diffusers model, and where the tensors show it.
+    """A field of a diffusers configuration, and the tensors or modules that must agree with it.
 
     With `dim`, the field times `factor` is the size of that dimension of the tensor `names` (a
     suffix if it starts with a dot). Without `dim`, the field is the number of modules below the

@@ -32,14 +32,14 @@ Progress = Callable[[int], None]
 Matches = Callable[[str], bool]
 T = TypeVar("T")
 
-MAX_PREFIX_PARTS = 4  # between dots
+MAX_PREFIX_PARTS = 4  # maximum number of dotted parts of a prefix
 
 
 class Mismatch(NamedTuple):
-    """A key that both sides have with another dtype or shape.
+    """A key on both sides whose dtype or shape differs.
 
     If only the dtypes differ and values were compared, `tolerance` is the relative tolerance, and
-    `difference` the difference beyond it (None if the values agree).
+    `difference` the difference beyond that tolerance (None if the values agree).
     """
 
     name: str
@@ -59,7 +59,7 @@ class Changed(NamedTuple):
 class Explanation(NamedTuple):
     """Whether the quantization type of a GGUF weight explains its difference from the original.
 
-    ``reordered``: the rows of both sides agree, but in another order.
+    ``reordered``: both sides contain the same rows in a different order.
     """
 
     type: str
@@ -69,7 +69,7 @@ class Explanation(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A value other than a tensor that differs: its path and text; None where it is missing."""
+    """A differing value that is not a tensor: path, and text on each side (None if missing)."""
 
     path: str
     a: str | None
@@ -79,8 +79,9 @@ class Entry(NamedTuple):
 class Silent(NamedTuple):
     """The effects that `load_state_dict(strict=False)` does not report.
 
-    It ignores `skipped` tensors of the file, which have `parameters` elements. `kept` tensors of
-    the model, with `kept_parameters` of its `all_parameters` elements, keep their initial values.
+    `load_state_dict` ignores `skipped` tensors of the file, with `parameters` elements in total.
+    `kept` tensors of the model, with `kept_parameters` of its `all_parameters` elements, keep their
+    initial values.
     """
 
     skipped: int
@@ -135,7 +136,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether all that was compared is equal."""
+        """Whether all compared keys and values are equal."""
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
@@ -302,7 +303,7 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
-            assert not isinstance(difference, TensorError)  # with a tolerance it is raised
+            assert not isinstance(difference, TensorError)  # with a tolerance, the error is raised
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
         mismatched.append(found)
@@ -331,7 +332,7 @@ def _difference(
 ) -> Difference | TensorError | None:
     """Return how the values differ, or the error if these values cannot be compared.
 
-    Raises this error if a tolerance is given.
+    If a tolerance is given, raise the error instead.
     """
     try:
         return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
@@ -365,7 +366,7 @@ def against(
     taken = [each for each in found.renamed if is_taken_by_torch(each)]
     skipped = {*found.unexpected} - {each.old for each in taken}
     lacking = {*found.missing} - {each.new for each in taken}
-    # A tied tensor counts once. It is filled if the file has one of its names.
+    # A tied tensor counts once. The model's tensor is filled if the file has one of its names.
     first = {name: same[0] for same in ties for name in same}
     once = {first.get(key, key): kind for key, kind in theirs.items()}
     filled = {first.get(key, key) for key in theirs if key not in lacking}
@@ -456,7 +457,7 @@ def _prefix_advice(
     return None
 
 
-SHOWN = 6  # entries of the root to list as not compared
+SHOWN = 6  # maximum number of root entries to list as not compared
 
 
 class Rest(NamedTuple):
@@ -484,11 +485,12 @@ def compare_checkpoints(
     matches: Matches | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the weights of two checkpoints, and with `everything` the rest of them too.
+    """Compare the weights of two checkpoints; with `everything`, compare all other entries too.
 
-    The rest (optimizers, averages, settings) is compared path by path. Two checkpoints without
-    weights are compared with `everything`. `matches` selects keys and paths. See :func:`compare`
-    for the other arguments. ``uncompared`` of the result lists what was not compared.
+    Other entries (optimizers, averages, settings) are compared path by path. Two checkpoints
+    without weights are compared with `everything`. `matches` selects keys and paths. See
+    :func:`compare` for the other arguments. ``uncompared`` of the result lists what was not
+    compared.
     """
     weights: tuple[Tensors, Tensors] = ({}, {})
     if has_weights(a, b):
@@ -543,7 +545,7 @@ def compare_checkpoints(
 
 
 def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
-    """Return what is found, with the ranks, alphas and targets in which two adapters differ.
+    """Add the ranks, alphas and targets in which two adapters differ to the result.
 
     For an adapter and a model, the advice is the command that compares them.
     """
@@ -589,7 +591,7 @@ def entire(checkpoint: Checkpoint) -> Checkpoint:
 def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
     """Return the content outside the weights, without the attributes of a pickled module.
 
-    Different values have different strings. For long arrays that holds only if `exact`.
+    Different values have different strings; for long arrays only if `exact`.
     """
     summary = summarize(checkpoint)
     values = {

@@ -78,7 +78,7 @@ def sha256_each(
 
 
 def tensor_ids(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor, str | TensorError]]:
-    """Yield (name, tensor, id or the error that explains why it has none), in order."""
+    """Yield (name, tensor, id), in order; an error instead of the id if there is none."""
     return _hashed(
         tensors, lambda each: f"{each.dtype} {','.join(map(str, each.shape))}\n".encode()
     )
@@ -112,7 +112,7 @@ def _hashed(
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Tensor ids by name, the tensors, and for tensors without an id the reason (`without`)."""
+    """Tensor ids by name, the tensors, and the reasons for missing ids (`without`)."""
 
     ids: dict[str, str]
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -275,7 +275,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 class ManifestDifferences(NamedTuple):
-    """Names only in the manifest, names only in the checkpoint, names with different digests."""
+    """Three lists: names only in the manifest, only in the checkpoint, with different digests."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -307,7 +307,7 @@ def compare_ids(
 # Checksums of parts; large parts are split into pieces for several threads
 
 PIECE = 64 << 20  # bytes of a piece
-DAMAGE = (FormatError, AmbiguousError, TensorError)  # the file is wrong, not the disk or a limit
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # faults of the file, not of the disk
 _NOTHING = Range(Memory(b""), 0, 0)
 
 

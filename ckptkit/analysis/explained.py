@@ -37,7 +37,8 @@ from ckptkit.core.text import plural
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest quantization error of each type: norm of the difference / norm of the weight.
+# The largest quantization error of each type: norm of the difference divided by the norm of the
+# weight.
 LIMITS = {
     "Q8_0": 0.0125, "Q6_K": 0.04, "Q5_K": 0.07, "Q5_1": 0.075, "Q5_0": 0.1, "Q4_K": 0.14,
     "Q4_1": 0.15, "IQ4_NL": 0.15, "IQ4_XS": 0.15, "Q4_0": 0.19, "NVFP4": 0.2, "MXFP4": 0.22,
@@ -45,16 +46,16 @@ LIMITS = {
     "IQ2_XXS": 0.7, "IQ1_M": 0.72, "IQ1_S": 0.85, "TQ1_0": 1.05, "TQ2_0": 1.05, "Q2_0": 1.05,
     "Q1_0": 1.2,
 }  # fmt: skip
-COMPUTED = 1e-6  # the largest relative rounding error of float32 arithmetic
-SAMPLES = 8  # rows to search for at other positions
-REORDERED = 8  # tensors to search
+COMPUTED = 1e-6  # maximum relative rounding error of float32 arithmetic
+SAMPLES = 8  # number of rows to search for at other positions
+REORDERED = 8  # maximum number of tensors to search
 
 
 class Origin(NamedTuple):
-    """How a tensor was made: its types in the GGUF file, whether it was computed, its names."""
+    """The origin of a tensor: GGUF types, the expression that computed it, and names."""
 
     types: tuple[str, ...]
-    computed: str = ""  # of `INVERSES`
+    computed: str = ""  # a key of `INVERSES`, or empty
     names: frozenset[str] = frozenset()
 
     @property
@@ -126,8 +127,9 @@ def compare_with_original(
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
     """Return how two tensors of one shape differ.
 
-    If A is not quantized, B is first rounded to its dtype. If a computed B in float16 differs,
-    it is computed again in float32, because llama.cpp computes in either dtype.
+    If A is not quantized, B is first rounded to its dtype. llama.cpp computes in float16 or
+    float32. If the values of B, computed in float16, differ from A, they are computed again in
+    float32.
     """
     try:
         if origin.limit > COMPUTED:
@@ -159,7 +161,7 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return whether sampled rows of A are near rows of B, and some at other positions."""
+    """Return whether sampled rows of A are close to rows of B, some of them at other positions."""
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False
     import numpy as np

@@ -1,6 +1,6 @@
-"""Match keys that only one side has: pair those that look like one key under two names.
+"""Match keys that only one side has: pair keys that look like one key under two names.
 
-The methods run in this order; each gets the keys that the previous ones left:
+The methods run in this order. Each method pairs keys that previous methods did not pair:
 
 ``suffix``   longest common dotted suffix. The parts before it give a rename rule
              (``encoder.layer`` -> ``blocks``). Rules that explain the most keys are applied first,
@@ -29,15 +29,15 @@ from typing import NamedTuple, TypeVar
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, without
 
-# Which numbers are indices: those between dots (``layers.3``), any (``layer_3``), none. They are
-# tried in this order.
+# Definitions of an index, tried in this order: a number between dots (``layers.3``), any number
+# (``layer_3``), no number.
 INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
 
 MAX_DOTS = 64  # a name with more dots is a family of its own
 
-Parts = tuple[str, ...]  # of a name, between dots
+Parts = tuple[str, ...]  # the dotted parts of a name
 Numbers = tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ class KeyPattern:
         }
 
     def renamings(self, other: KeyPattern) -> Iterable[Mapping[str, str]]:
-        """Yield ways to rename this family to the other: by equal numbers, by equal ranks."""
+        """Yield maps from this family to the other: by equal numbers, then by equal ranks."""
         same = {
             name: other.members[key] for key, name in self.members.items() if key in other.members
         }
@@ -106,7 +106,7 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # characters of a part, and parts of a name, to compare
+LONGEST = 64  # maximum characters of a part, and parts of a name, to compare
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
@@ -154,10 +154,10 @@ def _distance(one: str, other: str) -> int:
 PAIRS = (
     4_096  # pairs of families with one suffix; a suffix with more is too common to tell anything
 )
-COMPARED = 10_000  # rules whose similarity is computed
-WORK = 3_000_000  # names to look up in total
-DEEPEST = 24  # parts of a suffix
-MARGIN = 0.05  # difference of similarity that decides between two rules
+COMPARED = 10_000  # maximum number of rules whose similarity is computed
+WORK = 3_000_000  # maximum number of name lookups
+DEEPEST = 24  # maximum number of parts of a suffix
+MARGIN = 0.05  # minimum difference of similarity to prefer a rule
 
 
 class RenameRule(NamedTuple):
@@ -167,9 +167,9 @@ class RenameRule(NamedTuple):
     new: Parts
 
 
-COMPARISONS = 8_000  # comparisons of names in total
-BUCKET = 2_048  # comparisons of names of one shape
-NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # least similarity of the names of a pair
+COMPARISONS = 8_000  # maximum number of name comparisons in total
+BUCKET = 2_048  # maximum number of name comparisons for each shape
+NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # minimum similarity of the names of a pair
 
 
 class Kind(NamedTuple):
@@ -221,7 +221,8 @@ def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
 class _Matcher:
     """The matching in progress: ``old`` and ``new`` are the keys not paired yet.
 
-    ``ours`` and ``theirs`` are their families. These may still contain keys that are paired by now.
+    ``ours`` and ``theirs`` are the families of these keys. Families may still contain keys that are
+    already paired.
     """
 
     def __init__(self, old: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
@@ -235,7 +236,7 @@ class _Matcher:
         self._comparisons = COMPARISONS
 
     def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        """Return the pairs of unpaired names of two families, by the way that gives the most."""
+        """Pair unpaired names of two families; choose the renaming that gives the most pairs."""
         old, new = self.old, self.new
         ways = [
             {
@@ -254,7 +255,7 @@ class _Matcher:
     # suffix
 
     def by_suffix(self) -> None:
-        """Apply the rules that pairs of families suggest; those that explain most come first."""
+        """Apply the rules that pairs of families suggest, rules that explain most keys first."""
         self._work = WORK
         self._vote()
         near = {rule: similarity(rule.old, rule.new) for rule in islice(self._votes, COMPARED)}
@@ -286,7 +287,7 @@ class _Matcher:
                 self.rules.append(rule)
 
     def _vote(self) -> None:
-        """Collect the rules with their votes, longest suffixes first, and the indices over them."""
+        """Collect rules with their votes, longest suffixes first, and index the rules."""
         self._votes: dict[RenameRule, int] = defaultdict(int)
         # Rules by the head that they replace (False) or insert (True).
         self._claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
@@ -375,9 +376,9 @@ class _Matcher:
         return found
 
     def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
-        """Pair two families, then the rest of the same modules: a bias follows its weight."""
+        """Pair two families, then other keys of the same modules: a bias follows its weight."""
         names = self.joined(ours, theirs)
-        # A single vector or scalar: its shape is no evidence, so the names must be similar.
+        # The shape of a single vector or scalar is no evidence, so the names must be similar.
         vague = len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
         if not names or (vague and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
             return
@@ -452,7 +453,7 @@ class _Matcher:
 
 
 def sure(rule: RenameRule, hits: int, alone: bool) -> float:
-    """Return the confidence in a rule that explains `hits` keys; `alone` if it has no rival."""
+    """Return the confidence in a rule that explains `hits` keys; `alone`: the rule has no rival."""
     if not alone:
         return 0.7
     if not rule.old or not rule.new:  # the rule only adds or removes a prefix
@@ -465,8 +466,8 @@ def sure(rule: RenameRule, hits: int, alone: bool) -> float:
 Kinds = Mapping[str, Kind]
 Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or the shape is unknown
 
-SAMPLE = 500  # names to sample for prefixes
-PREFIXES = 16  # prefixes of each side to try
+SAMPLE = 500  # number of names to sample for prefixes
+PREFIXES = 16  # maximum number of prefixes of each side to try
 
 CERTAIN = "torch"  # torch renamed the key: torch.nn.utils before, parametrizations now
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
@@ -477,7 +478,7 @@ _BEFORE = {
 
 
 class PrefixChange(NamedTuple):
-    """Remove the prefix `strip` from a name if it has it, then add the prefix `add`."""
+    """Remove the prefix `strip` from names that start with it, then add the prefix `add`."""
 
     strip: str = ""
     add: str = ""
@@ -565,9 +566,9 @@ def fits(ours: Shape | None, theirs: Shape | None) -> bool:
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
     """Return the change of prefixes after which most names of the file are names of the model.
 
-    It never changes names that both sides have (or that `common` lists), never adds a prefix to
-    only some names, and never makes two names equal. Both prefixes are empty if no change helps, or
-    if two changes help equally and pair different tensors.
+    The change keeps names that both sides have or `common` lists. It never adds a prefix to only
+    some names, and never makes two names equal. Both prefixes are empty if no change helps, or if
+    two changes help equally and pair different tensors.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]
@@ -592,7 +593,7 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Prefix
 
 
 def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> bool:
-    """Return whether a change keeps common names, is not partial, and makes no names equal."""
+    """Return whether a change keeps common names, affects all names, and makes no names equal."""
     if any(way(name) != name for name in common):
         return False
     if way.strip and way.add and not all(name.startswith(way.strip) for name in ours):

@@ -15,7 +15,7 @@ Relative = float | None
 
 
 class Compared(NamedTuple):
-    """One compared tensor: its dotted path, its state, and the difference of its values.
+    """One compared tensor: dotted path, state, and difference of its values.
 
     `difference` is None unless floating-point values differ.
     """
@@ -28,10 +28,10 @@ class Compared(NamedTuple):
 class Moved(NamedTuple):
     """One part of a model: the number of its tensors in each state, and their relative change.
 
-    `relative` is the norm of the differences divided by the norm in A, over the changed tensors. It
-    is 0 if none changed, and None if the norm in A is zero or the values are not floats. `pattern`
-    is a glob that selects the tensors. `blocks` contains (name, relative change) of each block, if
-    there are several.
+    `relative` is the norm of the differences divided by the norm in A, over the changed tensors.
+    `relative` is 0 if no tensor changed, and None if the norm in A is zero or the values are not
+    floats. `pattern` is a glob that selects the tensors. `blocks` contains (name, relative change)
+    of each block, if there are several.
     """
 
     label: str

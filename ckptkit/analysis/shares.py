@@ -14,7 +14,7 @@ from ckptkit.core.tree import Node, Path, join, key_text, walk
 from ckptkit.core.weights import is_optimizer
 
 WEIGHTS, OPTIMIZER, OTHER = ROLES = ("weights", "optimizer", "other")
-LEVELS = 32  # a name is split into at most this many parts: it may consist of dots only
+LEVELS = 32  # maximum number of parts of a name, which may consist of dots only
 
 
 class Share(NamedTuple):
@@ -83,7 +83,7 @@ def shares(summary: Summary, root: Node) -> list[Share]:
 
 
 def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence[int]) -> bool:
-    """Return whether a path starts with one of `places`; `lengths` are the lengths of these."""
+    """Return whether a path starts with one of `places`; `lengths` are the lengths of `places`."""
     keys = tuple(map(key_text, path)) if places else ()
     return any(keys[:length] in places for length in lengths)
 
@@ -99,7 +99,7 @@ def branches(shares: Iterable[Share]) -> Branch:
             branch = _below(branch, part)
             branch.add(share)
         while last in branch.children and branch.children[last].share is not None:
-            last += "'"  # a key of the file occurs twice
+            last += "'"  # the key occurs twice in the file
         branch = _below(branch, last)
         branch.add(share)
         branch.share = share

@@ -37,7 +37,7 @@ class Pick(NamedTuple):
         return f"{self.start}:{stop}" + (f":{self.step}" if self.step != 1 else "")
 
     def part(self, start: int, count: int) -> Pick:
-        """Return at most `count` of these indices, from the `start`-th on."""
+        """Return a slice of at most `count` of these indices, beginning at the `start`-th."""
         return Pick(
             self.start + start * self.step, max(0, min(count, self.size - start)), self.step
         )
@@ -50,8 +50,8 @@ def parse(text: str, shape: Shape) -> Picks:
     """Parse a slice of a tensor of this shape; return a Pick for each dimension.
 
     `text` contains integers, ``start:stop:step`` and at most one ``...``, separated by commas.
-    Negative integers count from the end; steps are positive. Missing dimensions are taken whole.
-    Raises UsageError.
+    Negative integers count from the end; steps are positive. Missing dimensions are selected
+    completely. Raises UsageError.
     """
     items = [each.strip() for each in _unwrapped(text).split(",")] if _unwrapped(text) else []
     if items.count("...") > 1:
@@ -120,7 +120,7 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def _first(pick: Pick, size: int | None) -> Pick:
-    """Return the first `size` indices; if `size` is None, the first, without the dimension."""
+    """Select the first `size` indices; if `size` is None, select index 0 and drop the dimension."""
     if pick.single:
         return pick
     return Pick(pick.start, 1, 1, True) if size is None else pick.part(0, size)

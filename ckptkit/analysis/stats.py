@@ -1,8 +1,8 @@
-"""Compute statistics of tensors: of each tensor, of groups with a common label, and of all.
+"""Compute statistics of each tensor, of groups with a common label, and of all tensors.
 
 One pass reads the tensors; memory does not grow with their size.
 
-NaN and infinities are counted, and excluded from all other statistics. Tensors that share all their
+NaN and infinities are counted, and excluded from all other statistics. Tensors that share all
 elements are read once, and count once in groups and totals. Floats, integers, bools and complex
 numbers have separate groups and totals.
 """
@@ -68,7 +68,7 @@ def depth(parts: int) -> Callable[[str], str]:
 
 
 class Statistics:
-    """Compute statistics: `rows` yields them; the attributes are complete once it has ended.
+    """Compute statistics; `rows` yields one entry per tensor, and then completes the attributes.
 
     The attributes are `groups` (if a function `label` is given), `totals`, `skipped`, and `odd`:
     the tensors with NaN or infinities.
@@ -131,7 +131,7 @@ class Statistics:
         found = _tallies(
             [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress, fork
         )
-        kept: dict[Key, Tally | str] = {}  # results that a later row needs again
+        kept: dict[Key, Tally | str] = {}  # results that a later row reuses
         for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
             tally = next(found) if first[key] == number else kept[key]
             if times[key] > 1:
@@ -166,7 +166,7 @@ Result = tuple[int, Tally | str, int]
 def _tallies(
     rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None], fork: bool
 ) -> Iterator[Tally | str]:
-    """Yield the statistics of each tensor, or the reason why it has none."""
+    """Yield the statistics of each tensor, or the reason why there are none."""
     tasks = list(_tasks(rows)) if fork else []
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
     if workers.should_fork(sum(map(_nbytes, tasks)), sources(places)):
@@ -189,7 +189,8 @@ def _nbytes(task: Task) -> int:
 
 
 def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
-    """Yield the parts of each tensor; None for an empty tensor; a reason if it has no numbers."""
+    """Yield the parts of each tensor; None for an empty tensor; a reason if a tensor has no
+    numbers."""
     for number, row in rows:
         try:
             parts = list(tallies.parts(row.tensor))
@@ -231,7 +232,7 @@ def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
 def chosen(
     checkpoint: Checkpoint, globs: Sequence[str], everything: bool = False
 ) -> list[summary.TensorRow]:
-    """Return the weights, or all tensors where there are none, that match the globs."""
+    """Return the weights that match the globs; without weights, return all matching tensors."""
     rows = summary.summarize(checkpoint).rows
     weights = [] if everything else [row for row in rows if row.name is not None]
     return summary.matching(weights or rows, globs)

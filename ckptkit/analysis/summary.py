@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # longest byte string to show as text
+BYTES_SHOWN = 1_024  # maximum bytes of a byte string to show as text
 # Larger integers are shown by their number of bits: Python refuses to print their digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
-_HEAD, _LEAST = 4, 64  # length of a file signature; shortest byte string to report as a file
+_HEAD, _LEAST = 4, 64  # bytes of a signature; minimum bytes to report as a file
 _HEADS = {
     b"PK\3\4": "zip archive",
     **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)},
@@ -146,20 +146,21 @@ def json_number(value: Any) -> Any:
 
 
 class TensorRow(NamedTuple):
-    """A tensor of the checkpoint, and what tables show of it.
+    """A tensor of the checkpoint, with the facts that tables show.
 
-    `storage` is the number of its storage, from 0 in the order of the file; None without a storage.
-    ``group`` is the quantized weight that this tensor is (dequantized, see `is_logical`), or that
-    it belongs to. In the first case ``nbytes`` counts the stored bytes.
+    `storage` is the index of the tensor's storage, counted from 0 in file order; None without a
+    storage. ``group`` is a quantized weight: either the row represents the whole weight (see
+    `is_logical`), or the tensor is part of the weight. If the row represents the whole weight,
+    ``nbytes`` counts the stored bytes.
     """
 
     name: str | None  # key in the weights; None for other tensors
     path: Path
     tensor: Tensor
     storage: int | None
-    nbytes: int  # number of elements * itemsize; of a sharded tensor, in this file
+    nbytes: int  # number of elements * itemsize; for a shard, only bytes in this file
     local: Piece | None = None  # the shard of a distributed tensor that this file contains
-    # The tensors that a tensor subclass is made of. They also have rows of their own.
+    # The inner tensors of a tensor subclass. The inner tensors also have their own rows.
     inside: tuple[Tensor, ...] = ()
     group: QuantizedWeight | None = None
     is_shared: bool = False  # whether other tensors use the same storage
@@ -256,7 +257,7 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that `inspect` shows.
+    """The facts that `inspect` shows.
 
     `weights` is the path of the state_dict; None if there is none, or if there are several.
     """
@@ -289,7 +290,8 @@ class Summary:
     def survives_dropping(self) -> bool:
         """Return whether `--objects drop` keeps something useful.
 
-        With weights: one of the tensors. Without weights: all tensors; without tensors: a value.
+        If the checkpoint has weights, one tensor must survive. Without weights, all tensors must
+        survive; without tensors, a value must survive.
         """
         inside = {place_of(each.path) for each in self.objects}
 
@@ -351,12 +353,12 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 
 _new = tuple.__new__
-_NO_DEPTH = 1 << 62  # more than any node has
-MANY = 16  # a dict with fewer tensors takes the general path
+_NO_DEPTH = 1 << 62  # greater than the depth of any node
+MANY = 16  # minimum number of tensors in a dict for the fast path
 
 
 class _Survey:
-    """The walk through a tree, and the rows, values and objects that it collects."""
+    """A traversal of a tree that collects rows, values and objects."""
 
     def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
@@ -367,7 +369,7 @@ class _Survey:
         self.objects: list[Opaque] = []
         self.inner: list[EmbeddedFile] = []
         self.harmful: dict[str, list[Path]] = {}
-        self.numbers: dict[Storage, int] = {}  # in the order of the file
+        self.numbers: dict[Storage, int] = {}  # storage -> index in file order
 
     def run(self, root: Node) -> None:
         """Visit every node once for each path; do not enter nodes shown as a tensor or value.
@@ -445,7 +447,8 @@ class _Survey:
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
         """Add the row of an object that is a tensor: a subclass, or a shard of a distributed one.
 
-        The tensors inside a subclass get rows after it. The bytes of its own row are their sum.
+        The inner tensors of a subclass get rows after the subclass. The bytes of the subclass's row
+        are the sum of the inner tensors.
         """
         assert node.tensor is not None
         piece = None
@@ -518,7 +521,7 @@ def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
             free[storage] -= nbytes
         if not inside:
             contiguous += nbytes
-    # Count the parameters of the weights, or of all tensors; shared elements once.
+    # Count the parameters of the weights, or of all tensors; count shared elements once.
     counted = [row for row in rows if row.name is not None]
     counted = counted or [row for row in rows if not row.inside]
     shared = [row for row in counted if row.is_shared]

@@ -40,15 +40,15 @@ from ckptkit.formats.recovering import tensors
 _EXPONENTS = ("exponent", "ldexp")  # scales stored as exponent bytes; 255 is NaN
 
 
-COMPARED = 1_000  # with more findings, repetitions are not searched for
+COMPARED = 1_000  # maximum number of findings to search for repetitions
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The findings in one file or folder, and how much of it was checked.
+    """The findings in one file or folder, and the amount of checked data.
 
-    ``records`` and ``nbytes`` count what has checksums. ``tensors`` is 0 if the file cannot be
-    read. ``notes`` lists what could not be checked, and the warnings of the reader.
+    ``records`` and ``nbytes`` count the data with checksums. ``tensors`` is 0 if the file cannot be
+    read. ``notes`` lists data that could not be checked, and the warnings of the reader.
     """
 
     path: str
@@ -79,8 +79,8 @@ def verify(
 
     With `expected` (tensor ids by name), the digests of the weights that `matches` selects are
     compared. With `values`, NaN and infinities in tensors and scales are findings too. If bytes are
-    damaged, both are skipped. Raises PathError, UnsupportedError, LimitError, and FormatError if
-    the file is not a checkpoint.
+    damaged, these two checks are skipped. Raises PathError, UnsupportedError, LimitError, and
+    FormatError if the file is not a checkpoint.
     """
     place = open_place(path)
     try:
@@ -120,7 +120,7 @@ class _Verifier:
         self.records = self.nbytes = self.unsummed = 0
 
     def check_bytes(self) -> Checkpoint | None:
-        """Check structure and checksums. Return the checkpoint, or None if it is damaged."""
+        """Check structure and checksums. Return the checkpoint; None if the file is damaged."""
         try:
             self.format = formats.match(self.probe)
         except DAMAGE as error:
@@ -163,7 +163,7 @@ class _Verifier:
         return None if self.damaged else self.checkpoint
 
     def _wrong(self, error: CkptkitError) -> None:
-        """Add an error as a finding; in a folder, with the file that it is about."""
+        """Add an error as a finding; in a folder, add the name of the affected file."""
         below = ""
         if self.format is not None and error.where not in (None, self.place.name):
             below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
@@ -231,7 +231,7 @@ class _Verifier:
 
 
 def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """Yield (name, scales, how they are encoded) of the quantized weights of known layouts."""
+    """Yield (name, scales, encoding of the scales) of quantized weights with known layouts."""
     found = quantized.find(ck)
     names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
     for group in found.groups:
@@ -244,7 +244,7 @@ def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
 def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
     """Drop findings that another finding implies.
 
-    The reader and a checksum often report the same damage.
+    For example, the reader and a checksum often report the same damage.
     """
 
     def implies(other: Defect, one: Defect, before: bool) -> bool:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ckptkit.lora.reading import Adapter
 
 
-LISTED = 8  # items of a list to show; JSON and the tree show all
-LONG = 200  # characters of a value to show; JSON and the tree show all
+LISTED = 8  # maximum list items to show; JSON and the tree show all
+LONG = 200  # maximum characters of a value to show; JSON and the tree show all
 ENTRIES = ("name", "value")  # headers of the tables of values, objects and metadata
 PAIRED = ("in A", "in B", "shape", "sure", "by")
 NAMES = ("name",)
@@ -139,7 +139,8 @@ def brief(summary: Summary) -> tuple[str, ...]:
 
 
 def larger(a: Summary, b: Summary) -> str:
-    """Return a sentence: which of two files is larger, by how much, and in which parts."""
+    """Return a sentence that names the larger of two files, the difference, and the larger
+    parts."""
     if a.size == b.size:
         names = f"{escape(a.path)} and {escape(b.path)}"
         return f"{names} have the same size: {size(a.size)}"
@@ -243,7 +244,7 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
 
 
 def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
-    """Fold rows whose labels differ only in an index: a loss history is one row with all values.
+    """Fold rows whose labels differ only in an index; a loss history becomes one row.
 
     If all values are equal, the row has one value. Up to LISTED lists keep rows of their own.
     """
@@ -394,7 +395,7 @@ def _notes(found: Diff) -> Iterator[str]:
         yield f"not compared: {escape('; '.join(found.uncompared))}"
 
 
-WIDE = 16  # bins of a histogram in a table
+WIDE = 16  # number of histogram bins in a table
 MEASURED = ("mean", "std", "min", "max", "norm")  # columns of tables, in this order
 ODD = {"nan": "NaN", "inf": "inf"}  # name in JSON -> title; both are 0 for a healthy tensor
 COLUMNS = ("name", "tensors", "count", *MEASURED, "zeros", *ODD.values(), "histogram")
