@@ -1,6 +1,6 @@
-"""Arithmetic on the elements of byte ranges, and torch tensors made of them.
+"""Arithmetic on tensor elements in byte ranges, and torch tensors of the results.
 
 In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch
-storages. Uses core. Functions import numpy and torch when they need them, so that commands that
-only copy import neither.
+storages. Uses core. Functions import numpy and torch only when needed. A command that only copies
+imports neither.
 """

@@ -1,8 +1,9 @@
 """Records of rearranged elements: joined tensors, permuted tensors, and views as plain bytes.
 
-Plain bytes are row-major, little-endian, and without gaps. A record is lowered to the simplest
-extent: a range; ranges and strided views in a row; one strided view; or boxes of an array. If a
-source is itself rearranged, the copies are composed, so that several steps read each byte once.
+Plain bytes are row-major, little-endian, and without gaps. A record becomes the simplest possible
+extent: a range; a concatenation of ranges and strided views; one strided view; or blocks of an
+array. If a source is itself rearranged, the copies are composed, so that several steps read each
+byte once.
 
 Tensors may have more elements than their storage: stride 0, and overlapping windows. A file of a
 kilobyte can describe a tensor of terabytes. Computations therefore read repeated elements once.
@@ -47,14 +48,14 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 
-SMALL = 1 << 20  # bytes of elements that are read whatever the size of the storage
+SMALL = 1 << 20  # tensors of at most this many bytes are read despite a small storage
 RUN = 128 << 10  # bytes; longer runs are copied as ranges
-RUNS = 50_000  # most runs or rows of one target
+RUNS = 50_000  # maximum number of contiguous runs, or rows, of one target
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
 def refuse_without_elements(tensor: Tensor, what: str) -> None:
-    """Raise TensorError for a tensor of an unknown dtype, and for one that has no `what`."""
+    """Raise TensorError for a tensor with an unknown dtype, or without `what`."""
     if tensor.layout == UNKNOWN:
         raise TensorError(f"its elements are of {tensor.dtype}, which ckptkit does not know")
     if tensor.storage is None or tensor.layout != "strided":
@@ -115,7 +116,7 @@ class Arranged:
 
 
 def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) -> Record:
-    """Return the bytes of a tensor from `parts`: (offsets of a box, tensor that fills it)."""
+    """Return the bytes of a tensor made of `parts`: (offsets in the tensor, part)."""
     records: dict[int, Record] = {}
     numbers: dict[int, int] = {}
     copies = []
@@ -166,7 +167,7 @@ def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
 
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
-    """Return the bytes of `total` elements, which the pieces fill.
+    """Return the extent of `total` elements. The pieces fill these elements.
 
     Raises UnsupportedError if reading them would take too long.
     """
@@ -196,7 +197,7 @@ def _normal(copy: StridedCopy) -> StridedCopy:
 
 
 def _runs(copy: StridedCopy, itemsize: int) -> int | None:
-    """Return the number of contiguous runs of a copy; None if it has several short ones."""
+    """Return the number of contiguous runs of a copy; None if there are several short runs."""
     if not copy.dims:
         return 1
     n, read, written = copy.dims[-1]
@@ -251,7 +252,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
-    """Raise UnsupportedError for a large source that is not seekable and not read in order."""
+    """Raise UnsupportedError for a large, not seekable source that the copy reads out of order."""
     if starts_anywhere(extent) or extent.length <= HELD:
         return
     whole = len(copy.dims) < 2 and _runs(copy, itemsize) is not None
@@ -266,7 +267,7 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
 
 
 def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
-    """Replace a copy of a rearranged source by copies of the sources of that."""
+    """Replace a copy from a rearranged extent by copies from the sources of that extent."""
     inner = _parts(extent, itemsize)
     if inner is None:
         return [(extent, copy)]
@@ -279,7 +280,7 @@ def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Pi
 
 
 def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
-    """Return the copies that make up an extent; None if it is a range or computed."""
+    """Return the copies that an extent consists of; None if the extent is a range or computed."""
     if isinstance(extent, Range):
         return None
     operation = extent.operation
@@ -312,7 +313,7 @@ def _run(start: int, place: int, elements: int) -> StridedCopy:
 
 
 def repeated(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the dimensions along which all of the tensors, of one shape, have stride 0."""
+    """Return the dimensions in which all tensors have stride 0. The tensors have the same shape."""
     if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
         return ()
     sizes = enumerate(tensors[0].shape)
@@ -322,7 +323,7 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the tensor with one index of each dimension in `axes`, along which it repeats."""
+    """Return the tensor without repetitions: only index 0 of each dimension in `axes`."""
     if not axes:
         return tensor
     return replace(
@@ -331,12 +332,12 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """Return the number of repetitions of each element of `once`."""
+    """Return how often the tensor repeats each element of `once(tensor, axes)`."""
     return prod(tensor.shape[axis] for axis in axes)
 
 
 def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
-    """Return the row-major position in `shape` of a position in `once`."""
+    """Convert a row-major position in the result of `once` to one in an array of `shape`."""
     found, step = 0, 1
     for axis in reversed(range(len(shape))):
         if axis not in axes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # elements compared at once; with fewer, threads wait for the interpreter lock
+WIDE = 1 << 17  # elements compared at once; smaller steps wait for the interpreter lock
 # Bounds of float32 sums of squares that are exact enough, and the relative error of a difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 
@@ -35,10 +35,10 @@ _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 class Difference:
     """Differences of two tensors: `count` elements differ, the first at row-major position `first`.
 
-    ``largest`` is the largest absolute difference, None if only bytes were compared. ``distance``
-    is the norm of the difference. ``relative`` is `distance` divided by the norm of the first
-    tensor, None if that is zero. ``cosine`` is the cosine of the angle between the two, None if
-    one is zero.
+    ``largest`` is the largest absolute difference, or None if only bytes were compared.
+    ``distance`` is the norm of the difference. ``relative`` is `distance` divided by the norm of
+    the first tensor, None if that is zero. ``cosine`` is the cosine of the angle between the two,
+    None if one is zero.
     """
 
     count: int
@@ -106,7 +106,7 @@ class _Measure:
         self.squares = self.others = self.product = self.moved = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add elements of both tensors, of one type. `x` and `y` are one array if they are equal.
+        """Add elements of both tensors, of the same type. For equal elements, pass one array twice.
 
         The sums use the type of the elements, in pieces that stay in the caches, unless float32 is
         too narrow for the squares. The largest difference is exact.
@@ -144,7 +144,7 @@ class _Measure:
         return None
 
     def of(self, found: Difference, largest: float | None = None) -> Difference:
-        """Return a difference with these measures, and with `largest` if it is given."""
+        """Return `found` with the accumulated measures, and with `largest` unless that is None."""
         relative = (self.moved / self.squares) ** 0.5 if self.squares else None
         norms = (self.squares * self.others) ** 0.5
         return replace(
@@ -157,7 +157,7 @@ class _Measure:
 
 
 def _same(left: Extent, right: Extent) -> bool:
-    """Return whether two extents are one range, or one computation on equal bytes."""
+    """Return whether two extents are the same range, or the same operation on equal bytes."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
     alike = left.operation == right.operation and left.length == right.length
@@ -194,7 +194,7 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # equal pieces before are measured below
+        if measure is not None and count:  # the equal pieces before are measured below
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize
@@ -211,7 +211,7 @@ def _compare_bytes(
 
 
 def _codes(piece: Piece, dtype: DType) -> Array:
-    """Return elements as integers or rows of bytes, which are equal if their bytes are."""
+    """Return elements as integers or rows of bytes, so that `==` compares their bytes."""
     import numpy as np
 
     if dtype.itemsize in (1, 2, 4, 8):

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 # Elements per tile. numpy calls must be so long that threads seldom wait for the interpreter lock,
-# and a tile must fit the cache of a core twice, as float32.
+# and two float32 copies of a tile must fit the cache of a core.
 TILE = 1 << 18
 WIDE = 1 << 19  # elements; a longer row is computed in several pieces
-# Rows of a tile for packings in which a byte contains several rows, or words extend down a column.
-# The rows fill a cache line of the input. Such tiles are split into columns.
+# Rows per tile for packings in which a byte or a 32-bit word contains codes of several rows. The
+# rows fill a cache line of the input. Such tiles are split into columns.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
 # The first code, without its sign, that is not a finite number. Only for types with at most four
 # significant bits.
@@ -112,7 +112,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
 
 
 class Dequantizer:
-    """Computes the elements of spans, which must rise, up to element `last`."""
+    """Computes the elements of spans in ascending order, up to element `last`."""
 
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reader], sizes: Sequence[int], last: int
@@ -142,7 +142,7 @@ class Dequantizer:
                 self.table[8] = -0.0  # bitsandbytes writes 0 there but computes with -0
         elif blocks.table is not None:
             self.table = table_of(blocks.table)
-        # The dtypes to which scales and products are rounded.
+        # Scales and products are rounded to these dtypes.
         self.scale_dtype, self.product_dtype = (
             blocks.target if name == TARGET else name
             for name in (blocks.scale_dtype, blocks.product_dtype)
@@ -205,7 +205,7 @@ class Dequantizer:
 
     @property
     def _is_shifted(self) -> bool:
-        """True if zero points are subtracted from integer codes, before these become float32."""
+        """True if zero points are subtracted from the integer codes, before the cast to float32."""
         same = self.zero.same if isinstance(self.zero, PackedZero) else None
         return same is not None and self.blocks.packing.bits < 8 and not self.blocks.signed
 
@@ -264,7 +264,7 @@ class Dequantizer:
         """Return a table of two float32 numbers for each pair of codes, to halve the lookups.
 
         Building numbers from the bits of the codes would be slower: the smallest codes are
-        subnormal in between, and many processors take a hundred times as long for these.
+        subnormal in between, and many processors take 100x as long for subnormal numbers.
         """
         import numpy as np
 
@@ -294,8 +294,8 @@ def _has_ties(scale: Array) -> bool:
 def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
     """Return the blocks with their index of column groups.
 
-    The index is None if the groups are in order and of one width. Raises CorruptError for an index
-    beyond the scales.
+    The index is None if the groups are in order and have equal widths. Raises CorruptError for an
+    index beyond the scales.
     """
     import numpy as np
 
@@ -333,7 +333,7 @@ def is_tabled(blocks: Blocks) -> bool:
 class TabledDequantizer(Dequantizer):
     """Looks up the result for each pair of a scale and a code; 4-bit codes two at a time."""
 
-    _of: int | None = None  # the batch whose results are in the table
+    _of: int | None = None  # index of the batch that `table` belongs to
 
     def __call__(self, span: Span) -> memoryview:
         if self._of != span.batch:
@@ -407,8 +407,8 @@ class TorchDequantize(Operation):
     has the dtype of the scale before it is rounded. (ATen/native/quantized:
     AffineQuantizerBase.cpp, cpu/kernels/QuantizedOpKernels.cpp.)
 
-    `parameters` are a scale and a zero point. If inputs 2 and 3 contain scales and zero points per
-    channel, `parameters` are their dtypes and the number of elements of a channel.
+    Per tensor, `parameters` are a scale and a zero point. Per channel, inputs 2 and 3 contain the
+    scales and zero points; `parameters` are their dtypes and the number of elements of a channel.
     """
 
     dtype: str
@@ -457,7 +457,7 @@ def dequantized_record(
     """Return the elements of a quantized tensor as float32, row-major and little-endian.
 
     Scale and zero point are numbers, or tensors with one number for each index of dimension `axis`.
-    Raises TensorError if these do not fit, or if the elements are not contiguous.
+    Raises TensorError if scale or zero point do not fit, or if the elements are not contiguous.
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):

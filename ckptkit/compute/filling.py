@@ -1,4 +1,4 @@
-"""New rows of a matrix: zeros, the mean of its rows, or random numbers of their distribution."""
+"""New rows of a matrix: zeros, the mean row, or random numbers with the matrix's distribution."""
 
 from __future__ import annotations
 

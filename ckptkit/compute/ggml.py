@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     # Codes, the scale of each group, and its minimum if there is one.
     Parts = tuple[Array, ...]
 
-UNPACKED = 1 << 19  # elements whose codes are unpacked at once: fewer, and calls of numpy dominate
+UNPACKED = 1 << 19  # elements unpacked at once: with fewer, the overhead of numpy calls dominates
 ELEMENTS = 1 << 16  # elements computed at once: the floats stay in the cache until they are written
 TYPES = {dtype.name: dtype for dtype in GGML.values()}
 PAIRS = (0, 2, 4, 6)  # shifts of pairs of bits
@@ -137,8 +137,8 @@ def _planes(
 ) -> Array:
     """Return the bits of consecutive fields after each shift, as words [field, shift, word].
 
-    `runs` fields of `width` bytes begin at byte `at` of each block. Each of their bytes becomes
-    one byte; `mask` selects its bits and clears those of its neighbors.
+    `runs` fields of `width` bytes begin at byte `at` of each block. Each byte of a field becomes
+    one byte; `mask` selects its bits and clears bits of the neighboring bytes.
     """
     import numpy as np
 
@@ -150,7 +150,7 @@ def _planes(
 
 
 def _in_turns(planes: Array, width: int) -> Array:
-    """Return words that take turns: `width` bytes of each plane, then the next of each."""
+    """Interleave planes: `width` bytes of each plane, then the next `width` bytes of each."""
     import numpy as np
 
     runs = planes.reshape(-1, planes.shape[-1]).view(f"V{width}")
@@ -223,7 +223,7 @@ def _looked_up(name: str, nibbles: Array) -> Array:
 
 @cache
 def _grid(name: str) -> Array:
-    """Return the vectors of a grid, each as a word: the members of a set, in rising order."""
+    """Return the vectors of a grid in ascending order, each as a 64-bit integer."""
     import numpy as np
 
     lines = Path(__file__).with_name("ggml_grids.txt").read_text().splitlines()
@@ -238,7 +238,7 @@ def _grid(name: str) -> Array:
 
 @cache
 def _signs() -> tuple[Array, Array]:
-    """Return two words for each byte, to xor and to add: they negate codes whose bit is set."""
+    """Return two tables, to xor and to add. They negate the codes whose bit in the byte is set."""
     import numpy as np
 
     return _bits() * np.uint64(255), _bits()
@@ -246,7 +246,7 @@ def _signs() -> tuple[Array, Array]:
 
 @cache
 def _parity() -> Array:
-    """Return eight sign bits for seven: the last makes the number of signs even."""
+    """Return eight sign bits for each seven. The eighth makes the number of set bits even."""
     import numpy as np
 
     seven = np.arange(128)
@@ -255,7 +255,7 @@ def _parity() -> Array:
 
 
 def _signed(words: Array, signs: Array) -> Array:
-    """Negate the codes whose bit is set, in place: a byte of `signs` is for eight codes, none 0."""
+    """Negate codes in place if their bit is set. A byte of `signs` has 8 bits; codes are not 0."""
     import numpy as np
 
     flip, add = (np.take(each, signs, mode="clip") for each in _signs())

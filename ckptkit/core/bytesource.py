@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Identity = tuple[int | str, ...]
 
 
-_BUFFERS = 1024  # most buffers in one preadv call (IOV_MAX of Linux and macOS)
+_BUFFERS = 1024  # maximum number of buffers in one preadv call (IOV_MAX of Linux and macOS)
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux; Python 3.13 and later define it
 
 
@@ -65,9 +65,9 @@ READING = _Thread()
 
 
 class Member(NamedTuple):
-    """A run of `length` bytes inside a container, with a CRC-32 of its own.
+    """`length` contiguous bytes of a container for which the container stores a CRC-32.
 
-    The run lies between `offset` and `stop`. If it fills that range, it starts at `offset`.
+    The bytes lie between `offset` and `stop`. If they fill that range, they start at `offset`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ByteSource(ABC):
     """Random access to a fixed number of bytes."""
 
     name: str  # for messages
-    size: int  # bytes
+    size: int  # in bytes
     identity: Identity  # changes when the bytes change, as far as the file system can tell
     # True if each read is a network request: then few large reads are faster than many small ones.
     remote = False
@@ -89,7 +89,7 @@ class ByteSource(ABC):
     # True if forked processes can read at the same time: they share no file position.
     is_shared = False
     whole: ByteSource | None = None  # the file that contains this one, or its compressed file
-    # For a container: yields the members of the given source that have a CRC-32.
+    # For a container: a function that yields the members with a CRC-32 of a source.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
@@ -119,16 +119,16 @@ class ByteSource(ABC):
             offset += step
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """Announce small ranges (offset, length), rising; a remote source fetches them together.
+        """Announce small ranges (offset, length) in ascending order.
 
-        Local sources ignore it.
+        A remote source fetches these ranges together. Local sources ignore the announcement.
         """
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes changed since the source was opened."""
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
-        """Return the folder that contains this file, and its name there; None if there is none."""
+        """Return the folder that contains this file, and the name there; None without a folder."""
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
@@ -178,7 +178,7 @@ class Memory(ByteSource):
 
 
 class Section(ByteSource):
-    """A run of bytes of another source, such as a file inside an archive."""
+    """Contiguous bytes of another source, such as a file inside an archive."""
 
     def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > whole.size:
@@ -204,9 +204,10 @@ class Section(ByteSource):
 
 
 class LocalFile(ByteSource):
-    """A regular file, opened once: all reads use that file, even if its name is reused.
+    """A regular file, opened once: all reads use the open file, even if its name is reused.
 
-    It pickles as its path and identity. A worker process reopens it and rejects a changed file.
+    A pickle of this object contains its path and identity. A worker process that unpickles the
+    object reopens the file, and rejects a changed file.
     """
 
     is_shared = hasattr(os, "pread")
@@ -345,8 +346,8 @@ class LocalFile(ByteSource):
     def _only_moved(self, now: os.stat_result) -> bool:
         """Return whether links, mode, owner or name changed (and so ctime), but not the bytes.
 
-        A file that a rename replaced loses a link. If only ctime changed, a program wrote to the
-        file and then restored its mtime.
+        A file that a rename replaced loses a link. If only ctime changed, a program may have
+        written to the file and then restored mtime.
         """
         if identity_of(now)[:-1] != self.identity[:-1]:
             return False
@@ -410,7 +411,7 @@ class Folder:
         return self._open[key]
 
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders in it, sorted, without links to folders."""
+        """Return the names of the subfolders, sorted, without links to folders."""
         try:
             with os.scandir(self.path) as entries:
                 return tuple(
@@ -490,18 +491,18 @@ class Operation:
     """A computation of output bytes from those of other extents; a frozen value, picklable.
 
     The output depends only on the inputs, the fields and the requested range.
-    :mod:`ckptkit.compute.operation` has the simplest. A new operation overrides `read`, and those
-    of the following attributes and methods whose defaults do not apply.
+    :mod:`ckptkit.compute.operation` contains the simplest operations. A new operation overrides
+    `read`, and the following attributes and methods if their defaults do not apply.
     """
 
     __slots__ = ()
     seekable: ClassVar[bool] = True  # reading a part of the output costs only its share
     needs_numpy: ClassVar[bool] = True
-    whole: ClassVar[bool] = False  # holds a whole tensor in memory: only one runs at a time
+    whole: ClassVar[bool] = False  # needs a whole tensor in memory: only one runs at a time
     expands: ClassVar[bool] = False  # its output, not its input, counts against the limits on size
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
-        """Yield bytes `start` to `stop` of `extent`, whose operation this is."""
+        """Yield bytes `start` to `stop` of `extent`. Its `operation` is this object."""
         raise NotImplementedError
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
@@ -509,11 +510,11 @@ class Operation:
         yield extent.length
 
     def runs(self, extent: Derived) -> Sequence[Extent]:
-        """Return extents whose bytes, in a row, are the output; empty if bytes are computed."""
+        """Return the extents whose concatenation is the output; empty if the bytes are computed."""
         return ()
 
     def needed(self, extent: Derived, number: int) -> int:
-        """Return the number of bytes of input `number` whose checksum it does not verify itself."""
+        """Return the number of bytes of input `number` whose checksum `read` does not verify."""
         return extent.inputs[number].length
 
 
@@ -521,7 +522,7 @@ class Operation:
 class Derived:
     """`length` bytes that `operation` computes from `inputs`.
 
-    Frozen and picklable, so that a plan can be sent to the machine that has the bytes.
+    Frozen and picklable, so that another machine can execute a plan.
     """
 
     operation: Operation
@@ -532,7 +533,7 @@ class Derived:
         return self
 
     def sources(self) -> Iterator[ByteSource]:
-        """Yield every source that the bytes come from."""
+        """Yield every source of the bytes."""
         for each in self.inputs:
             if isinstance(each, Range):
                 yield each.source
@@ -588,7 +589,7 @@ def starts_anywhere(extent: Extent) -> bool:
 
 
 def runs(extent: Extent) -> Iterator[Extent]:
-    """Yield the extents whose bytes, in a row, are those of `extent`: usually itself."""
+    """Yield the extents whose concatenation equals `extent`: usually `extent` itself."""
     found = extent.operation.runs(extent) if isinstance(extent, Derived) else ()
     if not found:
         yield extent
@@ -632,11 +633,11 @@ def _fastest() -> Callable[[Data, int], int]:
 
 
 def crc32_combine(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of two runs in a row from their CRC-32s; `size` is that of the second.
+    """Return the CRC-32 of a concatenation. `size` is the size of the second byte string.
 
     A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. `size` more bytes
-    multiply it by x**(8 size). Called with the CRC-32s of the first run and of both runs, this
-    returns that of the second run.
+    multiply the polynomial by x**(8 size). Called with the CRC-32s of the first byte string and of
+    the concatenation, this function returns the CRC-32 of the second byte string.
     """
     return _multiply(_power(8 * size), first) ^ second
 
@@ -699,7 +700,7 @@ def reading(sums: ReadSums | None) -> Iterator[None]:
 # Paths
 
 
-JOURNAL = ".ckptkit-journal"  # suffix of the name of a journal
+JOURNAL = ".ckptkit-journal"  # suffix of the file name of a journal
 STREAM = "-"  # standard input or output
 _NO_STREAM = "checkpoints are read in any order, which a pipe does not allow: save it as a file"
 
@@ -760,7 +761,7 @@ def _instead(path: str, name: str) -> str | None:
 def blobs_of(path: str) -> str | None:
     """Return the folder ``blobs`` of the Hugging Face cache that contains `path`, resolved.
 
-    `path` is ``snapshots/<revision>`` or below. Return None if it is in no cache.
+    `path` is ``snapshots/<revision>`` or below. Return None if `path` is not in such a cache.
     """
     while (parent := os.path.dirname(path)) != path:
         if os.path.basename(parent) == "snapshots":
@@ -779,7 +780,7 @@ def plain_name(name: str, folder: str) -> str:
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of the journal that `path` would have, with links resolved."""
+    """Return the path of the journal of `path`, with links resolved. The journal need not exist."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{JOURNAL}")
 

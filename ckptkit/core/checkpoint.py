@@ -61,7 +61,7 @@ class NoOpWarning(str):
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Entries that were read from files of their own, such as optimizer.pt beside the weights.
+    """Entries from separate files, such as optimizer.pt beside the file of the weights.
 
     ``files`` maps entries to names of files; ``weights`` is the entry of the weights.
     ``unordered``: the file of the weights does not keep the order of the model's parameters.
@@ -84,16 +84,16 @@ class Checkpoint:
     """A tree of plain values with lazy tensors, and its origin.
 
     Contents. ``extras`` are the strings that a container stores beside the tree (safetensors'
-    ``__metadata__``). ``globals`` are all classes and functions that its pickles name. ``logical``
-    are the weights of quantized tensors (:mod:`ckptkit.quantized`). ``companions`` are files (name
-    and bytes) that belong beside the weights in a folder.
+    ``__metadata__``). ``globals`` are all classes and functions that the pickles of the file name.
+    ``logical`` are the weights of quantized tensors (:mod:`ckptkit.quantized`). ``companions`` are
+    files (name and bytes) that belong beside the weights in a folder.
 
     Reading. ``format`` is the name of the source format. ``origin`` belongs to that format. ``key``
     names the entry with the weights. ``part_only`` accepts a single rank's file. ``part`` is the
-    shard that the file contains, or None for a file that seems complete. ``folder`` is the named
-    folder, if the source is one file of it. ``beside`` are the entries that were separate files in
-    that folder. ``about`` describes the layout of a folder. ``words`` are the options of a command
-    that reads the same folder.
+    shard that the file contains, or None for a file that seems complete. If the caller named a
+    folder and the source is a file in it, ``folder`` is that folder. ``beside`` are the entries
+    that were separate files in that folder. ``about`` describes the layout of a folder. ``words``
+    are command-line options with which a command reads the same folder.
 
     Messages. ``warnings`` come from readers and transforms. ``notes`` describe the changes of
     transforms, and ``reports`` those of rule steps.
@@ -122,7 +122,8 @@ class Checkpoint:
     def selection(self) -> Weights | None:
         """The weights and their path in the tree, None if there are none.
 
-        Raises AmbiguousError, and UsageError if `key` names no mapping of tensors.
+        Raises AmbiguousError if several entries may be the weights. Raises UsageError if `key` does
+        not name a mapping of tensors.
         """
         try:
             return locate(self.root, self.key)
@@ -139,7 +140,7 @@ class Checkpoint:
     def weights(self) -> Mapping[str, Tensor]:
         """The state_dict: name -> Tensor, in the order of the file, read-only.
 
-        Raises UsageError if there is none.
+        Raises UsageError if the checkpoint has no state_dict.
         """
         return self.required.tensors
 
@@ -340,7 +341,7 @@ Source: TypeAlias = (
 
 
 def opened(source: Source) -> Checkpoint:
-    """Return the checkpoint of a source, opened if it is not a Checkpoint yet."""
+    """Return the checkpoint of a source. Open the source if it is not a Checkpoint."""
     if isinstance(source, Checkpoint):
         return source
     made: Checkpoint = hooks.call("open", source)

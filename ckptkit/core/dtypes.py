@@ -18,14 +18,14 @@ from ckptkit.core.text import meant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. It equals its name, and the torch or numpy dtype of that name.
+    """An element type. A DType equals its name, and the torch or numpy dtype of that name.
 
-    Its hash is that of its name. Sets and dicts therefore find it by its name only: torch and numpy
-    dtypes have other hashes.
-    ``name`` is the name in torch, without ``torch.``. ``kind`` is one of float, int, bool, complex,
-    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`).
-    ``storage`` is the typed storage class in module torch, None if torch writes an UntypedStorage.
-    ``safetensors`` is the code in a header. ``numpy`` is the numpy name, None if numpy has none.
+    The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name,
+    but not by a torch or numpy dtype: these have other hashes. ``name`` is the name in torch,
+    without ``torch.``. ``kind`` is one of float, int, bool, complex, quantized, bits, blocks (of
+    ggml) and unknown (:func:`unknown`). ``storage`` is the typed storage class in module torch,
+    None if torch writes an UntypedStorage. ``safetensors`` is the code in a header. ``numpy`` is
+    the numpy name, None if numpy has none.
     """
 
     name: str
@@ -50,9 +50,10 @@ class DType:
 
     @property
     def component(self) -> int:
-        """Bytes that a change of byte order reverses: half an element for complex types.
+        """Number of bytes that a change of byte order reverses: half an element for complex types.
 
-        It is 1 for blocks, whose fields differ in size: code that decodes a block swaps its fields.
+        The value is 1 for blocks, because the fields of a block differ in size. The code that
+        decodes a block swaps its fields.
         """
         if self.kind == "blocks":
             return 1

@@ -20,9 +20,9 @@ NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch r
 class CkptkitError(Exception):
     """Base of every error that ckptkit raises on purpose.
 
-    ``where`` is the file and ``hint`` the advice. Callers may fill in both on the way up. In a
-    hint, ``{where}`` becomes the file and ``{new}`` a name for a new file beside it. ``code``
-    identifies the failure for other code; its default is that of the class.
+    ``where`` is the file and ``hint`` is the advice. Callers may fill in both while the exception
+    propagates. In a hint, ``{where}`` becomes the file and ``{new}`` a name for a new file beside
+    it. ``code`` identifies the failure for programs. Its default is the ``code`` of the class.
     """
 
     exit_code = 3
@@ -143,7 +143,7 @@ class InputError(CkptkitError):
 
 
 class PathError(InputError):
-    """The path is no regular file, or leads out of its folder."""
+    """The path is not a regular file, or leads out of its folder."""
 
     code = "path"
 
@@ -155,7 +155,7 @@ class MissingFileError(PathError, FileNotFoundError):
 
 
 class FormatError(InputError, ValueError):
-    """The bytes are malformed, or in no format that ckptkit supports."""
+    """The bytes are malformed, or their format is not supported."""
 
     code = "format"
 
@@ -301,7 +301,7 @@ def foreseen(error: BaseException) -> BaseException:
 ADAPTER = "adapter"  # a note: which adapter was merged
 DELTA = "delta"  # the file contains frames of a delta and no weights
 LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it
-NO_CHECKSUM = "no-checksum"  # some storages have none, so damage to them is invisible
+NO_CHECKSUM = "no-checksum"  # some storages lack a checksum: ckptkit cannot detect damage
 NO_VERSION = "no-version"  # an archive without a version record, which torch rejects
 RUNS_CODE = "runs-code"  # a value whose loading would call a function that is not allowlisted
 WRONG_TOTAL = "wrong-total"  # the total size in an index of shards does not match the tensors
@@ -310,8 +310,8 @@ WRONG_TOTAL = "wrong-total"  # the total size in an index of shards does not mat
 class Notice(str):
     """A warning with a stable `code` and its `facts`.
 
-    It prints, compares, hashes and serializes as the string. Pickling and copying keep the code
-    and the facts.
+    A Notice prints, compares, hashes and serializes as the string. Pickling and copying keep the
+    code and the facts.
     """
 
     code: str

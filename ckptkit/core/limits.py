@@ -1,7 +1,7 @@
 """Limits that keep a hostile or damaged file from exhausting memory and time.
 
-Each is far above the needs of real checkpoints. Fields named ``..._bytes`` are in bytes, all other
-fields are counts. Environment variables change them at import, such as
+Each limit is far above the needs of real checkpoints. Fields named ``..._bytes`` are in bytes, all
+other fields are counts. Environment variables change them at import, such as
 ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
@@ -27,7 +27,7 @@ class Limits:
     value_bytes: int = 512 << 20  # memory for the values of one pickle, estimated
     memo_sparse: int = 10_000  # memo entries set out of order
     depth: int = 1_000  # nesting of values
-    key_depth: int = 100  # nesting of tuples in dict keys: CPython hashes them recursively
+    key_depth: int = 100  # nesting of tuples in dict keys: CPython hashes tuples recursively
     odd_keys: int = 10_000  # dict keys whose hashes a file can choose: large ints, floats, tuples
     key_values: int = 1_000_000  # values in all tuples that are dict keys
     string_bytes: int = 64 << 20  # one text string

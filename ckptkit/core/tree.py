@@ -52,12 +52,12 @@ class Global:
 
 
 class Object:
-    """A Python object that is neither a tensor nor a plain value: the calls that would make it.
+    """A Python object other than a tensor or plain value, as the calls that would construct it.
 
     ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``). Then
     the ``steps`` follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key,
     value)...])``, ``("add", [...])``. ckptkit never runs these calls. ``tensor`` is set if the
-    result is known to be a tensor, ``value`` if it is a plain scalar (numpy's). Compared by
+    result is known to be a tensor, and ``value`` if the result is a numpy scalar. Compared by
     identity.
     """
 
@@ -82,12 +82,12 @@ class Object:
 
     @property
     def state(self) -> Node:
-        """The argument of the last ``build`` step, None if there is none."""
+        """The argument of the last ``build`` step, None without such a step."""
         return next((value for step, value in reversed(self.steps) if step == "build"), None)
 
     @property
     def global_(self) -> Global | None:
-        """The class or function that makes it, if that is a plain name."""
+        """The class or function that constructs the object, if it is a plain name, else None."""
         return self.callable if isinstance(self.callable, Global) else None
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ def attributes_of(node: Node) -> dict[Node, Node]:
 
 
 def module_versions(node: Node) -> dict[Node, Node] | None:
-    """Return the ``_metadata`` of a state_dict, None if it has no such mapping."""
+    """Return the ``_metadata`` of a state_dict, None if the state_dict lacks this mapping."""
     found = attributes_of(node).get(MODULE_VERSIONS)
     return found if isinstance(found, dict) else None
 
@@ -152,7 +152,7 @@ class SetNode:
 class Pairs:
     """A mapping that a dict cannot hold: its keys repeat, collide or are unhashable.
 
-    ckptkit shows it but refuses to write it.
+    ckptkit shows such a mapping but refuses to write it.
     """
 
     __slots__ = ("pairs", "state")
@@ -299,9 +299,9 @@ def walk(
     If `skip` returns True for a container, its children are not visited. `skip` is called after the
     container was yielded, and only if its children would be visited.
 
-    A node that occurs in several places is yielded at each of them. After `LIMITS.revisits`
-    repeated values (a file may be made to explode), it is yielded once. A cycle is not
-    followed twice. Nesting beyond `LIMITS.depth` raises LimitError.
+    A node that occurs in several places is yielded at each place. After `LIMITS.revisits` repeated
+    values, each node is yielded once, because a hostile file could repeat nodes exponentially
+    often. A cycle is not followed twice. Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
     if skip((), root):
@@ -336,7 +336,7 @@ def walk(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: it would traverse a growing tree repeatedly and free nothing."""
+    """Pause garbage collection, which would traverse a growing tree repeatedly and free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -419,7 +419,7 @@ def join(path: Path) -> str:
     """Format a path: keys joined by dots."""
     try:
         return ".".join(path)
-    except TypeError:  # not all of them are strings
+    except TypeError:  # some keys are not strings
         return ".".join(map(key_text, path))
 
 
@@ -443,12 +443,12 @@ def key_text(key: Node) -> str:
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
     """Return the path and node at the dotted path. Keys may contain dots themselves.
 
-    Raises UnknownNameError if there is none.
+    Raises UnknownNameError if the path does not exist.
     """
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
-    seen: set[tuple[int, int]] = set()  # a cycle would give endless ways to split a path
+    seen: set[tuple[int, int]] = set()  # stops at cycles, in which a path has endless splits
     while waiting:
         path, node, rest = waiting.pop()
         if (place := (id(node), len(rest))) in seen:
@@ -472,7 +472,7 @@ def rebuild(
     leaf: Callable[[Node], Node] = lambda node: node,
     swap: Mapping[int, Node] | None = None,
 ) -> Node:
-    """Copy the tree: apply `leaf` to each leaf once, and replace nodes as `swap` maps their ids.
+    """Copy the tree: apply `leaf` to each leaf once. `swap` maps ids of nodes to replacements.
 
     The copy of a replacement is not replaced again. Sharing and cycles are kept. Numbers, strings,
     bytes and None are never passed to `leaf` and never replaced.

@@ -1,10 +1,10 @@
 """Selection of the state_dict in a tree.
 
-It is the root if all values there are tensors (``_extra_state`` does not count). Otherwise it is an
-entry with a well-known name whose values are all, or mostly, tensors. Otherwise it is the only
-mapping of tensors that is not an optimizer. A pickled ``nn.Module`` counts as a state_dict made of
-its parameters, buffers and submodules, read without its class. numpy arrays count only if the tree
-contains no tensors.
+ckptkit tries these candidates in order: (1) the root, if all its values are tensors
+(``_extra_state`` does not count); (2) an entry with a well-known name, if all or most of its values
+are tensors; (3) the only mapping of tensors that is not an optimizer. A pickled ``nn.Module``
+counts as a state_dict made of its parameters, buffers and submodules, read without its class. numpy
+arrays count only if the tree contains no tensors.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Weights:
 
     @cached_property
     def hold_tensors(self) -> bool:
-        """True if it contains a tensor, possibly inside an extra state."""
+        """True if the state_dict contains a tensor, possibly inside an extra state."""
         return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
 
     @cached_property
     def endings(self) -> frozenset[str]:
-        """The distinct last components of the names: few even for many names."""
+        """The distinct last components of the names: a small set even if there are many names."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})
 
     @cached_property
@@ -122,7 +122,7 @@ class Weights:
 
 
 def as_tensor(node: Node) -> Tensor | None:
-    """Return the tensor that a node is or evaluates to, None for other nodes."""
+    """Return the tensor of a node that is a tensor or evaluates to a tensor, else None."""
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
@@ -167,7 +167,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, rule)) is not None:
             return Weights((), root, nodes)
         found = _search(root, rule)
-        # Well-known entries of the root that are candidates, whatever name the search found first.
+        # Well-known entries of the root that are candidates, even if the search found other paths
+        # first.
         by_node = {id(node): (node, nodes) for _, node, nodes in found}
         entries = {name: child for name, child in children(root) if name.__class__ is str}
         known: list[Found] = [
@@ -177,7 +178,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         ]
         if rule == _PURE and not known:
             # Accept well-known entries that are mostly tensors: they may also contain packed
-            # weights or states of metrics. Without one, the root is a candidate too.
+            # weights or states of metrics. Without such an entry, the root is a candidate too.
             known = [
                 ((name,), entries[name], nodes)
                 for name in WELL_KNOWN
@@ -202,7 +203,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
 def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
     """Yield each state_dict or pickled module of a tree with its tensors by name.
 
-    Only outermost ones are yielded, and no optimizers.
+    State_dicts inside other state_dicts, and optimizers, are not yielded.
     """
     nodes = _read(root, _PURE)
     if nodes is not None:
@@ -220,7 +221,7 @@ _GENERATORS = {
     ("tensor", "uint8", (16,)),
     ("ndarray", "uint32", (624,)),
 }
-_MOST = 64  # a longer mapping is not checked for generator states
+_MOST = 64  # maximum number of keys of a mapping that is checked for generator states
 
 Found = tuple[Path, Node, dict[str, Node]]
 
@@ -342,8 +343,8 @@ def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
 class ModuleState(NamedTuple):
     """The state_dict of a pickled module.
 
-    ``nodes`` maps names to nodes. ``places`` maps the path of each, relative to the module, to its
-    name. ``unread`` are sentences about differences from the state_dict of the live module.
+    ``nodes`` maps names to nodes. ``places`` maps the path of each node, relative to the module, to
+    its name. ``unread`` are sentences about differences from the state_dict of the live module.
     """
 
     nodes: dict[str, Node]
@@ -447,8 +448,8 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
     """Return the path of a module's attributes and the attributes; empty for other objects.
 
-    They are the object's state or, for torch.fx, its first argument. Modules of torch 0.1.1 have
-    no ``_modules``.
+    The attributes are the object's state or, for torch.fx, its first argument. Modules of torch
+    0.1.1 have no ``_modules``.
     """
     state = node.state
     first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None
@@ -471,7 +472,7 @@ def _is_module(node: Node) -> bool:
 def _is_of_torch(hook: Node) -> bool:
     """Return whether a state_dict hook belongs to torch.
 
-    Hooks of torch change at most the names of checkpointed modules.
+    Hooks of torch change only names, and only those of modules with activation checkpointing.
     """
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")
