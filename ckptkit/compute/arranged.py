@@ -152,7 +152,7 @@ Piece = tuple[Extent, StridedCopy]  # a copy and the extent that it reads
 
 
 def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
-    """Describe copies: ``joined`` for long runs, ``transposed``, or else ``gathered``."""
+    """Describe copies: ``joined`` (long contiguous runs), ``transposed``, or else ``gathered``."""
     kinds = {_kind(normal(copy.dims), itemsize) for copy in copies}
     return next((kind for kind in ("transposed", "gathered") if kind in kinds), "joined")
 
@@ -348,7 +348,7 @@ def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
-    """Return the error for a tensor many times larger than its storage, beyond `free` bytes."""
+    """Return the error for a tensor above `free` bytes and many times larger than its storage."""
     held = tensor.storage.nbytes if tensor.storage is not None else 0
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None

@@ -165,7 +165,7 @@ class Dequantizer:
         return made.reshape(-1).view("u1").data
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill `made` with the elements of a span. Its items have the size of the target dtype."""
+        """Fill `made` with the elements of a span. Each item has the size of the target dtype."""
         import numpy as np
 
         blocks = self.blocks

@@ -4,8 +4,8 @@ Facts: mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are compu
 rounded once. Methods that add differences to a base round each step to the dtype of the tensors, as
 in torch: a difference of bfloat16 tensors is rounded to bfloat16.
 
-Some methods need a fact about whole tensors: the angle between two, or the magnitude below which
-differences are dropped. They read the tensors once or twice before they merge them.
+Some methods need a fact about whole tensors: the angle between two tensors, or the magnitude below
+which differences are dropped. These methods read the tensors once or twice before the merge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# The methods of mergekit, by their names in ckptkit. Those of differences take the base first.
+# The methods of mergekit, by their names in ckptkit. Methods that add differences take the base
+# first.
 LINEAR, SLERP, PASSTHROUGH = "linear", "slerp", "passthrough"
 TASK, TIES, DARE_TIES, DARE_LINEAR = "task", "ties", "dare-ties", "dare-linear"
 METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
@@ -34,15 +35,15 @@ SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop differences, to a d
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
 _COLLINEAR = 0.9995  # above this cosine, slerp is linear
 _SMALLEST = 1e-7  # smaller sums of magnitudes are not rescaled
-_AT_ONCE = 1 << 17  # elements per step: few enough for the caches, enough for long numpy calls
+_AT_ONCE = 1 << 17  # elements per step: fits the caches, and keeps numpy calls long
 _SAMPLED = 1 << 18  # elements in the sample for a guess, at most a sixteenth of all
 _SPOT = 1 << 11  # adjacent elements in a sample
 
 
 class _Kept(NamedTuple):
-    """The differences of one input to keep: those above `least`, and the first `ties` equal to it.
+    """The differences of one input to keep: all above `least`, and the first `ties` equal ones.
 
-    They are multiplied by `scale`.
+    The kept differences are multiplied by `scale`.
     """
 
     least: float
@@ -102,7 +103,7 @@ class Merge(Operation):
             yield values
 
     def _rounded(self, values: Array) -> Array:
-        """Round numbers to `dtype`, and return them in their own type."""
+        """Round numbers to `dtype`, and return them in the type of `values`."""
         if self.dtype in ("float32", "float64"):
             return values
         return decode(encode(values, BY_NAME[self.dtype]), BY_NAME[self.dtype])
@@ -161,7 +162,7 @@ class Merge(Operation):
             yield base, [self._rounded(each - base) for each in others]
 
     def _by_chance(self, at: int, change: Array, number: int) -> Array:
-        """Set the differences that dare drops to zero. `at` is the index of the first element."""
+        """Zero the differences that dare drops. `at` is the index of the first element."""
         import numpy as np
 
         if self.method not in (DARE_TIES, DARE_LINEAR) or self.densities[number] >= 1:
@@ -238,7 +239,7 @@ class Merge(Operation):
         return change if keep.scale == 1 else self._rounded(change * self._number(keep.scale))
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Return, for each input, which differences to keep, from a pass over all of them."""
+        """Read all differences, and return for each input the differences to keep."""
         import numpy as np
 
         if self.method == TIES:
@@ -265,7 +266,7 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
-        """Return, for each input, the exact magnitude from which differences are kept."""
+        """Return the exact threshold of each input: larger or equal magnitudes are kept."""
         import numpy as np
 
         length = extent.length // BY_NAME[self.dtype].itemsize
@@ -305,7 +306,7 @@ class Merge(Operation):
 
 
 class _Search:
-    """Finds the magnitude that `goal` elements reach or exceed, without sorting them.
+    """Finds the magnitude that `goal` elements reach or exceed, without sorting the elements.
 
     The bits of magnitudes without the sign, here called codes, have the same order as the
     magnitudes. Each pass over the elements counts the codes in an interval, until the interval
@@ -350,7 +351,7 @@ class _Search:
 
     @property
     def ties(self) -> int:
-        """The number of elements of exactly this magnitude that belong to the goal."""
+        """The number of elements of exactly the magnitude `least` to keep."""
         return self.goal - self.above
 
     def _codes(self, values: Array) -> Array:

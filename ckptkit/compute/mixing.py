@@ -77,7 +77,7 @@ def mean_record(
 ) -> Record:
     """Return the elementwise mean of `records`, of `types`, weighted by `shares`.
 
-    It has the type of the last record. Complex numbers are averaged by component.
+    The mean has the type of the last record. Complex numbers are averaged by component.
     """
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
     operation = WeightedSum(names[-1], names, shares, sum(shares))

@@ -6,9 +6,8 @@ types are decoded to float32 or complex64, which represent all of their values. 
 from float32 by rounding to the nearest, ties to even, as in torch. float64 is first rounded to
 float32, also as in torch. A NaN stays NaN; in torch, its bits depend on the processor.
 
-Too large numbers become the largest number of ``float8_e4m3fn``, and infinity in
-``float8_e5m2``. The two types ``fnuz`` have neither infinities nor a negative zero: there they
-become NaN.
+Numbers above the range become the largest number in ``float8_e4m3fn``, infinity in ``float8_e5m2``,
+and NaN in the two ``fnuz`` types. The ``fnuz`` types have neither infinities nor a negative zero.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _SMALL = {
 # As bits of float32: the least normal number of float16, the largest number that is not rounded to
 # infinity, and the difference between the exponent biases.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
-_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # `decode` supports them too
+_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # `decode` supports these too
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # types of `encode`
 NUMBERS = ("float", "int", "bool", "complex")  # kinds of dtypes whose elements are numbers
 
 
 def decode(data: Piece, dtype: DType) -> Array:
-    """Return the elements as a 1-D array, of their own type or a wider one. Bools are 0 and 1.
+    """Return the elements as a 1-D array of their own or a wider type. Bools are 0 and 1.
 
     Raises UnsupportedError for elements that are not numbers by themselves: quantized, packed, or
     smaller than a byte.
@@ -74,7 +73,7 @@ def is_decoded(dtype: DType) -> bool:
 def encode(values: Array, dtype: DType) -> memoryview:
     """Return the bytes of numbers as elements of `dtype`, one of `FLOATS`.
 
-    They are those of `values` itself if it has this type already.
+    If `values` has this type already, the result is a view of its bytes.
     """
     import numpy as np
 
@@ -136,8 +135,8 @@ def _float16(values: Array) -> Array:
 def _halves(codes: Array) -> Array:
     """Return float16 as float32: shift the bits, then multiply by 2**112 to rebias the exponent.
 
-    A table is used if some are infinite or NaN, or if many are subnormal: arithmetic on subnormal
-    numbers takes many processors a hundred times as long.
+    If some numbers are infinite or NaN, or many are subnormal, a table is used: many processors
+    take 100x as long for arithmetic on subnormal numbers.
     """
     import numpy as np
 

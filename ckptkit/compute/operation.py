@@ -1,4 +1,4 @@
-"""Read the bytes of extents: ranges of sources, and results of operations.
+"""Read the bytes of extents: ranges of byte sources, and results of operations.
 
 Everything is computed in pieces of a few MiB. Elements are little-endian; dtypes are names of
 :mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`, :mod:`mixing`,
@@ -38,8 +38,8 @@ Pieces = Iterator[Piece]
 
 HELD = 64 << 20  # bytes; smaller extents that are not seekable are kept in memory
 PIECE = 4 << 20  # bytes; divisible by every element size
-# Bytes of a local file per read: few enough to stay in the caches together with the results, but
-# enough for numpy calls that outlast the wait for the interpreter lock.
+# Bytes of a local file per read. Input and results must fit the caches, but numpy calls must last
+# longer than the wait for the interpreter lock.
 BUFFER = 1 << 20
 KEPT = 16 << 20  # bytes of freed memory that the C library keeps
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -103,7 +103,8 @@ def keep_memory() -> None:
 
     New pages cost as much as the computations in them. glibc returns blocks of 128 KiB and more to
     the system until a larger block was freed (mallopt(3), "dynamic mmap threshold"). Other C
-    libraries keep them anyway. The block that is freed here is never written, so it costs nothing.
+    libraries keep freed blocks anyway. The block that is freed here is never written, so it uses no
+    memory.
     """
     bytes(KEPT)
 
@@ -112,8 +113,8 @@ def keep_memory() -> None:
 def import_numpy() -> None:
     """Import numpy; in a command, without the threads of its linear algebra library.
 
-    Those threads would first busy-wait and take processor time from the working threads. A program
-    that imports the package keeps them, because it may need them.
+    Those threads would first busy-wait and take processor time from the working threads. If a
+    program imports ckptkit, the threads are kept, because the program may need them.
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:
@@ -125,7 +126,7 @@ def import_numpy() -> None:
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """Yield the same bytes in pieces of at most `size`, each of a length divisible by `unit`.
+    """Split bytes into pieces of at most `size` bytes. Each length is divisible by `unit`.
 
     Nothing is copied if the pieces already consist of whole units.
     """
@@ -141,7 +142,7 @@ def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryvie
 def in_step(
     streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
 ) -> Iterator[list[memoryview]]:
-    """Yield pieces of all streams together, each of the same number of elements, at most `most`.
+    """Yield a piece of each stream, all of the same number of elements, at most `most`.
 
     `units` are the element sizes of the streams. All streams have the same number of elements.
     """
@@ -178,7 +179,7 @@ class ScratchBuffer:
 
 
 class Reader:
-    """Reads bytes of an extent at any offset, into a reused buffer if it is in a local file.
+    """Reads an extent at any offset. If the extent is in a local file, one buffer is reused.
 
     A computed extent is not computed twice while offsets rise. If it is small and not seekable, it
     is kept in memory.
@@ -186,8 +187,8 @@ class Reader:
 
     def __init__(self, extent: Extent, room: ScratchBuffer | None = None) -> None:
         self.extent = extent
-        self.room = room or ScratchBuffer()  # readers may share it
-        self.place: object = None  # address and shape of the memory that `buffers` are rows of
+        self.room = room or ScratchBuffer()  # readers may share a buffer
+        self.place: object = None  # address and shape of the memory block whose rows are `buffers`
         self.buffers: Sequence[memoryview] = ()
         self._held: bytes | None = None
         self._at = 0  # offset of the first byte of the window
@@ -196,7 +197,7 @@ class Reader:
 
     @property
     def is_local(self) -> bool:
-        """True if it reads a local file."""
+        """True if the extent is in a local file."""
         return isinstance(self.extent, Range) and isinstance(self.extent.source, LocalFile)
 
     def __call__(self, at: int, length: int) -> bytes | memoryview:
@@ -286,7 +287,7 @@ class RecordSlice:
 
 
 def part(extent: Extent, start: int, length: int) -> Extent:
-    """Return `length` bytes of an extent from `start`, which the caller ensures to be in range."""
+    """Return `length` bytes of an extent from `start`. The caller ensures that they exist."""
     if isinstance(extent, Range):
         return extent.part(start, length)
     if (start, length) == (0, extent.length):
@@ -321,10 +322,10 @@ def concat(extents: Sequence[Extent]) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Inflate(Operation):
-    """The result of inflating raw deflate data (RFC 1951). It must have the length of the extent.
+    """Inflates raw deflate data (RFC 1951). The result must have the length of the extent.
 
-    If `crc` is not None, it is the expected CRC-32 of the result, which is verified only inside the
-    context manager `reading`. `name` is that of the record, for messages.
+    If `crc` is not None, it is the expected CRC-32 of the result. The CRC-32 is verified only
+    inside the context manager `reading`. `name` is the name of the record, for messages.
     """
 
     name: str = ""
@@ -401,7 +402,7 @@ class Rows(Operation):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The bytes of a row of the output, then of each input."""
+        """The size in bytes of a row of the output, then of a row of each input."""
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:
@@ -426,7 +427,8 @@ def by_rows(
 ) -> Pieces:
     """Yield bytes `start` to `stop` of the results of `function`, called with rows of the inputs.
 
-    `units` are the bytes of a row of each input, `unit` those of a row of the output.
+    `units` are the sizes in bytes of a row of each input. `unit` is the size of a row of the
+    output.
     """
     first, last = start // unit, -(-stop // unit)
     streams = [

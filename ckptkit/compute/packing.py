@@ -1,8 +1,8 @@
 """The layout of quantized weights, and readers of their codes, scales and zero points.
 
 `Blocks` describes how codes and scales give the elements of a weight. The weight is an array of
-`batches` matrices of `rows` x `columns` elements, row-major. Codes, scales and zero points are each
-one of the inputs of an operation (:mod:`dequantize`).
+`batches` matrices of `rows` x `columns` elements, row-major. Codes, scales and zero points are
+separate inputs of an operation (:mod:`dequantize`).
 
     value = (number of the code - offset - zero) * scale [* factor] [+ bias]
 
@@ -33,9 +33,9 @@ TARGET = "target"  # placeholder for the dtype of the result
 class ScaleGrid:
     """An array of `rows` x `columns` numbers for each batch.
 
-    Each number applies to `height` x `width` elements.
-    ``order`` is the layout: ``rows`` (row-major), ``columns`` (its transpose), or ``tiles`` (that
-    of the scaled matrix products of cuBLAS: 128 rows by 4 columns, padded).
+    Each number applies to `height` x `width` elements. ``order`` is the layout: ``rows``
+    (row-major), ``columns`` (its transpose), or ``tiles`` (128 rows by 4 columns, padded, for the
+    scaled matrix products of cuBLAS).
     """
 
     height: int
@@ -49,11 +49,11 @@ class ScaleGrid:
 class Numbers:
     """Numbers of dtype `dtype` in input `input`.
 
-    Besides dtypes of tensors, `dtype` may be ``exponent``: 2 ** (byte - 127) in float32;
-    ``ldexp``: the same without limits; ``map``: the byte is an index into the float32 numbers of
-    input `map`. If ``shared``, one batch of numbers applies to all batches. `combine` is how the
-    product of the previous scales is combined with these: ``multiply`` or ``divide``. `add` is then
-    added in float32 (the offset of nested scales).
+    Besides dtypes of tensors, `dtype` may be ``exponent``: 2 ** (byte - 127) in float32; ``ldexp``:
+    the same without limits; ``map``: the byte is an index into the float32 numbers of input `map`.
+    If ``shared``, one batch of numbers applies to all batches. The product of the previous scales
+    is multiplied or divided by these numbers (`combine`: ``multiply`` or ``divide``). Then the
+    numbers of `add`, the offset of nested scales, are added in float32.
     """
 
     input: int
@@ -106,7 +106,7 @@ class ZeroPoint:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The parts of a quantized weight; see the module.
+    """The layout of a quantized weight; see the docstring of the module.
 
     `table` names the numbers of the codes; None: codes are integers. ``map``: the numbers are input
     `map`. ``map-signed``: the same, but code 8 is negative zero.
@@ -126,7 +126,7 @@ class Blocks:
     bias: Numbers | None = None
     subtract_bias: bool = False
     factor: float = 0.0  # float32 factor after the product; 0: none
-    scale_dtype: str = "float32"  # each scale and their product are rounded to it
+    scale_dtype: str = "float32"  # each scale, and the product of scales, is rounded to it
     product_dtype: str = "float32"  # differences, products and sums are rounded to it
     target: str = "bfloat16"
 
@@ -192,7 +192,7 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
 
 
 class Codes:
-    """Reads the codes of spans, which must rise, up to element `last`."""
+    """Reads the codes of spans in ascending order, up to element `last`."""
 
     def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
         self.blocks, self.packing, self.size = blocks, blocks.packing, size
@@ -234,7 +234,7 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """Return the bytes with the codes of a span, and the number of codes before these."""
+        """Return the bytes that contain the codes of a span, and the number of codes to skip."""
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
@@ -298,7 +298,7 @@ class Codes:
 class Band:
     """Reads columns of matrices of `height` rows and `wide` columns, with a cache of columns.
 
-    It reads ahead up to column `stop`, counted over all matrices.
+    The reader reads ahead up to column `stop`, counted over all matrices.
     """
 
     def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
@@ -435,7 +435,7 @@ class Scale:
         return np.frombuffer(data, f"<u{size}").reshape(bottom - top, wide)
 
     def _all(self, batch: int) -> Array:
-        """Return the stored numbers of a batch in columns, or of all in tiles of 128 x 4."""
+        """Return the stored numbers of a batch (``columns``), or of all batches (``tiles``)."""
         import numpy as np
 
         rows, columns, size = self.grid.rows, self.grid.columns, self._itemsize

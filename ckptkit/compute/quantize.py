@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # rows and columns of fp8-block
 GROUP = 32  # columns of mxfp4
-LARGEST = 448.0  # of E4M3
+LARGEST = 448.0  # largest number of E4M3
 TILE = 1 << 18  # elements per step
 # Midpoints between the magnitudes of FP4. A midpoint itself is rounded to the even code.
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -43,7 +43,7 @@ class Quantize(Operation):
     name: str
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise TensorError for NaN and infinities, which have no scale."""
+        """Raise TensorError for NaN and infinities, because no scale can represent them."""
         import numpy as np
 
         dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns

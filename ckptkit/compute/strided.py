@@ -19,7 +19,7 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten
 
 ZEROS = -1  # the index of a virtual source whose elements are all zero
-CUTS = 10_000  # most parts of a copy whose elements do not form a box
+CUTS = 10_000  # maximum number of parts of a copy whose elements do not form a box
 
 # (size, stride in the source, stride in the target), in elements, outermost dimension first.
 Dims = tuple[tuple[int, int, int], ...]
@@ -118,7 +118,7 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The indices of a box along one axis, and the stride of these in the other array."""
+    """The indices of a box along one axis, and their stride in the other array."""
 
     offset: int
     size: int
@@ -169,7 +169,7 @@ class Axes:
         counts: list[int],
         others: list[int],
     ) -> bool:
-        """Assign a dimension to its axis and, if it is larger than that, also to outer axes."""
+        """Assign a dimension to its axis and, if the dimension is larger, also to outer axes."""
         while n > 1:
             if axis < 0 or counts[axis] != 1:
                 return False

@@ -1,9 +1,10 @@
 """Statistics of elements in one pass, computed in parts that can be merged.
 
-Mean and sum of squared deviations are float64. For each block, while it is in the cache, they take
-two passes. Blocks are merged by the formula of Chan, Golub and LeVeque (1979), which is exact even
-for large means. Numbers whose squares overflow float64 are scaled by a power of two. Parts of a
-tensor have fixed boundaries and are merged in order, so the result does not depend on the threads.
+Mean and sum of squared deviations are float64. They take two passes over each block while the block
+is in the cache. Blocks are merged by the formula of Chan, Golub and LeVeque (1979), which is exact
+even for large means. Numbers whose squares overflow float64 are scaled by a power of two. Parts of
+a tensor have fixed boundaries and are merged in order, so the result does not depend on the
+threads.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 MOST = sys.float_info.max  # absolute values of complex numbers are clipped to it
-BINS = 64  # most bins of a histogram
+BINS = 64  # maximum number of bins of a histogram
 _SCALES = 126  # float32 represents 2**n and 2**-n up to this n
 FINE = 40  # bits: a bin is at least the largest number divided by 2**40
 LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
 # Elements per step. numpy calls must be so long that threads seldom wait for the interpreter lock;
 # smaller blocks are not faster.
 BLOCK = 1 << 18
-BLOCK_BYTES = 2 << 20  # most bytes per step
+BLOCK_BYTES = 2 << 20  # maximum number of bytes per step
 PART = 32 << 20  # bytes of a tensor that form a separate task
 COUNTED = 2 << 20  # bytes; for more, the codes of 8- and 16-bit types are counted
 DOT = 8_192  # numbers per dot product: for more, a library may start its own threads
 # Exponents of the largest number for which float64 holds sums of squares.
 SQUARED = (-400, 500)
-NEAR = 16  # a sum of squares this many times the mean's share is corrected by subtraction
+NEAR = 16  # a sum of squares >= 16 * n * mean**2 is corrected by subtraction
 
 
 @dataclass(slots=True)
@@ -245,7 +246,7 @@ class ElementRange(NamedTuple):
     dtype: DType
     start: int
     stop: int
-    times: int = 1  # how often the tensor repeats each of them
+    times: int = 1  # how often the tensor repeats each element
 
     @property
     def nbytes(self) -> int:
@@ -321,7 +322,7 @@ def _of_codes(part: ElementRange) -> Tally:
 
 
 def _counted(values: Array, counts: Array) -> Tally:
-    """Return the statistics of `values`, each of which occurs `counts` times."""
+    """Return the statistics of `values`. Value i occurs `counts[i]` times."""
     import numpy as np
 
     made = Tally(int(counts.sum()), whole=values.dtype.kind != "f")
@@ -376,7 +377,7 @@ def _block(values: Array) -> Tally:
 
 
 def _squares(wide: Array, mean: float | complex) -> float:
-    """Return the sum of squared deviations from the mean. It may overwrite `wide`.
+    """Return the sum of squared deviations from the mean. The function may overwrite `wide`.
 
     A mean near zero is corrected afterwards, which costs less than one bit of precision.
     """
@@ -398,7 +399,7 @@ def _dot(values: Array) -> float:
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:
-    """Return the smallest and the largest number; for complex numbers, of the absolute values."""
+    """Return the smallest and largest number; for complex numbers, the absolute values."""
     import numpy as np
 
     sizes = np.abs(values) if values.dtype.kind == "c" else values
@@ -411,7 +412,7 @@ def _exponent(tally: Tally) -> int:
 
 
 def _bins(values: Array, low: float, exponent: int, counts: Array | None = None) -> Histogram:
-    """Return the histogram of numbers, each counted `counts` times, or once if that is None.
+    """Return the histogram of numbers. Number i counts `counts[i]` times, or once if None.
 
     float32 is exact here: scaling by a power of two loses no bits, and bin numbers are small
     integers.
@@ -455,7 +456,7 @@ def _count(bins: Array) -> Array:
 
 
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of NaN and of infinite elements; complex ones count if a part does.
+    """Return the number of NaN and of infinite elements. A complex number counts if a part does.
 
     The result is (0, 0) for dtypes without such values. Raises TensorError for a tensor without
     elements to read.

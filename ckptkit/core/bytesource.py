@@ -113,7 +113,7 @@ class ByteSource(ABC):
             offset += len(buffer)
 
     def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer with the bytes `step` bytes after those of the buffer before."""
+        """Fill buffers with the bytes from `offset`, `offset + step`, `offset + 2 * step`..."""
         for buffer in buffers:
             self.read_into(offset, buffer)
             offset += step
@@ -480,7 +480,7 @@ class Range(NamedTuple):
         return self.source.read(self.offset, self.length)
 
     def part(self, start: int, length: int) -> Range:
-        """Return `length` bytes of it from `start`. The caller ensures that both are in range."""
+        """Return `length` bytes of this range from `start`. The caller ensures that they exist."""
         return Range(self.source, self.offset + start, length)
 
 

@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def required(self) -> Weights:
-        """The weights. Raises UsageError if there are none, or only tensors in other entries."""
+        """The weights. Raises UsageError if there are no weights, or only tensors elsewhere."""
         if self.selection is None:
             if is_optimizer(self.root):
                 raise UsageError(

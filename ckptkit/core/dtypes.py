@@ -21,11 +21,12 @@ class DType:
     """An element type. A DType equals its name, and the torch or numpy dtype of that name.
 
     The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name,
-    but not by a torch or numpy dtype: these have other hashes. ``name`` is the name in torch,
-    without ``torch.``. ``kind`` is one of float, int, bool, complex, quantized, bits, blocks (of
-    ggml) and unknown (:func:`unknown`). ``storage`` is the typed storage class in module torch,
-    None if torch writes an UntypedStorage. ``safetensors`` is the code in a header. ``numpy`` is
-    the numpy name, None if numpy has none.
+    but not by a torch or numpy dtype: these have other hashes.
+
+    ``name`` is the name in torch, without ``torch.``. ``kind`` is one of float, int, bool, complex,
+    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`). ``storage`` is the typed storage
+    class in module torch, None if torch writes an UntypedStorage. ``safetensors`` is the code in a
+    header. ``numpy`` is the numpy name, None if numpy has none.
     """
 
     name: str

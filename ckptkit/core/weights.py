@@ -50,7 +50,7 @@ WELL_KNOWN = (
 
 
 class Tensors(dict[str, Tensor]):
-    """A read-only dict of name -> Tensor: a checkpoint is written from its tree, not from this."""
+    """A read-only dict of name -> Tensor: ckptkit writes a checkpoint's tree, not this dict."""
 
     __slots__ = ()
 

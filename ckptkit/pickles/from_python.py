@@ -57,7 +57,7 @@ def node(value: object) -> Node:
 
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     numbered: list[Node] = []
-    arrays: dict[int, tuple[Any, Node]] = {}  # by id; holding the array keeps its id unique
+    arrays: dict[int, tuple[Any, Node]] = {}  # by id; a reference to the array keeps its id unique
     storages: dict[int, Storage] = {}
 
     def unpickled_node(item: Any) -> Node | None:

@@ -62,7 +62,7 @@ def _bytes(made: Global, args: Args) -> Node:
         return StoredBytes(args[0].extent, made.name)
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
-    return Object(made, args)  # can be shown, but not written
+    return Object(made, args)  # ckptkit shows it, but does not write it
 
 
 def _encode(made: Global, args: Args) -> Node:
@@ -99,7 +99,7 @@ def _getattr(made: Global, args: Args) -> Node:
 def _same(made: Global, args: Args) -> Node:
     """build_intlist(list) and similar functions, and restore_type_tag(list or dict, type).
 
-    TorchScript calls them for types that Python does not have. They return their first argument.
+    TorchScript calls these functions for types that Python lacks. They return their first argument.
     """
     return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
 
@@ -143,8 +143,8 @@ def strided(
 ) -> tuple[Tensor, bool]:
     """Return the tensor of (storage, offset, size, stride[, ...]), and whether it is plain.
 
-    It is not plain if it has hooks or unknown metadata. Torch 0.1 to 0.3 passed four arguments, and
-    empty sizes meant a tensor without elements.
+    A tensor with hooks or unknown metadata is not plain. Torch 0.1 to 0.3 passed four arguments,
+    and empty sizes meant a tensor without elements.
     """
     if dtype is None:
         raise TensorError("a tensor of an untyped storage has no dtype")
@@ -417,7 +417,7 @@ def check_class(made: Node, dtype: DType | None) -> None:
 
 
 def built(target: Object, state: Node) -> bool:
-    """Return whether a BUILD leaves the object with nothing more than its `tensor`."""
+    """Return whether the object, after a BUILD, is only a plain tensor."""
     made = target.callable
     builder = _BUILDERS.get((made.module, made.name)) if isinstance(made, Global) else None
     return builder is not None and isinstance(state, tuple) and builder(target, state)

@@ -1,9 +1,9 @@
 """Judge the names, calls and states of a pickle by the allowlist, without calling anything.
 
-A file must not supply a callable. A name may be a value only if the allowlist has it. A call must
-have a row, and its arguments and state must match the shapes of that row. Code of Python, torch or
-numpy that processes such values during loading therefore never runs code from the file.
-Two callers: the trace of a pickle during a scan, and the writer of a tree.
+A file must not supply a callable. A name may be a value only if the allowlist contains it. A call
+must have a row in the allowlist, and its arguments and state must match the shapes of that row.
+Code of Python, torch or numpy that processes such values during loading therefore never runs code
+from the file. Two callers: the trace of a pickle during a scan, and the writer of a tree.
 
 A value has a sort, one bit of `SORTS`. A shape is a predicate over values, written in
 ``allowlist.txt`` as
@@ -36,11 +36,11 @@ from ckptkit.core.tree import Global, Node
 
 Name = tuple[str, str]
 
-# Levels: the effect of a step on the process that loads the file, from harmless to harmful.
+# Levels of a step: its effect on the process that loads the file, from harmless to harmful.
 ACCEPTED = "accepted"  # torch.load(weights_only=True) performs it
-HARMLESS = "harmless"  # allowlisted, and its arguments match: it makes a value
-CLASS = "class"  # makes an object of a class that is not allowlisted, whose code decides
-LOADS = "loads"  # loads a file inside this one, which is judged separately
+HARMLESS = "harmless"  # allowlisted with matching arguments: it only returns a value
+CLASS = "class"  # makes an object of a class that is not allowlisted: depends on its code
+LOADS = "loads"  # loads a file inside this file; the inner file is judged separately
 UNSURE = "unsure"  # not proved harmless: the arguments or the state match no row
 CALLED = "unknown"  # calls a function of another package, or a class by its constructor
 HARMFUL = "harmful"
@@ -111,7 +111,7 @@ SORTS: dict[str, int] = {
     "name": NAME,  # any other class or function: no file may contain it as a value
     "bag": BAG,  # an object with arbitrary attributes: argparse.Namespace
     "listed": LISTED,  # an object of an allowlisted class
-    "object": OBJECT,  # an object of another class, whose code decides
+    "object": OBJECT,  # an object of another class: depends on its code
     "scalar": SCALAR, "literal": LITERAL, "any": ANY,
 }  # fmt: skip
 PLAIN: dict[type, int] = {
@@ -131,9 +131,9 @@ class View(Protocol):
         """Return the sort of a value."""
 
     def items(self, value: Any) -> Iterable[Any] | None:
-        """Return the items of a container; for a dict, keys and values in turns.
+        """Return the items of a container; for a dict, keys and values alternate.
 
-        None if they are unknown.
+        Return None if the items are unknown.
         """
 
     def numpy(self, value: Any) -> NumpyType | None:
@@ -144,11 +144,11 @@ class View(Protocol):
 
 
 Shape = Callable[[View, Any], bool]
-MOST_VISITED = 1_000_000  # most values of a container that a shape examines
+MOST_VISITED = 1_000_000  # maximum number of values of a container that a shape examines
 
 
 class Mask:
-    """A value of these sorts. Nothing else matters, so the verdict can be cached."""
+    """A value of these sorts. Only the sorts matter, so the verdict can be cached."""
 
     def __init__(self, sorts: int) -> None:
         self.sorts = sorts
@@ -212,7 +212,7 @@ def _fields(shapes: dict[str, Shape], rest: Shape | None, view: View, value: Any
 
 
 def deep(sorts: int, view: View, value: Any) -> bool:
-    """Return whether a value and everything inside it, at any depth, has only these sorts."""
+    """Return whether a value, and every value inside it at any depth, has one of these sorts."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -235,7 +235,8 @@ def _member(names: frozenset[Name], view: View, value: Any) -> bool:
 def _by_sorts(shape: Shape, depth: int = 2) -> bool:
     """Return whether a shape depends only on the sorts of a value and of its tuple items.
 
-    This holds for values that contain no list, dict or set. `depth` limits the nesting of tuples.
+    This is the case for values that contain no list, dict or set. `depth` limits the nesting of
+    tuples.
     """
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
@@ -358,7 +359,7 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
     if version not in (3, 4) or order not in ("<", ">", "|", "="):
         return None
     metadata = state[8] if len(state) == 9 else None
-    if fresh.kind in "Mm":  # numpy reads the unit of time from the ninth item
+    if fresh.kind in "Mm":  # numpy reads the time unit from the ninth item
         if not _is_unit(view, metadata):
             return None
     elif metadata is not None and pairs(view, metadata) is None:
@@ -484,12 +485,12 @@ def name_sort(name: Global) -> int:
 
 
 def refused_by_weights_only(name: Global) -> bool:
-    """Return whether `torch.load(weights_only=True)` rejects files that name this."""
+    """Return whether `torch.load(weights_only=True)` rejects files that contain this name."""
     return key_of(name) not in weights_only()
 
 
 def is_known(name: Global) -> bool:
-    """Return whether the allowlist has this name, as a callable or as a value."""
+    """Return whether the allowlist contains this name, as a callable or as a value."""
     key = key_of(name)
     row = allowlist().rows.get(key)
     return (
@@ -498,7 +499,7 @@ def is_known(name: Global) -> bool:
 
 
 def out_of_place(name: Global) -> str | None:
-    """Return why no checkpoint may contain this name as a value; None if one may."""
+    """Return the reason why a checkpoint must not contain this name as a value, None if it may."""
     if name_sort(name) != NAME or top_of(name) == _SCRIPT:
         return None
     if is_own(name):
@@ -510,7 +511,7 @@ def out_of_place(name: Global) -> str | None:
 
 @lru_cache(maxsize=4096)
 def is_own(name: Global) -> bool:
-    """Return whether this may be a class or function outside Python, torch and numpy."""
+    """Return whether the name may be a class or function outside Python, torch and numpy."""
     if top_of(name) == _SCRIPT:
         return True
     *outer, last = name.name.split(".")
@@ -538,7 +539,7 @@ def is_guarded(name: str) -> bool:
 def is_foreign(name: Global) -> bool:
     """Return whether no checkpoint contains this name.
 
-    That is a name of Python, or a function of torch or numpy, that is not allowlisted.
+    Such a name belongs to Python, or is a function of torch or numpy, and is not allowlisted.
     """
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
@@ -575,13 +576,13 @@ def by_sorts(made: Global) -> bool:
 
 
 def is_final(made: Global) -> bool:
-    """Return whether no step may change the result of a call of this name."""
+    """Return whether every step that changes the result of a call of this name is rejected."""
     row = allowlist().rows[key_of(made)]
     return row.state is None and not row.fill
 
 
 def consumed(made: Node, args: Node) -> tuple[Global, ...]:
-    """Return the names among the arguments that the row of a call accepts: they are no values."""
+    """Return the names among the arguments that the row of a call accepts. They are not values."""
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return ()
     name = key_of(made)
@@ -598,7 +599,7 @@ def consumed(made: Node, args: Node) -> tuple[Global, ...]:
 
 
 def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
-    """Return the contents of a container that a call makes of `args`; None if unknown."""
+    """Return the contents of the container that a call returns for `args`; None if unknown."""
     found: list[Any] = []
     for arg in args:
         kind = view.sort(arg)
@@ -635,7 +636,7 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
         if named is None or not all(isinstance(key, str) for key, _ in named):
             return Judged(UNSURE, OBJECT)
         given += [value for _, value in named]
-    # A class that is made from a string may evaluate the string, as sympy does.
+    # A class that receives a string may evaluate the string, as sympy does.
     return Judged(UNSURE if any(_may_be_code(view, each) for each in given) else CLASS, OBJECT)
 
 
@@ -693,12 +694,12 @@ def _is_listed_class(value: Node) -> bool:
 
 
 def is_unfinished(made: Node) -> bool:
-    """Return whether an object of this class must get its state before anything else happens."""
+    """Return whether an object of this class must get its state before any other step."""
     return isinstance(made, Global) and key_of(made) in _UNFINISHED
 
 
 def target_of(made: Node, args: Node) -> Node:
-    """Return the name whose row lists the steps after a call: usually the class of the object."""
+    """Return the name of the row that lists the steps after a call: usually the object's class."""
     name = key_of(made) if isinstance(made, Global) else None
     is_maker = name in _NEW_CALLS or name == _RECONSTRUCT
     return args[0] if is_maker and isinstance(args, tuple) and args else made
@@ -716,7 +717,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        else:  # a class that is not allowlisted: it gets any items, and a state of `own_state`
+        else:  # a class that is not allowlisted accepts any items, and a state of shape `own_state`
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
             )
@@ -843,9 +844,9 @@ class Row(NamedTuple):
     called: bool  # may be called
     state: str | None  # name of the shape of its BUILD state; None: no BUILD allowed
     fill: tuple[str, ...]  # other steps that may follow: append, set, add
-    by_sorts: bool  # only the sorts of the arguments matter
+    by_sorts: bool  # the verdict depends only on the sorts of the arguments
     consumed: tuple[int, ...]  # positions of arguments that are names
-    of_class: bool  # makes an object of the class that is its first argument
+    of_class: bool  # returns an object of the class in its first argument
 
 
 _TENSORS = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
@@ -921,7 +922,7 @@ def _also_older(names: Iterable[Name]) -> Iterator[Name]:
 class Allowlist:
     """The tables of ``allowlist.txt``.
 
-    Anything malformed or repeated raises ValueError, so that a typing error cannot drop a row.
+    A malformed or repeated line raises ValueError, so that a typing error cannot drop a row.
     """
 
     def __init__(self, sections: dict[str, list[str]]) -> None:
@@ -991,7 +992,7 @@ def _text() -> dict[str, list[str]]:
 
 @cache
 def allowlist() -> Allowlist:
-    """Return the allowlist. It is read at the first call."""
+    """Return the allowlist, read at the first call."""
     return Allowlist(_text())
 
 
@@ -999,7 +1000,7 @@ def allowlist() -> Allowlist:
 def standard() -> frozenset[str]:
     """Return the top-level modules of the standard libraries of Python 2 and 3.11 to 3.14.
 
-    Python 2 counts because protocol 2 maps its names to those of Python 3.
+    Python 2 is included because protocol 2 maps its names to names of Python 3.
     """
     old = {name for name in IMPORT_MAPPING if "." not in name}
     return sys.stdlib_module_names | old | set(" ".join(_text()["standard"]).split())

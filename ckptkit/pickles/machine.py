@@ -69,7 +69,7 @@ _ONES, _NEXT = sum(1 << 32 * n for n in range(7)), sum(n << 32 * n for n in rang
 class Builder(Protocol):
     """The interface that a machine calls for each value, name and call in a pickle."""
 
-    counted: frozenset[type]  # `pushed` is called when a value of these is pushed from the memo
+    counted: frozenset[type]  # types of values for which a push from the memo calls `pushed`
     weight: int  # estimated bytes of memory per value, without its content
     watchful: bool  # `text` is called for each string, which may be an embedded file
 
@@ -100,7 +100,7 @@ class Builder(Protocol):
         """Add items to a list ("append") or a set ("add")."""
 
     def set(self, target: Any, items: Sequence[Any]) -> None:
-        """Set keys. `items` are keys and values in turns."""
+        """Set keys. `items` contains keys and values alternately."""
 
     def collected(self, kind: str, items: list[Any]) -> Any:
         """Return the "list", "dict" or "frozenset" of the items above a mark."""
@@ -122,7 +122,7 @@ class SpellingError(FormatError):
 
 
 class Short(Exception):
-    """The window ends inside an opcode; the window must reach at least to its offset `end`."""
+    """The window ends inside an opcode; the window must reach at least to offset `end`."""
 
     def __init__(self, end: int) -> None:
         self.end = end
@@ -142,9 +142,9 @@ def _numbers(code: bytes) -> tuple[int, ...]:
 class Machine:
     """One run of a pickle.
 
-    For messages, ``offset`` is the position of the current opcode in the source, and ``opcode`` its
-    name. ``rare`` maps opcodes outside the loop to the position of the first one: weights_only does
-    not support all of them.
+    For messages, ``offset`` is the position of the current opcode in the source, and ``opcode`` is
+    its name. ``rare`` maps opcodes outside the loop to the position of the first one: weights_only
+    does not support all of them.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Machine:
 
     @property
     def opcode(self) -> str:
-        """Name of the current opcode, "" before the first and at the end of the bytes."""
+        """Name of the current opcode, "" before the first opcode and at the end of the bytes."""
         return NAMES.get(self.data[self.at], "") if self.at < len(self.data) else ""
 
     @property
@@ -329,7 +329,7 @@ class Machine:
     def _tensor(self, found: re.Match[bytes], stack: list[Any]) -> bool:
         """Run all opcodes of a tensor: its arguments, and the call of the function on the stack.
 
-        Return False and change nothing if they differ from the form of torch.save.
+        Return False and change nothing if the opcodes differ from those of torch.save.
         """
         (
             tag, made, length, key, put_key, device, elements, put_id, size, put_size, stride,
@@ -367,7 +367,7 @@ class Machine:
         return True
 
     def _read_on(self, start: int, need: int) -> None:
-        """Move the window to `start`, with at least `need` bytes. A window ends with its frame."""
+        """Move the window to `start`, with at least `need` bytes. It stays within the frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
         at = self.base + start
@@ -403,7 +403,7 @@ class Machine:
     # The memo
 
     def _put(self, index: int, value: Any) -> None:
-        """Store at an unusual index: in the list after a small gap, else in `far`."""
+        """Store at an index other than the next: in `memo` if the gap is small, else in `far`."""
         memo = self.memo
         if index < len(memo):
             if memo[index] is not UNSET:
@@ -425,7 +425,7 @@ class Machine:
         return self.memo[index] if index < len(self.memo) else self.far.get(index, UNSET)
 
     def _again(self, value: Any) -> None:
-        """Check a value that a pickle pushes again from the memo."""
+        """Notify the builder of a value that the pickle pushes again from the memo."""
         if value is UNSET:
             raise FormatError("pickle refers to a value that it did not store")
         if value.__class__ in self.builder.counted:
@@ -509,7 +509,7 @@ class Machine:
     def _line(self, limit: str | None = None) -> bytes:
         """Read up to the next newline, and skip the newline.
 
-        `limit` is the name of the limit of the length, None for a module or name.
+        `limit` is the name of the limit on the length, None for the limit of names.
         """
         end = self.data.find(b"\n", self.pos)
         length = (len(self.data) if end < 0 else end) - self.pos
@@ -662,7 +662,7 @@ class Machine:
         if size < 0:
             raise FormatError("pickle contains a value of negative length")
         if kind == "int":
-            if self.base + self.pos + size <= self.limit:  # otherwise `_take` finds it truncated
+            if self.base + self.pos + size <= self.limit:  # otherwise `_take` raises TruncatedError
                 check("int_bytes", size, "bytes of an integer in a pickle")
             self.stack.append(int.from_bytes(self._take(size), "little", signed=True))
         elif kind == "text":
@@ -688,8 +688,8 @@ class Machine:
             self.data, self.base, self.at, self.pos = b"", at + size, 0, 0
 
 
-# Opcodes of length-prefixed values: bytes of the length, whether it is signed, and the kind of the
-# value.
+# Opcodes of length-prefixed values: bytes of the length field, whether the length is signed, and
+# the kind of the value.
 SIZED = {
     0x8A: (1, False, "int"), 0x8B: (4, True, "int"), 0x8C: (1, False, "text"),
     0x8D: (8, False, "text"), 0x54: (4, True, "python2"), 0x55: (1, False, "python2"),

@@ -120,7 +120,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
 
 
 def _extent(node: Node) -> Extent | None:
-    """Return the bytes of an array in any form a pickle has; None for a list of objects."""
+    """Return the bytes of an array in any form that pickles use; None for a list of objects."""
     if isinstance(node, StoredBytes):
         return node.extent
     data = node.data if isinstance(node, ByteString) else node

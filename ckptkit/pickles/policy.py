@@ -1,6 +1,6 @@
-"""Decide what of a tree may be written back, and remove what may not.
+"""Decide which values of a tree may be written back, and remove the others.
 
-It applies `ckptkit.pickles.judge`, which also judges traces, to trees.
+This module applies `ckptkit.pickles.judge` to trees. Scans apply the same judge to traces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEEP = 32  # nesting of dtypes
 
 
 def describe(callable_: Node) -> str:
-    """Return the name of the class or function that makes an Object, for messages."""
+    """Return the name of the class or function that returns an Object, for messages."""
     return str(callable_) if isinstance(callable_, Global) else "the result of another call"
 
 
@@ -143,12 +143,12 @@ def _judge_object(node: Object) -> tuple[str, str]:
 
 
 def is_harmful(node: Object) -> bool:
-    """Return whether loading this object cannot be proved harmless, so that it is not written."""
+    """Return whether the object must not be written: loading it cannot be proved harmless."""
     return _judge_object(node)[0] not in judge.WRITTEN
 
 
 class Policy:
-    """Refuses to write values into one output that cannot be proved harmless.
+    """Refuses values of one output unless loading them is proved harmless.
 
     All `check` methods raise UnsafeGlobalError.
     """
@@ -214,7 +214,7 @@ def _refused(message: str) -> UnsafeGlobalError:
 
 # Removing values from trees
 
-SHOWN = 8  # names in a note
+SHOWN = 8  # maximum number of names in a note
 TEXTS = (str, bytes, bytearray, ByteString, StoredBytes)
 _JUDGED = (
     *(Object, Global, SetNode, Tensor, TypedStorage),
@@ -281,10 +281,10 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
 
 
 def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Return the tree without opaque values and embedded files with calls, and notes on these.
+    """Remove opaque values and embedded files with calls. Return the tree and notes.
 
-    An object that weights_only accepts is dropped too if it contains one that weights_only rejects.
-    Raises UsageError if no tensor, or no value at all, remains, unless it `may_be_empty`.
+    An object that weights_only accepts is dropped too if it contains an object that weights_only
+    rejects. Raises UsageError if no tensor, or no value at all, remains, unless it `may_be_empty`.
     """
     pruned, dropped = without(root, _is_refused)
     if not dropped:
@@ -324,8 +324,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Return whether weights_only rejects a part of the value, or a byte string in it is a file
-    with calls."""
+    """Return whether weights_only rejects a part of the value, or it contains a file with calls."""
     return holds_calls(node) or any(map(_is_refused_part, nodes(node)))
 
 

@@ -5,12 +5,13 @@
 
 ``view_metadata`` is None since torch 0.4; before, it was (view_key, offset, view_size) in elements.
 
-`numel` counts elements of the class's type (for views, those of the root storage). For an
-UntypedStorage it counts bytes.
+`numel` counts elements of the class's type; for a view, the elements of the root storage. For an
+UntypedStorage, `numel` counts bytes.
 
 torch 0.1 to 1.5 also kept the source code of each class of a pickled module. At the first use of a
-class, the persistent id is ``(class, source file, source text)`` in tar files, and the same after
-``'module'`` in legacy streams. Both strings are None if Python did not find the source.
+class, the persistent id is ``(class, source file, source text)`` in tar files, and ``('module',
+class, source file, source text)`` in legacy streams. Both strings are None if Python did not find
+the source.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StorageTable:
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        # By key. There are several if one is untyped, or if all are empty.
+        # By key. A key has several classes if one of them is untyped, or if all storages are empty.
         self._known: dict[str, tuple[TypedStorage, ...]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 

@@ -28,12 +28,12 @@ NOT_TORCH = "not a file of torch.save"
 class PickleStream:
     """Bytes that a loader passes to an unpickler.
 
-    ``where`` is their place inside the file, ``""`` for the file itself. ``packed`` is the method
-    of compression of the `length` bytes, None if they are not compressed. ``open_end``: their end
-    is unknown. ``count`` is the number of consecutive pickles; if it exceeds 1, other bytes may
-    follow. None: an unknown number, possibly with other bytes in between. ``no_weights_only`` is
-    the reason why `torch.load(weights_only=True)` cannot read the container, None if it can.
-    ``weak``: only the first bytes suggest that it is a pickle.
+    ``where`` is their place inside the file, ``""`` for the file itself. ``packed`` is the
+    compression method of the `length` bytes, None without compression. ``open_end``: the end of the
+    bytes is unknown. ``count`` is the number of consecutive pickles. If it exceeds 1, other bytes
+    may follow. If it is None, the number is unknown, and other bytes may lie between the pickles.
+    ``no_weights_only`` is the reason why `torch.load(weights_only=True)` cannot read the container,
+    None if it can. ``weak``: only the first bytes suggest that the bytes are a pickle.
     """
 
     where: str
@@ -50,9 +50,9 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Bytes inside a file that may be a file of their own.
+    """Bytes inside a file that may be a separate file.
 
-    ``likely``: its name is that of a pickle.
+    ``likely``: the bytes have the file name of a pickle.
     """
 
     where: str
@@ -64,7 +64,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A part of a file that could not be read, or that two readers interpret differently.
+    """A part of a file that ckptkit cannot read, or that two readers interpret differently.
 
     ``harmless``: the remark casts no doubt on the file, only on how programs treat it.
     """
@@ -106,7 +106,7 @@ class Call(NamedTuple):
 class Nested(NamedTuple):
     """A byte string that looks like a file.
 
-    The pickle itself loads it if `loaded`; otherwise the user of the value may.
+    If `loaded`, the pickle itself loads the file. Otherwise a program that uses the value may.
     """
 
     offset: int  # of the opcode
@@ -119,11 +119,10 @@ class Trace:
     """The names and calls of one pickle, up to its end or the first error.
 
     ``error`` is the position and reason of a failure before the end. ``goes_on``: an unpickler of
-    CPython may not fail there. ``may_be_legacy``: the value may be the magic number of a legacy
-    file, after which torch.load loads four more pickles. ``doubts`` are points on which unpicklers
-    disagree.
-    ``refused`` is something besides names that `torch.load(weights_only=True)` rejects, None if
-    there is nothing.
+    CPython may continue after that position. ``may_be_legacy``: the value may be the magic number
+    of a legacy file, after which torch.load loads four more pickles. ``doubts`` are points on which
+    unpicklers disagree. ``refused`` describes the first step, other than a name, that
+    `torch.load(weights_only=True)` rejects; None without such a step.
     """
 
     protocol: int
@@ -151,7 +150,7 @@ class Trace:
 class Traced:
     """A pickle and its trace.
 
-    ``nested``: it is in a byte string that nothing in the file loads.
+    ``nested``: the pickle is in a byte string that nothing in the file loads.
     """
 
     where: str

@@ -1,7 +1,7 @@
 """Build the tree of a pickle.
 
-Containers and scalars become themselves, and a class or function becomes a Global. A call becomes
-the value that its reducer in `ckptkit.pickles.globals` returns, or else an Object.
+Containers and scalars become plain Python values. A class or function becomes a Global. A call
+becomes the value that its reducer in `ckptkit.pickles.globals` returns, or else an Object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FULL = object()  # a key that makes a dict with conflicting keys nonempty
 
 class Unpickled(NamedTuple):
     root: Node
-    globals: tuple[Global, ...]  # every class and function that it names, in order
+    globals: tuple[Global, ...]  # every class and function that the pickle names, in order
     protocol: int
     stop: int  # offset in the source of the first byte after STOP
     warnings: tuple[str, ...]
@@ -56,7 +56,7 @@ def unpickle(
     persistent_load: Callable[[Node], Node] | None = None,
     reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
-    """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
+    """Return the tree of the pickle at `start`. The pickle must end before `stop`.
 
     `persistent_load` maps a persistent id to a node. `reducers` evaluate known calls. Raises
     FormatError, TruncatedError, LimitError, UnsupportedError, and any error of `persistent_load`.
@@ -197,7 +197,7 @@ class Values:
         return made
 
     def drop(self, values: list[Node]) -> None:
-        """Record popped values. In the end, the tree must contain each of them.
+        """Record popped values. In the end, the tree must contain each value.
 
         CPython pops the items of a tuple that contains itself, and then pushes the finished tuple.
         dill pushes a dict that exists already, fills it, and pops it. It also pops the results of
@@ -234,7 +234,7 @@ class Values:
     def _check_dropped(self, root: Node) -> None:
         """Raise UnsupportedError if the tree does not contain a popped value.
 
-        Attributes that dill sets on code are not in the tree: they cause a warning.
+        Attributes that dill sets on code are not in the tree; such attributes cause a warning.
         """
         setting = [node for node in self.dropped.values() if _sets_code(node)]
         lost = self.dropped.keys() - set(map(id, setting))
@@ -279,14 +279,14 @@ _UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)
 
 
 class KeyCheck:
-    """Counts the dict keys of a file whose hashes the file could choose to collide."""
+    """Counts dict keys whose hashes a file could choose so that the keys collide."""
 
     def __init__(self) -> None:
         self._odd = 0
         self._values = 0
 
     def hashable(self, key: Node) -> bool:
-        """Return whether a key is hashable. Raises LimitError for deep or too many odd keys."""
+        """Return whether a key is hashable. Raises LimitError if keys are too deep or too odd."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
         if isinstance(key, (int, float, complex)) or (

@@ -1,4 +1,4 @@
-"""Write a tree as a pickle of protocol 2 whose opcodes `torch.load(weights_only=True)` accepts.
+"""Write a tree as a pickle of protocol 2. `torch.load(weights_only=True)` accepts its opcodes.
 
 The writer makes one pass, is iterative, and its output is deterministic. The memo finds strings and
 other immutable scalars by value, and containers, tuples, tensors and objects by identity, so that
@@ -95,11 +95,13 @@ def write_pickle(
 ) -> Pickled:
     """Return the pickle of a tree.
 
-    `persistent_id` returns the persistent id of a storage, a tuple. It is called for each use.
+    `persistent_id` returns the persistent id of a storage, a tuple. The function is called for each
+    use of a storage.
 
-    `objects` decides about values that weights_only rejects: ``keep`` them, ``drop`` them, or raise
-    an ``error``. Raises AmbiguousError for mappings that a dict cannot hold, UnsafeGlobalError for
-    calls that are not allowlisted, UnsupportedError for objects that contain themselves.
+    `objects` is the treatment of values that weights_only rejects: ``keep`` them, ``drop`` them, or
+    raise an ``error``. Raises AmbiguousError for mappings that a dict cannot hold,
+    UnsafeGlobalError for calls that are not allowlisted, UnsupportedError for objects that contain
+    themselves.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":
@@ -124,7 +126,7 @@ class _Writer:
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         self.persistent_id = persistent_id
         self.protocol = protocol
-        self.needed = 2  # the protocol that the values so far require
+        self.needed = 2  # the lowest protocol that supports the values so far
         self.parts: list[bytes] = []
         self.emit = self.parts.append
         self.joined: list[bytes] = []
@@ -269,7 +271,7 @@ class _Writer:
         return code + self._put(node)
 
     def _spelled(self, node: Global) -> tuple[str, str]:
-        """Return module and name as in Python 2, or require protocol 4 if these are ambiguous."""
+        """Return module and name as in Python 2; require protocol 4 for ambiguous names."""
         name = node.module, node.name
         if self.protocol > 2:
             return name
@@ -319,8 +321,8 @@ class _Writer:
         _rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad). For a parameter,
         _rebuild_parameter(data, requires_grad, OrderedDict()) is around it.
 
-        If they add nothing to the memo, all names in them have memo entries already. Then every
-        later tensor of the same kind has the same opcodes, which are cached.
+        If the opcodes add nothing to the memo, all names in them have memo entries already. Every
+        later tensor of the same kind then has the same opcodes. They are cached.
         """
         if tensor.layout != "strided":
             raise UnsupportedError(f"a {tensor.layout} tensor whose parts are unknown")

@@ -1,10 +1,10 @@
 """Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
-The work is divided into independent tasks, each with its segments and their place. If a long range
-keeps its place within a file system block, the kernel copies it, or shares it if the file system
-can. Other ranges are read and written in pieces that fit the cache of a core: the kernel would not
-copy them faster, and their checksums need no second pass. Short ranges are taken from a read-ahead
-window and written together with the literals between them.
+The work is divided into independent tasks. Each task has segments and their place in the file. If a
+long range keeps its offset within a file system block, the kernel copies the range, or shares the
+blocks if the file system can. Other ranges are read and written in pieces that fit the cache of a
+core. The kernel would not copy these ranges faster, and their checksums need no second pass. Short
+ranges are taken from a read-ahead window and written together with the literals between them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
 
-WINDOW = 1 << 20  # most bytes that are read ahead, and that are joined into one write
-PIECE = 256 << 10  # bytes per read and write: they must stay in the cache of a core
+WINDOW = 1 << 20  # maximum number of bytes to read ahead, and to join into one write
+PIECE = 256 << 10  # bytes per read and write: a piece must stay in the cache of a core
 NEARBY = 4 << 10  # bytes of the first read-ahead; it grows while ranges follow each other
 # Bytes; for shorter ranges, reading ahead is faster than a system call per range (measured).
 SHORT = 32 << 10
-CHUNK = 64 << 20  # bytes per kernel copy: progress and interrupts are handled in between
+CHUNK = 64 << 20  # bytes per kernel copy: progress and interrupts are handled after each copy
 BLOCK = 4 << 10  # bytes of a file system block, which two files may share
 
 # Errors of the kernel when it cannot copy between these two files.
@@ -61,11 +61,11 @@ Sum = tuple[int, int, int]  # number of the checksum, CRC-32, length
 class WriteTask(NamedTuple):
     """A part of the work on the file `path`, from byte `start` on; picklable.
 
-    A task does one of three things. It writes `segments` in a row. Or it writes the `block` of a
-    large transpose to its places. Or it computes the `checksum` (number, length) of bytes that
-    other tasks have written. Checksums of the sources `summed` are computed while they are read; if
-    it is None, not even inflated data is verified. With `keeps_sums`, plain ranges are excluded, so
-    that the kernel may copy them.
+    A task does one of three things. (1) It writes `segments` one after another. (2) It writes the
+    `block` of a large transpose to its places. (3) It computes the `checksum` (number, length) of
+    bytes that other tasks have written. Checksums of the sources `summed` are computed while these
+    are read. If `summed` is None, not even inflated data is verified. With `keeps_sums`, plain
+    ranges are excluded from the checksums, so that the kernel may copy them.
     """
 
     path: str
@@ -84,7 +84,8 @@ class WriteTask(NamedTuple):
     def is_copied(self, segment: Segment, place: int) -> bool:
         """Return whether the kernel should copy a segment to byte `place` of the file.
 
-        If the place within a block changes, the kernel copies page by page with two writes each.
+        If the offset within a block changes, the kernel copies page by page, with two writes per
+        page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -94,7 +95,7 @@ class WriteTask(NamedTuple):
 
 
 class TaskResult(NamedTuple):
-    """The checksums of the parts of a task, in order, and those of the bytes that it read."""
+    """The checksums of the parts of a task, in order, and of the bytes that the task read."""
 
     sums: list[Sum]
     read: list[list[int]]  # runs of `ReadSums`
@@ -150,7 +151,7 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
     """Execute one task. Raises OSError, InputError, InputChangedError."""
     if task.checksum is not None:
         return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
-    # A transpose is not read in order, so its checksums would be useless.
+    # A transpose is not read in order, so checksums of its reads would be useless.
     sums = ReadSums(() if task.block is not None else task.summed or ())
     flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(task.path, flags)
@@ -198,7 +199,7 @@ def _reread(path: str, start: int, number: int, size: int) -> Sum:
 
 
 class _SegmentWriter:
-    """Writes the segments of a task in a row, from the current position of `fd`."""
+    """Writes the segments of a task one after another, from the current position of `fd`."""
 
     def __init__(self, fd: int, task: WriteTask, progress: Progress) -> None:
         self.sums: list[Sum] = []
@@ -254,10 +255,10 @@ class _SegmentWriter:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
-            del piece  # free it before the next one is computed
+            del piece  # free the piece before the next one is computed
 
     def _copy(self, extent: Range) -> int:
-        """Copy with the kernel. Return the number of bytes copied, fewer if the kernel cannot."""
+        """Copy with the kernel. Return the number of copied bytes: fewer than asked if it fails."""
         assert isinstance(extent.source, LocalFile)
         done = 0
         while done < extent.length:
@@ -295,9 +296,10 @@ class _SegmentWriter:
 def pieces(
     extent: Extent, place: int = 0, buffer: memoryview | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an extent; those of a local file through one buffer that fits the cache.
+    """Yield the bytes of an extent. For a local file, one buffer that fits the cache is reused.
 
-    `place` is the offset in the output. Pieces end where that is divisible by the buffer size.
+    `place` is the offset in the output. Pieces end where the offset is divisible by the buffer
+    size.
     """
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent)
@@ -331,7 +333,7 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """Compute the CRC-32s that placeholders need, by number, by reading all covered bytes."""
+    """Return the CRC-32s that placeholders need, by number. All covered bytes are read."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Checksummed):

@@ -4,9 +4,9 @@
     write the seal; remove the journal
 
 with an fsync after each step. If the edit is interrupted, the journal exists as long as the file is
-invalid. The next command that opens the file detects it, and `recover` restores the file.
+invalid. The next command that opens the file detects the journal, and `recover` restores the file.
 
-Processes that have the file open or mapped see the change. Therefore a file with several hard links
+A process that has the file open or mapped sees the change. Therefore a file with several hard links
 is never edited in place.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
@@ -19,13 +19,14 @@ byte of the file changes. It is removed after the last byte has changed:
     the bytes of `breaks`, then for each span the bytes before and the bytes after
     SHA-256 of everything above
 
-A span of four numbers covers single bytes: the second number is the length of their places, which
-precede them. If files of one folder are edited together, each journal lists all of them in `group`.
-All journals exist before the first file changes, and all files are changed before the first journal
-is removed. Then the small file `then` is written, also by `recover` if it finds all files changed.
+A span of four numbers covers single bytes. The second number is the length of the list of their
+places; this list precedes the bytes. If files of one folder are edited together, each journal lists
+all these files in `group`. All journals exist before the first file changes, and all files are
+changed before the first journal is removed. Then the small file `then` is written, also by
+`recover` if it finds all files changed.
 
 A journal applies only to the file beside it, with the same inode. Each byte in a span must be the
-one before, the one after, or one of an interrupted write.
+old byte, the new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def fits(patch: Patch) -> bool:
 def can_patch(path: str) -> bool:
     """Return whether the file can be edited in place.
 
-    It must be a writable regular file with one hard link, and not a symbolic link.
+    The file must be a writable regular file with one hard link, and not a symbolic link.
     """
     info = os.lstat(path)
     folder, journal = os.path.split(journal_path(path))
@@ -96,11 +97,11 @@ def can_patch(path: str) -> bool:
 
 
 def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
-    """Apply `patch` to its file, with `options` and `changes` to these.
+    """Apply `patch` to its file. `changes` override `options`.
 
     ``verify`` reads the written bytes back. ``progress`` is called once, at the end. ``dry_run``
     only makes the checks before writing. Raises InputChangedError if the file changed since it was
-    read. Raises OutputError or VerifyError after it has restored the file.
+    read. If a write fails, restores the file and raises OutputError or VerifyError.
     """
     return apply_all((patch,), options.changed(changes))
 
@@ -199,7 +200,7 @@ def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
 
 
 def _keep(pieces: Iterable[bytes], path: str) -> None:
-    """Write a file atomically and flush it, and its name, to disk."""
+    """Write a file atomically. Flush the file and its folder entry to disk."""
     temporary = temporary_name(path)
     try:
         fd = new_file(temporary)
@@ -225,7 +226,7 @@ def _remove(journal: str) -> None:
 
 
 def _rewrite(fd: int, breaks: Edit, edits: Iterable[Edit], size: int, seal: Iterable[Edit]) -> None:
-    """Invalidate the file, change it, and make it valid again."""
+    """Invalidate the file, change the file, and make it valid again."""
     _write(fd, (breaks,))
     _write(fd, edits, size)
     _write(fd, seal)
@@ -244,7 +245,7 @@ def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """Return the bytes at `offset`, fewer if the file ends."""
+    """Return up to `length` bytes at `offset`; fewer bytes at the end of the file."""
     os.lseek(fd, offset, os.SEEK_SET)
     found = b""
     while more := os.read(fd, length - len(found)):
@@ -262,7 +263,7 @@ def _scattered(old: bytes, edit: Edit) -> bytes:
 
 
 def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
-    """Return the bytes at `offset`, in a row or at `places`, fewer if the file ends."""
+    """Return the bytes at `offset`, or at `places` relative to it; fewer at the end of the file."""
     if not places:
         return _read(fd, offset, length)
     import numpy as np
@@ -294,9 +295,9 @@ def check_journals(path: str, undo: bool = False) -> None:
     """Check for interrupted edits in place at `path`, a file or a folder of files.
 
     Raises InputError for half-edited files, and changes nothing: commands that only read do not
-    write. With `undo`, it restores each file instead. If an edit was complete, it only removes the
-    journal. Raises OutputError if it cannot write. Raises InputError if an edit is in progress, or
-    if a journal does not match its file.
+    write. With `undo`, the function restores each file instead. If an edit was complete, `undo`
+    only removes the journal. Raises OutputError if a file cannot be restored. Raises InputError if
+    an edit is in progress, or if a journal does not match its file.
     """
     for journal, file in journals_of(path):
         try:
@@ -312,7 +313,7 @@ def check_journals(path: str, undo: bool = False) -> None:
 
 
 def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
-    """Check a journal together with those of the files in its group."""
+    """Check a journal together with the journals of the other files in its group."""
     members: list[tuple[str, int, Journal]] = []
     states = set()
     waiting = [file]
@@ -375,15 +376,15 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
 
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes per comparison
-_LINE = 1 << 20  # most bytes of the line of numbers
+_LINE = 1 << 20  # maximum number of bytes of the line of numbers
 _DIGEST = 32
-LARGEST = 512 << 20  # most bytes of a journal; for larger edits, the file is rewritten
-HEAD = len(_MAGIC) + _LINE  # most bytes up to the end of that line
+LARGEST = 512 << 20  # maximum bytes of a journal; for larger edits, the file is rewritten
+HEAD = len(_MAGIC) + _LINE  # maximum number of bytes up to the end of that line
 _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 
 
 class JournalSpan(NamedTuple):
-    """The bytes at `offset` before and after; fewer if the file ends earlier.
+    """The bytes at `offset` before and after the edit; fewer if the file ends earlier.
 
     If ``places`` is set, the bytes are scattered, as in `Edit`.
     """
@@ -399,12 +400,12 @@ class JournalSpan(NamedTuple):
         return [self.offset, *places, len(self.old), len(self.new)]
 
     def stop(self, data: bytes) -> int:
-        """Return the end in the file of `data`, which are the bytes before or after."""
+        """Return the end of `data` in the file. `data` are the bytes before or after the edit."""
         return Edit(self.offset, data, self.places).stop
 
 
 class Journal(NamedTuple):
-    """The journal of one file, with which an edit can be recognized and undone."""
+    """The journal of one file, to recognize and undo an edit."""
 
     inode: int
     before: int  # size of the file in bytes
@@ -440,7 +441,7 @@ class Journal(NamedTuple):
         yield total.digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """Return the edits that restore all bytes outside `breaks`, and the edits for the rest."""
+        """Return two lists of edits: restore all bytes outside `breaks`, then restore `breaks`."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _, places in self.spans:
@@ -455,7 +456,8 @@ class Journal(NamedTuple):
     def state(self, size: int, found: Iterable[bytes]) -> str:
         """Return the state of a file of `size` bytes, whose bytes at each span are `found`.
 
-        It is ``before``, ``after``, ``between``, or ``else`` (another program wrote to the file).
+        The state is ``before``, ``after``, ``between``, or ``else`` (a different program wrote to
+        the file).
         """
         states = set()
         for span, now in zip(self.spans, found, strict=True):
@@ -542,8 +544,8 @@ def parse(data: bytes) -> Journal:
 def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
     """Return the content of the journal's line, its spans, and the end of the line.
 
-    `size` is that of the journal. Raises FormatError unless all numbers are offsets and lengths
-    that add up to exactly that size. This is checked before the rest is read.
+    `size` is the size of the journal. Raises FormatError unless all numbers are offsets and lengths
+    that add up to exactly `size`. This is checked before the rest is read.
     """
     import json
 

@@ -1,7 +1,7 @@
 """Write output files by tasks: in this thread, or by threads, forked processes or an executor.
 
 The kernel executes writes to one file one after another, so threads do not speed up kernel copies.
-But threads can read, compute and checksum while another one writes. If much is computed, forked
+But threads can read, compute and checksum while another thread writes. If much is computed, forked
 processes are used where possible, because short calls in threads wait for the interpreter lock.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
-THREADS = 4  # most threads or processes
+THREADS = 4  # maximum number of threads or processes
 
 Results = Generator[tuple[int, TaskResult], None, None]  # index and result of each task
 
@@ -72,7 +72,7 @@ def execute(
 def _work_of(file: WriteTask) -> int:
     """Return the number of bytes of a file that threads write faster.
 
-    It is hugely negative if a whole tensor must be in memory, because then tasks run one at a time.
+    If a whole tensor must be in memory, tasks run one at a time, and the result is hugely negative.
     """
     work, place = 0, 0
     for segment in file.segments:

@@ -1,9 +1,9 @@
 """Checks before anything is written, before a file is replaced, and of the bytes that were read.
 
 New bytes, or new checksums, must not hide the damage of a tensor. Therefore, if a plan reads a
-whole member of a zip file, its CRC-32 is computed during the read (`ReadSums`). Only bytes that
-were not read in order, as in transposes, are read again. Bytes that are copied together with their
-checksum stay unchanged, damaged or not, and are not checked.
+whole member of a zip file, the CRC-32 of the member is computed during the read (`ReadSums`). Only
+bytes that were not read in order, as in transposes, are read again. Bytes that are copied together
+with their checksum stay unchanged, damaged or not, and are not checked.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _check_writable(folder: str) -> None:
 
 
 def check_still_there(path: str, sources: Iterable[ByteSource]) -> None:
-    """Raise InputChangedError if the file to be replaced is no longer the one that was read."""
+    """Raise InputChangedError if the file to replace is no longer the file that was read."""
     known = {source.identity[:2] for source in sources if isinstance(source, LocalFile)}
     if known and identity_of(os.stat(path))[:2] not in known:
         hint = "run the command again"
@@ -173,7 +173,7 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
 
     A few bytes of a hostile file may describe terabytes.
 
-    Headers and pickles do not count: they are in memory, and as long as those that were read.
+    Headers and pickles do not count: they are in memory, and as long as in the source.
     """
     if allow_expand or size <= LIMITS.expansion_free:
         return
@@ -238,7 +238,7 @@ Run = Sequence[int]  # index of the source, offset, length, CRC-32
 
 _PIECE = 64 << 20  # bytes that a thread reads again per task
 _ROUNDING = 1e-9  # tolerance for sums of shares
-_HEADER = 4 << 10  # most bytes of the header of an array
+_HEADER = 4 << 10  # maximum number of bytes of the header of an array
 
 
 class Check(NamedTuple):
@@ -264,7 +264,7 @@ class DamageError(CorruptError):
 
 
 def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
-    """Return the members of new bytes or, with `kept`, those copied with their checksums."""
+    """Return the members of new bytes or, with `kept`, the members copied with their checksums."""
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:

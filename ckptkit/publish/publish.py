@@ -3,14 +3,14 @@
 The order of steps makes this safe. First, check the destination, space and size. Write a temporary
 file beside the destination, under an unguessable name. Check its length, that the input has not
 changed and, on request, every byte. Set its mode, fsync it, and rename it. If a step fails, the
-temporary file is removed and the destination is unchanged. Its name is
+temporary file is removed and the destination is unchanged. The name of the temporary file is
 
     .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
 A process id identifies a live process only on one machine, within one boot and one PID namespace.
-The context is a checksum of these. The next run that writes the same output can therefore tell that
-the process is gone, and removes its stale temporary file. A file from another machine, another
-container or before a restart is only reported.
+The context is a checksum of machine, boot and namespace. The next run that writes the same output
+can therefore tell that the process is gone, and removes the stale temporary file. A file from
+another machine, another container or before a restart is only reported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Published:
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
-    damaged: tuple[Range, ...] = ()  # ranges copied together with a checksum that does not match
+    damaged: tuple[Range, ...] = ()  # copied ranges whose checksum, also copied, does not match
 
 
 def publish(
@@ -85,12 +85,13 @@ def publish(
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
-    `changes` override `options`. ``force`` allows replacing a file, `replace_source` even one that
-    the plan reads. A symbolic link is replaced, not followed. An output that replaces a file is
-    flushed to disk even without ``durable``. `origin` is the source of the plan. It is protected
-    from being replaced even if the plan reads nothing from it. A URL as destination receives one
-    ordered stream, see :mod:`upload`. ``progress`` is called in this process. ``dry_run`` only
-    makes the checks before writing, and raises their errors.
+    `changes` override `options`. ``force`` allows ckptkit to replace a file. `replace_source`
+    allows it even for a file that the plan reads. A symbolic link is replaced, not followed. An
+    output that replaces a file is flushed to disk even without ``durable``. `origin` is the source
+    of the plan. The source is protected from being replaced even if the plan reads nothing from it.
+    A URL as destination receives one ordered stream, see :mod:`upload`. ``progress`` is called in
+    this process. ``dry_run`` only makes the checks before writing, and raises the errors of these
+    checks.
 
     Raises OutputExistsError, UsageError and LimitError before anything is written. Raises
     OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input;
@@ -186,7 +187,7 @@ class _Temporary:
         return mode
 
     def sync(self) -> None:
-        """Flush it to disk."""
+        """Flush the temporary output to disk."""
         for place in self.places:
             sync(place)
         for folder in [*self.folders, self.path] if self.is_folder else ():
@@ -294,7 +295,7 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
 
 
 def sync(path: str) -> None:
-    """fsync a file or folder, without retrying: after a failure the kernel drops the data."""
+    """fsync a file or folder once: a retry is useless, because a failed fsync drops the data."""
     if os.name == "nt":  # Windows cannot open folders, nor sync files that are open for reading
         return
     fd = os.open(path, os.O_RDONLY)
@@ -317,7 +318,7 @@ def sync_folder(path: str) -> None:
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
-    """Rename the temporary file into place. Return its name if it could not be removed.
+    """Rename the temporary file into place. Return the names of temporary files that remain.
 
     Without `force`, raise OutputExistsError if the destination has appeared in the meantime.
     """
@@ -352,7 +353,8 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
 def _locked(path: str) -> Iterator[None]:
     """Hold the lock of the file to replace, if its file system supports locks.
 
-    If two processes edit one file, the second waits here and then detects that its source is gone.
+    If two processes edit one file, the second process waits here, then detects that its source is
+    gone.
     """
     with ExitStack() as held:
         with suppress(ImportError, OSError):
@@ -408,7 +410,7 @@ def new_file(path: str) -> int:
 def sweep(path: str) -> list[str]:
     """Remove stale temporary files of the output `path` and of journals of its edits.
 
-    Return the names of files that may be stale too, but were made in another context.
+    Return the names of files from other contexts, which may be stale too.
     """
     folder, name = os.path.split(path)
     names = (name, f".{name}{JOURNAL}")

@@ -1,7 +1,7 @@
-"""Quantized checkpoints: which tensors form one weight, and how to dequantize it.
+"""Quantized checkpoints: find the tensors that form each weight, and dequantize the weight.
 
 In: a Checkpoint. Out: a `Quantization`: groups of tensors, each with a layout or the reason why it
-cannot be dequantized. Each family is one module; none reads codes. Uses core and compute.
+cannot be dequantized. Each family is one module. No module here reads codes. Uses core and compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def find(ck: Checkpoint) -> Quantization:
-    """Find the quantized weights; none if it is ambiguous which entry contains the weights."""
+    """Find the quantized weights; no weights if the entry with the weights is ambiguous."""
     try:
         weights = ck.selection
     except AmbiguousError:
@@ -62,7 +62,7 @@ def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -
 
 
 def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return both views; a quantized weight gets the dtype that the other checkpoint has for it."""
+    """Return both views. A quantized weight gets its dtype in the other checkpoint."""
     if not find(a) and not find(b):
         return a, b
     ours = dequantized_view(a, quantization.float_types(b))
@@ -72,8 +72,8 @@ def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 def dequantized_for_model(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
     """Return the view to compare with a model: one tensor for each quantized weight.
 
-    `expected` maps names of the model to dtypes; weights of these names get them. If the model
-    itself has codes and scales, these stay as they are stored.
+    `expected` maps names of the model to dtypes. A weight with such a name gets its dtype. If the
+    model itself has codes and scales, these tensors are not dequantized.
     """
     found = find(ck)
     if not found:

@@ -1,7 +1,7 @@
 """compressed-tensors: floats and integers with scales, packed integers, NVFP4 and the MX formats.
 
 Products of codes and scales have the dtype of the scales; those of NVFP4 and MX are bfloat16. The
-configuration lists strategies and group sizes in ``config_groups``. Shapes decide which of them
+configuration lists strategies and group sizes in ``config_groups``. Shapes decide which strategy
 applies, because the configuration names layers by class.
 """
 
@@ -151,7 +151,7 @@ def _integers(
 def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
     """Return the layout of codes in words, or the reason why it is ambiguous.
 
-    It follows from the configuration and the number of words.
+    The layout follows from the configuration and the number of words.
     """
     known = {each.get("num_bits") for each in schemes(view)}
     found = set()

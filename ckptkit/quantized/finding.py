@@ -29,7 +29,7 @@ METHODS_OF = (
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
 )  # fmt: skip
-# Last components of tensors that belong to no weight and that only quantized inference uses.
+# Last name components of tensors that belong to no weight. Only quantized inference uses them.
 SERVING = frozenset(
     {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
 )
@@ -62,7 +62,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     for group in groups:
         group.nbytes = sum([tensors[name].nbytes for name in group.members])
-        if len(group.parts) == 1:  # a pickled subclass may contain tensors without names
+        if len(group.parts) == 1:  # `members` lacks unnamed tensors of subclasses
             group.nbytes = max(group.nbytes, sum([each.nbytes for each in group.inputs]))
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
@@ -122,7 +122,7 @@ def _incomplete(
 
 
 def markdown() -> str:
-    """Return Markdown tables of the supported families and of those that are only named."""
+    """Return Markdown tables of the supported and of the unsupported families."""
     rows = ["| family | detected by | read | written | compared with |", "|---|---|---|---|---|"]
     for family in families():
         if family.read:

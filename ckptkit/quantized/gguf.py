@@ -6,7 +6,7 @@ from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
 from ckptkit.core.tensor import contiguous_stride
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# Types that do not belong in files, and why.
+# Types that must not occur in files, and the reasons.
 _REFUSED = {
     "Q8_1": "llama.cpp uses it only for intermediate results",
     "Q8_K": "llama.cpp uses it only for intermediate results",

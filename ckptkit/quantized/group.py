@@ -1,4 +1,4 @@
-"""The records of this room: tensors that form one weight, and the facts that recognizers use."""
+"""Records of tensors that form one weight, and of the facts that recognizers use."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
 class BlockForm(NamedTuple):
     """A way to store codes with one byte of scale for each `width` columns.
 
-    `stored` are the dtypes that the scales may have. `dtype` is how their bytes are decoded, ""
-    for their own dtype. `second` is how a second scale is combined, "" if there is none. See
-    `Blocks` for the other fields.
+    `stored` are the dtypes that the scales may have. `dtype` is the dtype as which their bytes are
+    decoded, "" for their own dtype. `second` is the operation that combines a second scale with the
+    first, "" without a second scale. See `Blocks` for the other fields.
     """
 
     label: str
@@ -58,9 +58,10 @@ NVFP4 = BlockForm("nvfp4 1x16", 16, ("float8_e4m3fn",), second="multiply")
 class QuantizedWeight:
     """Tensors of a checkpoint that form one weight.
 
-    ``parts`` are their names, codes first. ``dropped`` are names of tensors that only belong to
-    these. ``layout`` and ``inputs`` describe how to compute the weight. If that is impossible,
-    ``reason`` states why, with a ``hint``. ``own`` is the original dtype according to the file.
+    ``parts`` are the names of the tensors, codes first. ``dropped`` are names of further tensors
+    that only belong to this weight. ``layout`` and ``inputs`` describe how to compute the weight.
+    If that is impossible, ``reason`` states why, with a ``hint``. ``own`` is the original dtype
+    according to the file.
     """
 
     family: str
@@ -74,11 +75,11 @@ class QuantizedWeight:
     reason: str = ""
     hint: str | None = None
     own: str | None = None
-    nbytes: int = 0  # stored bytes
+    nbytes: int = 0  # number of stored bytes
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of all its tensors."""
+        """The names of all tensors of the weight."""
         return (*self.parts, *self.dropped)
 
     @property
@@ -94,7 +95,7 @@ class QuantizedWeight:
         record = Pending(operation, records, dtype.nbytes(self.numel))
         return Tensor(Storage(record, device), dtype, self.shape, contiguous_stride(self.shape))
 
-    # A recognizer makes a QuantizedWeight and completes it with one of these methods.
+    # A recognizer creates a QuantizedWeight and calls one of these methods to complete the weight.
 
     def refused(self, reason: str, hint: str | None = None) -> QuantizedWeight:
         """Mark the weight as impossible to dequantize."""
@@ -121,9 +122,9 @@ class QuantizedWeight:
         self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
         packing: Packing | None = None,
     ) -> QuantizedWeight:  # fmt: skip
-        """Set the layout of blocks of a row, or refuse scales that do not fit.
+        """Set the layout of blocks along rows, or refuse scales that do not fit.
 
-        4-bit codes are in the order of the elements unless `packing` says otherwise. Before the
+        4-bit codes are in the order of the elements, unless `packing` is given. Before the
         call, the shape of the weight is that of its codes, two 4-bit codes per byte.
         """
         if packing is None:
@@ -165,8 +166,8 @@ class QuantizationMethod:
     """A quantization method, and its recognizer.
 
     `recognize` receives a view and the name of a matching tensor. ``marks`` are last components of
-    names, ``endings`` are suffixes of these. ``subclasses``: it is also called for pickled tensor
-    subclasses. ``written``: the value of `--quantize`.
+    names, ``endings`` are suffixes of these. ``subclasses``: `recognize` is also called for pickled
+    tensor subclasses. ``written``: the value of `--quantize`.
     """
 
     name: str
@@ -192,7 +193,7 @@ class TensorView:
         self._source = ck.source
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:
-        """Return the tensor of that name, if it exists and has one of the dtypes (if given)."""
+        """Return the tensor of that name if it exists and has one of `dtypes` (default: any)."""
         found = self.tensors.get(name)
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
@@ -208,7 +209,7 @@ class TensorView:
         return b"".join(stream(contiguous(tensor).locate()))
 
     def number(self, name: str) -> int | None:
-        """Return the only element of an integer tensor, None if there is no single one."""
+        """Return the element of an integer tensor with exactly one element, else None."""
         found = self.integers(name)
         return found[0] if len(found) == 1 else None
 
@@ -227,7 +228,7 @@ class TensorView:
         return None if data is None else data.decode("utf-8", "replace")
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a tensor of bytes, {} if there is none."""
+        """Return the JSON object in a tensor of bytes, {} without a valid object."""
         return parsed(self.read(name) or b"")
 
     @cached_property
@@ -294,13 +295,13 @@ def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any
 def numbers(
     input: int, tensor: Tensor, grid: ScaleGrid, *, dtype: str = "", combine: str = "multiply"
 ) -> Numbers:
-    """Return Numbers on a grid, per batch or shared. `dtype` is the default unless given."""
+    """Return Numbers on a grid, per batch or shared. Default: `scale_dtype(tensor)`."""
     is_shared = tensor.numel == grid.rows * grid.columns
     return Numbers(input, dtype or scale_dtype(tensor), grid, combine, shared=is_shared)
 
 
 def scale_dtype(tensor: Tensor) -> str:
-    """Return the dtype as which a scale is decoded: bytes are exponents."""
+    """Return the dtype with which to decode a scale: bytes are exponents."""
     return "exponent" if tensor.dtype.name == "uint8" else tensor.dtype.name
 
 
@@ -356,7 +357,7 @@ def block_size(given: object) -> tuple[int, int] | None:
 
 
 def doubled(shape: Shape) -> Shape:
-    """Return the shape of 4-bit codes, two of which are one stored element."""
+    """Return the shape of 4-bit codes. Each stored element contains two codes."""
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 

@@ -72,14 +72,14 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
-    """Return the columns of a group, None if the configuration does not give this many groups."""
+    """Return the number of columns of a group, None if the configuration contradicts `groups`."""
     size = view.quantization.get("group_size")
     width = columns if size == -1 or (size is None and groups == 1) else size
     return width if type(width) is int and width > 0 and -(-columns // width) == groups else None
 
 
 def _packing(view: TensorView) -> str | None:
-    """Return what is unsupported about the packing in the configuration, None if nothing."""
+    """Return the reason why the configured packing is unsupported, None if it is supported."""
     config = view.quantization
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):

@@ -18,7 +18,8 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 if TYPE_CHECKING:
     from ckptkit.quantized.group import QuantizedWeight, TensorView
 
-# The marks of all families, repeated here so that no family is imported early (a test checks them).
+# The marks of all families, repeated here to avoid an early import of the families (a test checks
+# them).
 MARKS = frozenset({
     "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
     "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",
@@ -36,7 +37,7 @@ def last_component(name: str) -> str:
 
 
 def is_marked(name: str) -> bool:
-    """Return whether a name ends like those of a quantization method."""
+    """Return whether a name ends like a tensor name of a quantization method."""
     last = last_component(name)
     return last in MARKS or last.endswith(ENDINGS)
 
@@ -89,9 +90,10 @@ class Quantization:
         return tuple(group for group in self.groups if group.layout is None)
 
     def foreign_to(self, names: Iterable[str]) -> Quantization:
-        """Return the groups that a model with these names does not store as codes and scales.
+        """Return the groups whose codes and scales a model with these names does not store.
 
-        It stores a group that way if it has names with the same last components as all other parts.
+        The model stores codes and scales of a group if its names have the same last components as
+        all parts of the group, except a part that has the name of the weight.
         """
         endings = set(map(last_component, names))
         groups = (each for each in self.groups if not _holds(endings, each))
@@ -119,8 +121,8 @@ _HALF = ("gptq", "awq")  # families whose libraries compute in float16
 def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
     """Return the checkpoint with a tensor in place of each readable quantized weight.
 
-    `types` maps weights to dtypes; the others get the default of `dequantize`. Nothing is read.
-    The new ``logical`` contains the groups by the id of their tensor.
+    `types` maps weights to dtypes. Other weights get the default dtype of `dequantize`. Nothing is
+    read. The new ``logical`` contains the groups by the id of their tensor.
     """
     groups = [group for group in found.groups if group.layout is not None]
     if not groups or found.view is None:
@@ -184,7 +186,7 @@ def _entries(
 
 def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:
     """Return the dtype of a dequantized weight if none is requested."""
-    if group.family == "gguf":  # a config.json beside it does not apply
+    if group.family == "gguf":  # a config.json beside the file does not apply
         return BY_NAME["float32"]
     recorded = view.config.get("torch_dtype") or view.config.get("dtype")
     for name in (recorded, group.own, "float16" if group.family in _HALF else None):

@@ -87,7 +87,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
             return group.refused(f"unsupported blocks of {size} with codes of {codes.dtype}")
         form = form._replace(width=size, tiled=bool(data.get("is_swizzled_scales")))
         second = inner.get("per_tensor_scale")
-        if second is None:  # it is optional
+        if second is None:  # the second scale is optional
             form = form._replace(second="")
         return group.in_blocks(form, codes, scale, second)
     grid = _grid(codes.shape, data.get("block_size"), scale)
@@ -124,7 +124,7 @@ def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     return grid if scale.numel == grid.rows * grid.columns else None
 
 
-# By class: the dtype in which integers and scales are multiplied, or the form of blocks.
+# For each class: the dtype in which integers and scales are multiplied, or the form of blocks.
 _KINDS: dict[str, str | g.BlockForm] = {
     "Float8Tensor": "float32", "Int8Tensor": TARGET, "IntxUnpackedToInt8Tensor": "scale",
     "MXTensor": g.MX._replace(dtype="float8_e8m0fnu", **g.IN_TARGET),

@@ -1,7 +1,8 @@
-"""Compute the targets of a group of tensors from its shapes, as copies of elements.
+"""Compute the target tensors of a group of tensors from the shapes, as copies of elements.
 
-A copy moves a block of elements. It has a start in the source and in the target, and for each free
-axis a size and both strides. If parts differ in size, only the starts of their copies differ.
+A copy moves a block of elements. A copy has a start in the source and a start in the target. For
+each free axis, it has a size and both strides. If parts differ in size, only the starts of their
+copies differ.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from ckptkit.rules.notation import (
 )
 
 Axes = tuple[str, ...]
-Symbol = tuple[str, int | None]  # a word, and the label whose size it is (None: one size for all)
+Symbol = tuple[str, int | None]  # name of a size, and its label (None: one size for all labels)
 Indices = Mapping[str, int]
 
 
 class ArrangedRule(NamedTuple):
     """One target of a group."""
 
-    indices: dict[str, int]  # of the variables that occur only in the right name
+    indices: dict[str, int]  # values of the variables that occur only in the right name
     shape: Shape
     copies: tuple[StridedCopy, ...]
 
@@ -60,7 +61,7 @@ class SourceTensor(NamedTuple):
     """One source of a group."""
 
     key: str
-    indices: tuple[int, ...]  # of the variables that occur only in the left name
+    indices: tuple[int, ...]  # values of the variables that occur only in the left name
     shape: Shape
 
 
@@ -75,7 +76,7 @@ class Layout:
 
 
 class Arrangement:
-    """A rule with the sizes that are given; shapes supply the rest."""
+    """A rule with the given sizes; shapes supply the other sizes."""
 
     def __init__(
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
@@ -103,7 +104,7 @@ class Arrangement:
         return (word, None) if variable is None else (word, indices[variable])
 
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
-        """Return the number of elements of a dimension, or of its last axes."""
+        """Return the number of elements along a dimension, or along some of its axes."""
         total = 1
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -132,7 +133,7 @@ class Arrangement:
     def solve(
         self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[SourceTensor]
     ) -> Solved:
-        """Return a group with its sizes. Raises MisfitError if its shapes do not fit the rule."""
+        """Return a group with its sizes. Raises MisfitError if the shapes do not fit the rule."""
         rest = self._rest(members)
         left = expanded(self.rule.left.shape, rest)
         right = expanded(self.rule.right.shape, rest)
@@ -249,7 +250,7 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Return the index of the variable that the values depend on; prefer one with labels."""
+        """Return the index of the variable that determines the values; prefer labels."""
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
             by: dict[int, set[int | None]] = {}
@@ -315,7 +316,7 @@ class Solved:
         words = self.rule.words
         outer = {**self.loops, **scattered}
         shape = tuple(self._extent(axes, outer) for axes in self.right)
-        # Shared axes on which sizes of other axes depend: each of their indices is a separate copy.
+        # Shared axes that determine the sizes of other axes: each index of them is a separate copy.
         named = {*words.loops, *words.gathered, *words.scattered}
         uneven = tuple(word for word in self.rule.rule.left.axes if word in self.rule.bases - named)
         copies = []
@@ -481,12 +482,12 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # an index of several words whose sizes are unknown here
+        except KeyError:  # an index of several variables whose sizes are unknown here
             return None
 
 
 def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield like itertools.product, but lazily: the choices may be very many."""
+    """Yield like itertools.product, but lazily: there may be very many choices."""
     if not choices:
         yield ()
         return
@@ -496,7 +497,7 @@ def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 class Digits:
-    """Splits numbers in names into several indices, by the sizes of all but the first."""
+    """Splits a number in a name into several indices, by the sizes of all indices but the first."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
         # The highest number among those that share a rule and the values of its other loops.

@@ -28,10 +28,11 @@ _CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Tensors of the files, and the tensors of the model that operations make of them.
+    """Tensors of the files, and the tensors of the model that result from operations on them.
 
-    ``old`` contains the names in the files for each pattern of the converter, ``new`` those in the
-    model. Operations are (name, parameters). Without operations, it is a rename.
+    For each pattern of the converter, ``old`` contains the names in the files, and ``new`` the
+    names in the model. Operations are (name, parameters). Without operations, the tensor is only
+    renamed.
     """
 
     old: tuple[tuple[str, ...], ...]
@@ -213,7 +214,7 @@ class Unsayable(Exception):
 
 @dataclass(slots=True)
 class Generated:
-    """Steps of rules for one model type. `left` lists what they cannot express or produce."""
+    """Steps of rules for one model type. `left` lists tensors that no rule can express."""
 
     steps: list[list[str]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -279,7 +280,7 @@ def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
 
 
 def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes that rules produce from those given."""
+    """Return the shapes that rules produce from the given shapes."""
     targets = rules.outcome(given, keep=REST, config=_Anything()).targets
     return {name: given[name] if made is None else made.shape for name, made in targets.items()}
 
@@ -326,7 +327,7 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 
 
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
-    """Return sizes for joined or split parts that differ, as numbers if shapes show them."""
+    """Return the sizes of unequal joined or split parts, as numbers if the shapes give them."""
     old = [layouts.old.get(each[0], ()) for each in moved.old]
     new = [layouts.new[name] for name in moved.new]
     for dims, shapes in ((work.old, old), (work.new, new)):
@@ -408,7 +409,7 @@ class _Symbolic:
         self.sizes["two"] = "2"
 
     def _split_axis(self, dim: list[str], parts: list[str]) -> None:
-        """Split the first axis of `dim` into several, in both layouts."""
+        """Split the first axis of `dim` into several axes, in both layouts."""
         axis = dim[0]
         taken = set(flatten(self.old))
         if len({*parts}) < len(parts) or not taken.isdisjoint({*parts} - {axis}):
@@ -469,7 +470,7 @@ def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
-    """Map each number of the new name to the equal one of the old; None if some always differ."""
+    """Map each number of the new name to the same number of the old; None if some always differ."""
     carried: dict[int, int] = {}
     for n in range(len(new[0])):
         column = [row[n] for row in new]
@@ -508,7 +509,7 @@ _NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def recipe_text(layouts: Layouts, found: Generated) -> str:
-    """Return the recipe as YAML, with comments for what it cannot express."""
+    """Return the recipe as YAML, with comments about operations that rules cannot express."""
     import json
 
     steps = []

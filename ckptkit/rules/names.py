@@ -1,4 +1,4 @@
-"""The words of rules: names of tensors and sizes of axes."""
+"""The variables and sizes of rules, and the match of tensor names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ckptkit.rules.notation import (
 
 # Sizes are given on the command line, in the rule, in its step, or in config.json.
 #
-# A size is one value, or one for each label of a variable (an uneven size). None is a value that
-# must be inferred from shapes.
+# A size is one value, or one value for each label of a variable (an uneven size). None means that
+# the value must be inferred from shapes.
 
 
 MOST = 1 << 62
@@ -63,7 +63,7 @@ class Settings:
             checked(word, value, least=0)
 
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
-        """Return the first value that is given for a word, and where it is given."""
+        """Return the first given value of a size, and the place where it is given."""
         if word in self.args:
             return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
         for places, where in (
@@ -76,7 +76,7 @@ class Settings:
         return None
 
     def lookup(self, place: str, path: str) -> int | None:
-        """Return the number at a path of config.json or of the metadata; None if it is missing.
+        """Return the number at a path of config.json or of the metadata; None for a missing path.
 
         Metadata is flat, so the path is a key with dots. null in config.json counts as missing.
         """
@@ -104,8 +104,8 @@ class Settings:
 class KnownSizes:
     """The known sizes of one rule, and their origins, by word.
 
-    ``unset`` contains the sizes whose entries in a configuration or metadata are missing, as
-    written.
+    ``unset`` maps each size whose entry in config.json or the metadata is missing to the path as
+    written in the rule.
     """
 
     sizes: dict[str, Size]
@@ -116,7 +116,7 @@ class KnownSizes:
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
     """Return the given sizes of a rule. Raises RuleError for an invalid one.
 
-    A size may be 0 here; `check_none_empty` checks where that is allowed.
+    A size may be 0 here; `check_none_empty` rejects a 0 that is not allowed.
     """
     machine = _Evaluation(rule, settings)
     values = {word: machine.size(word) for word in sorted(words_of(rule))}
@@ -193,7 +193,7 @@ class _Evaluation:
 
 
 def checked(word: str, value: int, least: int = 1, origin: str | None = None) -> int:
-    """Return `value` if it is a valid size. `origin`, where it is given, is for the message."""
+    """Return `value` if it is a valid size. `origin` is the place of the value, for the message."""
     if not least <= value <= MOST:
         place = f" ({origin})" if origin else ""
         raise RuleError(f"the size {word} is {value}{place}", hint="a size is at least 1")
@@ -261,7 +261,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A variable to match: its kind, and the number that is added to it in the name."""
+    """A variable to match: its kind, and the number to add to its value in the name."""
 
     words: tuple[str, ...]
     kind: Kind
@@ -294,7 +294,7 @@ class Pattern:
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
-        """Return the values for which this name equals `key`, None if there are none."""
+        """Return the values for which this name equals `key`, None if no values do."""
         values: Values = {}
         return values if self._match(key, 0, 0, values, steps) else None
 
@@ -330,7 +330,7 @@ class Pattern:
     def _choices(
         self, index: Index, key: str, number: int, at: int, steps: Steps
     ) -> Iterator[tuple[Value, int]]:
-        """Yield the values that a variable may have at position `at` of the key, and their ends."""
+        """Yield possible values of a variable at position `at` of the key, each with its end."""
         if index.kind in (STAR, STARS):
             yield from self._texts(index, key, number, at)
         elif index.labels is None:
@@ -360,7 +360,7 @@ class Pattern:
                 end = key.find(following, end + 1)
 
     def render(self, values: Mapping[str, Value], sizes: Mapping[str, int]) -> str | None:
-        """Return the name for these values; None if a label marks the tensor as absent."""
+        """Return the name for the given values; None if a label marks the tensor as absent."""
         made = []
         for part in self.parts:
             text = part if isinstance(part, str) else _text(part, values, sizes)
@@ -415,12 +415,12 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
 # Checks of a single rule: the words of its sides, and the kinds of its indices.
 
 
-_STARS = 2  # most ** in one name
+_STARS = 2  # maximum number of ** in one name
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a rule, by where they occur.
+    """The words of a rule, grouped by where they occur.
 
     ``loops`` occur in both names; ``gathered`` in the left name and the right shape; ``scattered``
     in the right name and the left shape.
@@ -524,7 +524,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
 
 
 def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
-    before: list[str] = []  # axes before the word in its dimension, on either side
+    before: list[str] = []  # axes before `word` in its dimension, in the left and right sides
     for axes in (*rule.left.shape, *rule.right.shape):
         if word in axes and not isinstance(axes, str):
             before += axes[: axes.index(word)]

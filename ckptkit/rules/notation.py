@@ -71,7 +71,7 @@ Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or i
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A number, or the name of a size, that is added to an index in a name."""
+    """An offset of an index in a tensor name: a number, or a size variable."""
 
     sign: int
     amount: int | str
@@ -82,7 +82,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable in braces in a name. If it has several words, they are digits of one number."""
+    """A variable in braces in a name. Several words are the digits of one number."""
 
     words: tuple[str, ...]
     shift: Shift | None = None
@@ -155,7 +155,7 @@ SOURCES = ("config", "meta")  # places that a path of a size may refer to
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, a word, a path in the configuration or the metadata, or an operation on two."""
+    """A number, a word, a path in config.json or the metadata, or an operation on two terms."""
 
     operator: str  # "number", "word", one of SOURCES, "+", "-", "*", "/"
     values: tuple[int | str | Term, ...]
@@ -176,7 +176,7 @@ Given = tuple[Choice, ...]  # one choice, or one for each label of a variable
 
 
 def given_text(given: Given) -> str:
-    """Format a size: ``config.n_head|1|1``."""
+    """Return the size in the notation: ``config.n_head|1|1``."""
     return "|".join("_" if part is None else " or ".join(map(str, part)) for part in given)
 
 
@@ -231,7 +231,7 @@ _TOKEN = re.compile(
     r"|(?P<word>[A-Za-z][A-Za-z0-9_]*)|(?P<number>[0-9]+)"
     r"|(?P<sign>[-+*/()|=_]))"
 )
-_DIGITS = 18  # most digits of a number
+_DIGITS = 18  # maximum number of digits of a number
 
 _SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
 

@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(slots=True)
 class Taken:
-    """What one rule did."""
+    """The effects of one rule: counts of matched keys, targets, and dropped elements."""
 
     number: int
     rule: Rule
@@ -145,7 +145,7 @@ class RuleSet:
         meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> RulesOutcome:
-        """Return targets, kept keys, and what each rule did."""
+        """Return the targets, the kept keys, and the effects of each rule."""
         return self.planning(shapes, keep=keep, config=config, meta=meta, args=args).outcome()
 
     def planning(
@@ -219,7 +219,7 @@ class Planning:
         for group, members in groups.items():
             if self.rules[group[0]].words.scattered:
                 total += self._solved(group, members).targets - 1
-            if total > LIMITS.rule_targets:  # checked before any is made
+            if total > LIMITS.rule_targets:  # checked before any target is made
                 check("rule_targets", total, "target tensors of a rule step")
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
@@ -368,7 +368,7 @@ def _caught(
     outcome: RulesOutcome,
     planning: Planning,
 ) -> NotReversibleError | None:
-    """Return the error for the first target that another reversed rule would match."""
+    """Return the error for the first target that a different reversed rule would match."""
     for name, target in outcome.targets.items():
         match = planning.first(name)
         number = None if match is None else match[0].number

@@ -21,8 +21,8 @@ from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
 Reading = Callable[[str, int], None]  # receives a path, and the number of bytes read from it
-MANY = 16  # files; for fewer, worker processes are not worth their start
-MOST = 8  # most workers, unless more are requested
+MANY = 16  # files; for fewer files, starting worker processes costs more than it saves
+MOST = 8  # maximum number of workers by default
 
 
 class Failure(NamedTuple):
@@ -55,7 +55,7 @@ class Watched(ByteSource):
             self._report(counted)
 
     def finish(self) -> None:
-        """Report the bytes that were not read, which a scan does not need."""
+        """Report the remaining bytes, which the scan does not need to read."""
         self._count(self._left)
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -73,7 +73,7 @@ def scan(
 ) -> FileVerdict:
     """Return a verdict on what loading the file at `path` would do. Nothing is run or imported.
 
-    `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError
+    `trust` lists globs of trusted class and function names (``transformers.*``). Raises PathError
     and InputError for files that cannot be read. Malformed content is part of the verdict.
     """
     with closing(open_place(path)) as place:
@@ -100,8 +100,8 @@ def scan_all(
     """Yield the verdicts on files, and on all files in folders, in order. Failures are yielded too.
 
     `workers` is the number of processes. The default for 16 files or more is the number of cores,
-    at most 8. `progress` receives a path and the number of bytes read from it, in the end the
-    whole size. A file that a worker scans is reported once, when it is done.
+    at most 8. `progress` receives a path and the number of bytes read from that file. The numbers
+    of a file add up to its size. A file that a worker process scans is reported once, at its end.
     """
     trust = tuple(trust)
     files = _files(paths)

@@ -1,4 +1,4 @@
-"""Find every pickle in a file: those of its format, and those in places that no format reads.
+"""Find every pickle in a file, also in places that no reader of its format looks at.
 
 Different readers may see a file as different formats; all of them are searched. Nested content is
 searched too, up to a limit: members of archives, compressed streams, and byte strings in pickles.
@@ -54,7 +54,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
 
 def inside(source: ByteSource) -> Iterator[Seen]:
-    """Yield what `pickles` yields for a byte string inside a pickle."""
+    """Yield the pickles and remarks of a byte string inside a pickle, like `pickles`."""
     try:
         yield from _Search(source).file(source, "", 1, sure=False)
     except LimitError as error:
@@ -88,7 +88,7 @@ class _Search:
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield everything that any reader would find in a source.
 
-        `sure`: it is certainly a file, not only bytes that look like one.
+        `sure`: the source is certainly a file, not only bytes that look like a file.
         """
         self._count()
         if depth > LIMITS.scan_depth:
@@ -114,7 +114,7 @@ class _Search:
         if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif head and not claimed and not is_zip and not head.startswith(_POINTER):
-            # It has the name of a pickle, or begins like one.
+            # The source has the name of a pickle, or begins like a pickle.
             named = depth == 0 and source.name.lower().endswith(PICKLES)
             if named or looks_like_a_pickle(head):
                 stream = PickleStream("", source, 0, source.size)
@@ -158,7 +158,7 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        # Bytes that only look compressed decompress to few bytes or none.
+        # Bytes that only look like compressed data decompress to few bytes or none.
         is_noise = part.packed in WEAK_HEADS.values() and (
             not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
         )
@@ -287,17 +287,17 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Return whether bytes that look like a pickle matter.
+    """Return whether to treat bytes that look like a pickle as a pickle.
 
-    They do if they are complete or make a call, and their names are valid.
+    The bytes count as a pickle if its names are valid, and it is complete or makes a call.
 
-    In random bytes, there is a call every few thousand bytes. If ckptkit fails where CPython
-    may not, the rest of the bytes is unknown, so they matter too.
+    In random bytes, there is a call every few thousand bytes. If ckptkit stops where CPython might
+    continue, the remaining bytes could still run code. Such bytes also count as a pickle.
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
     if any(is_guarded(str(name)) and _could_be(str(name)) for name in found.globals):
-        return True  # it imports a module of Python or torch, whatever follows
+        return True  # the bytes import a module of Python or torch, whatever follows
     held = found.globals or (found.nested and found.protocol)
     whole = found.error is None and all(_could_be(str(name)) for name in found.globals)
     return bool(held) and whole
@@ -318,7 +318,7 @@ def _next(source: ByteSource, at: int, end: int) -> int:
 
 
 def joined(outer: str, inner: str) -> str:
-    """Return the place of `inner` inside `outer`."""
+    """Return a description of the place `inner` inside `outer`."""
     return f"{outer} > {inner}" if outer and inner else outer or inner
 
 
@@ -328,7 +328,7 @@ def joined(outer: str, inner: str) -> str:
 def tar_members(source: ByteSource) -> Iterator[Found]:
     """Yield every member of a tar file that has bytes, whatever its name and type.
 
-    Some readers stop at an invalid header; here it is skipped.
+    Some readers stop at an invalid header. This function skips the header.
     """
     at = count = 0
     while at + BLOCK <= source.size and count < LIMITS.tar_members:

@@ -3,8 +3,8 @@
 The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no
 values. It rejects nothing that CPython would run: everything before a failing opcode would have run
 by then. Differences between unpicklers become doubts. On the stack, strings, numbers, byte strings
-and tuples are themselves (names are built from them), a name is a Global, and any other value is a
-Sign.
+and tuples are plain Python values, because names are built from them. A name is a Global. Any other
+value is a Sign.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
-NESTED = 10_000  # most byte strings that are searched
-DOUBTS = 20  # most doubts that are recorded
-MEMO = 1000  # most calls whose verdict is cached
-SHOWN = 120  # characters of the arguments of a call in a message
-SHOWN_ITEMS = 8  # items of a container in a message
+NESTED = 10_000  # maximum number of byte strings that are searched
+DOUBTS = 20  # maximum number of recorded doubts
+MEMO = 1000  # maximum number of calls with a cached verdict
+SHOWN = 120  # maximum number of characters of a call's arguments in a message
+SHOWN_ITEMS = 8  # maximum number of items of a container in a message
 SHOWN_LEVELS = 4  # nesting levels in a message
-MOST_VISITED = 5_000_000  # most values that a trace visits inside containers, in total
+MOST_VISITED = 5_000_000  # maximum number of values that a trace visits inside containers
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
@@ -46,10 +46,10 @@ _NOT_CHANGED = "changes a value that is not a list or dict"
 class Sign:
     """A placeholder for a value.
 
-    `made` is the class or function whose result it is, None for a literal. `items` are the items of
-    a container; for a dict, keys and values in turns. `data` are the bytes of a large byte string.
-    `type` is the element type of a numpy.dtype. Nothing may change an object after its state is set
-    (`built`), nor a dict that is `fixed`.
+    `made` is the class or function that returned the value, None for a literal. `items` are the
+    items of a container; for a dict, keys and values alternate. `data` are the bytes of a large
+    byte string. `type` is the element type of a numpy.dtype. Nothing may change an object after its
+    state is set (`built`), nor a dict that is `fixed`.
     """
 
     sort: int
@@ -83,7 +83,7 @@ class _SignView:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the sorts of values and of their tuple items, None if they nest deeper."""
+        """Return the sorts of values and of the items of tuples, None for tuples inside tuples."""
         found: list[Any] = []
         for value in values:
             is_tuple = value.__class__ is tuple
@@ -190,7 +190,7 @@ class Tracer:
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
-        """Return the Global of this name, one object per name, and count that it is pushed."""
+        """Return the Global of this name, one object per name, and count the push."""
         known = self.globals.setdefault(name, name)
         self.pushed(known)
         return known
@@ -210,7 +210,7 @@ class Tracer:
                 self.times[id(each)] = self.times.get(id(each), 0) + 1
 
     def _take(self, *names: Any) -> None:
-        """Record that a call, or its row, consumes names: then they are not values."""
+        """Record that a call consumes names. Consumed names do not count as values."""
         for name in names:
             if name.__class__ is Global:
                 self.called[id(name)] = self.called.get(id(name), 0) + 1
@@ -304,7 +304,7 @@ class Tracer:
         texts = judge.TEXT | judge.BYTES | judge.NONE
         if not all(self.view.sort(each) & texts for each in parts[parts.index(made) + 1 :]):
             self.doubt("describes a class by something other than strings")
-        return made  # it was counted when it was named
+        return made  # the name was counted when it was pushed
 
     def outside(self, opcode: str, value: Any) -> Any:
         if opcode.startswith("EXT"):
@@ -379,7 +379,7 @@ class Tracer:
                 self.note("(a value that is not an object)", judge.UNSURE, value)
                 return
             self.fill(value)
-        elif target.built:  # its first state may have replaced the method that this calls
+        elif target.built:  # the first state may have replaced the method that this step calls
             self.finish(None)
             self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
             return
@@ -437,7 +437,7 @@ class Tracer:
         data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
-        for each in [*self.nested]:  # do not search it a second time as a byte string
+        for each in [*self.nested]:  # do not search the bytes a second time as a byte string
             if data in (each.source, getattr(each.source, "data", None)):
                 self.nested.remove(each)
         source = Memory(data) if isinstance(data, bytes) else data
@@ -455,7 +455,7 @@ def _described(made: Any) -> str:
 def brief(args: Any) -> str:
     """Return shortened arguments for a message.
 
-    They contain text of the file: escape them before printing.
+    The arguments contain text of the file: escape them before printing.
     """
     text = "".join(_pieces(args, SHOWN_LEVELS))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -42,14 +42,14 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-# The allowlist contains the names of weights_only of torch 2.13. Other versions differ in the
-# following. Since 2.15, an object of an extension class (pybind11) that the user has allowed must
+# The allowlist contains the names of weights_only of torch 2.13. Other versions of torch differ as
+# follows. Since 2.15, an object of an extension class (pybind11) that the user has allowed must
 # also have a state (NEWOBJ, then BUILD); the default list contains no such class.
-# (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14)
-# Names with the first version that accepts them, and with the first that rejects them again.
+# (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14) Names
+# with the first version that accepts them, and with the first that rejects them again.
 SINCE = {("torch", "bcomplex32"): "2.15"}
 UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
-SHOWN = 8  # most names in a reason
+SHOWN = 8  # maximum number of names in a reason
 FINDINGS = (CLASSES, UNKNOWN, CODE)
 
 
@@ -59,8 +59,9 @@ class PickleVerdict:
 
     ``needs`` are the classes of its objects that are not allowlisted. ``held`` are names among its
     values that are neither allowlisted nor of Python or torch. ``runs`` are calls of unknown code.
-    ``reasons`` explain why it is uncertain. ``refused`` is the reason why weights_only rejects it,
-    None if it does not. ``versions`` are differences between versions of torch.
+    ``reasons`` explain why the verdict is uncertain. ``refused`` is the reason why weights_only
+    rejects the pickle, None if it accepts the pickle. ``versions`` are differences between versions
+    of torch.
     """
 
     found: Traced
@@ -105,7 +106,7 @@ class Trusted:
 def judge_file(
     path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
 ) -> FileVerdict:
-    """Return the verdict on a file, from everything that was found in it."""
+    """Return the verdict on a file from its pickles, its programs and the unreadable parts."""
     pickles: list[PickleVerdict] = []
     remarks: list[Remark] = []
     programs: list[Program] = []
@@ -226,7 +227,7 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield which classes must be trusted, and which callables their code may receive."""
+    """Yield the classes that must be trusted, and the callables that their code may receive."""
     names = some(list(map(str, pickle.needs)), SHOWN)
     if names:
         only = "" if pickle.held else "; only their own code decides"
