@@ -24,9 +24,9 @@ class DType:
     but not by a torch or numpy dtype: these have other hashes.
 
     ``name`` is the name in torch, without ``torch.``. ``kind`` is one of float, int, bool, complex,
-    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`). ``storage`` is the typed storage
-    class in module torch, None if torch writes an UntypedStorage. ``safetensors`` is the code in a
-    header. ``numpy`` is the numpy name, None if numpy has none.
+    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`). ``storage`` is the typed
+    storage class in module torch, None if torch writes an UntypedStorage. ``safetensors`` is the
+    code in a header. ``numpy`` is the numpy name, None if numpy has none.
     """
 
     name: str

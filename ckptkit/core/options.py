@@ -1,4 +1,4 @@
-"""Options of reading and writing, in one record that is made once and passed down."""
+"""Options of reading and writing, in one record that is created once and passed on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {
     "objects": ("keep", "drop", "error"),
     "ties": ("alias", "duplicate"),
 }
-_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the highest value of each
+_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the highest value of each option
 # The options that change the bytes of an output for a given checkpoint and format.
 LAYOUT = ("objects", "ties", "all", "shard_size", "ranks", "extras", "sidecars", "check")
 
@@ -32,21 +32,21 @@ class Options:
     treat replicated tensors: compare their checksums (``compare``), read and compare them
     (``check``), or use the first copy even if copies differ (``first``).
 
-    Output. ``format``: its name; None: from the suffix. ``keep_format``: a destination without a
-    suffix, or with that of the source, gets the format of the source; a file that differs in a few
-    bytes is edited in place. ``in_place``: overwrite the source. ``objects``: ``keep``, ``drop`` or
-    ``error`` for Python objects other than tensors and plain values. ``ties``: how to store tensors
-    that share memory in a format without views: once, with a note (``alias``), or one copy each
-    (``duplicate``). ``all``: write the whole tree, not only the weights. ``shard_size``: the
-    maximum size of a shard, in bytes or as "5GB"; a larger tensor gets a shard of its own; None:
-    the default of the format. ``ranks``: the number of parts of a model-parallel format.
-    ``extras``: keep values that a safetensors header cannot express in its metadata. ``sidecars``:
-    copy configuration and tokenizer files from folder to folder. ``strict``: raise UsageError for a
-    no-op step.
+    Output. ``format``: name of the output format; None: from the suffix. ``keep_format``: a
+    destination without a suffix, or with that of the source, gets the format of the source; a file
+    that differs in a few bytes is edited in place. ``in_place``: overwrite the source. ``objects``:
+    ``keep``, ``drop`` or ``error`` for Python objects other than tensors and plain values.
+    ``ties``: how to store tensors that share memory in a format without views: once, with a note
+    (``alias``), or one copy each (``duplicate``). ``all``: write the whole tree, not only the
+    weights. ``shard_size``: the maximum size of a shard, in bytes or as "5GB"; a larger tensor gets
+    a separate shard; None: the default of the format. ``ranks``: the number of parts of a
+    model-parallel format. ``extras``: keep values that a safetensors header cannot express in its
+    metadata. ``sidecars``: copy configuration and tokenizer files from folder to folder.
+    ``strict``: raise UsageError for a no-op step.
 
     Writing. ``force``: replace an existing destination. ``dry_run``: make the plan and write
     nothing. ``check``: compare tensors with the checksums in their file; raise CorruptError for a
-    damaged one. ``verify``: read the output back and compare it before it gets its final name.
+    damaged tensor. ``verify``: read the output back and compare it before it gets its final name.
     ``durable``: flush the output to disk. ``allow_expand``: allow an output many times larger than
     its source. ``executor``: runs the tasks; its workers must have access to the same files.
     ``fork``: allow forked processes for computed bytes. ``progress``: a function that receives the
@@ -112,7 +112,7 @@ class Options:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options with which a command reads the same folder in the same way."""
+        """The command-line options with which a command reads the same folder in the same way."""
         parts = () if self.parts is None else ("--parts", self.parts)
         return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
 

@@ -1,8 +1,8 @@
-"""Plan: which bytes go where. It is a picklable value, complete before any byte is copied.
+"""Plan: the bytes of each output file, a picklable value. It is complete before any copy starts.
 
 A plan is one or more output files, each a sequence of segments. A segment is one of
 
-- ``bytes``: written as they are;
+- ``bytes``: literal bytes, written unchanged;
 - ``Range``: bytes of a source, copied;
 - ``Derived``: bytes that are computed;
 - ``Checksummed``: a ``Range`` or ``Derived`` whose CRC-32 a placeholder needs;
@@ -23,9 +23,9 @@ from ckptkit.core.text import plural
 
 
 class Checksummed(NamedTuple):
-    """`extent`, whose bytes are part of checksum `number`.
+    """An extent whose bytes count toward checksum `number`.
 
-    Extents of one checksum follow each other in the file.
+    The extents of one checksum are consecutive in the file.
     """
 
     extent: Extent
@@ -87,8 +87,8 @@ class OutputFile:
 class Plan:
     """Everything that one command writes.
 
-    `notes` tell the user what the format could not keep. `tensors` is the number of tensors
-    written, None if these are the weights.
+    `notes` tell the user which data the format could not keep. `tensors` is the number of written
+    tensors, None if exactly the weights are written.
     """
 
     files: tuple[OutputFile, ...]
@@ -134,10 +134,10 @@ class Plan:
 
 
 class Edit(NamedTuple):
-    """`data` written at byte `offset` of a file, either in a row or scattered.
+    """`data` written at byte `offset` of a file, contiguously or scattered.
 
-    If ``places`` is not empty, each byte of `data` goes to its own place. Places are u4,
-    little-endian, rising, relative to `offset`.
+    If ``places`` is not empty, each byte of `data` has its own place. Places are little-endian
+    uint32 in ascending order, relative to `offset`.
     """
 
     offset: int
@@ -152,7 +152,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Patch:
-    """An edit of `base` in place: new bytes in a few places, and a new size.
+    """An edit of the file `base` in place: new bytes in a few places, and a new size.
 
     The writes happen in an order in which no reader accepts a half-written file. First ``breaks``
     makes the file invalid. Then ``edits`` change it (rising; disjoint from each other and the
@@ -193,7 +193,7 @@ def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
 
 
 def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
-    """Yield the source of each read of the segments, with repeats."""
+    """Yield the source of each read of the segments. Sources may repeat."""
     for extent in extents(segments):
         if isinstance(extent, Range):
             yield extent.source

@@ -1,10 +1,10 @@
 """Storage and Tensor: descriptions of byte ranges, validated when they are made.
 
-A storage is a run of bytes with a device tag. A tensor is a strided view of a storage. Two tensors
+A storage is a byte range with a device tag. A tensor is a strided view of a storage. Two tensors
 share memory if and only if they hold the same Storage object. This module reads no data.
 
-All three classes are immutable, which only the type checker enforces: a frozen dataclass takes
-three times as long to make, and a file may have a hundred thousand of each.
+All three classes are immutable, which only the type checker enforces: constructing a frozen
+dataclass takes 3x as long, and a file may have 100,000 storages and tensors.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Count(int):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Storage:
-    """`record.length` bytes, the device they were saved from, and their CRC-32 if known."""
+    """`record.length` bytes, the device from which they were saved, and their CRC-32 if known."""
 
     record: Final[Record]
     device: Final[str] = "cpu"
-    crc32: Final[int | None] = None  # of the bytes as stored in the source; None: unknown
+    crc32: Final[int | None] = None  # CRC-32 of the bytes as stored in the source; None: unknown
     big_endian: Final[bool] = False
 
     @property
@@ -57,10 +57,10 @@ class Storage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class TypedStorage:
-    """A storage seen as elements of `dtype`, or as bytes if that is None (UntypedStorage of torch).
+    """A storage as elements of `dtype`, or as bytes if `dtype` is None (torch's UntypedStorage).
 
-    Pickled tensors refer to it; a checkpoint rarely contains one as a value. Torch 0.1 to 0.3
-    stored views of storages: such a view covers the elements `start` to `stop`.
+    Pickled tensors refer to typed storages. A checkpoint rarely contains one as a value. Torch 0.1
+    to 0.3 stored views of storages: such a view covers the elements `start` to `stop`.
     """
 
     storage: Final[Storage]
@@ -82,10 +82,10 @@ class TypedStorage:
 class Tensor:
     """A strided view of a storage. `shape`, `stride` and `offset` are in elements.
 
-    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
-    A ``layout`` other than ``strided`` (``sparse_coo``, ``nested``...) consists of several tensors:
-    ``storage`` is then that of the values and ``stride`` is empty. If ``conj`` or ``neg`` is set,
-    the stored elements must still be conjugated or negated.
+    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. A
+    tensor with a ``layout`` other than ``strided`` (``sparse_coo``, ``nested``...) consists of
+    several tensors: ``storage`` is then the storage of the values, and ``stride`` is empty. If
+    ``conj`` or ``neg`` is set, the stored elements must still be conjugated or negated.
 
     Elements are read on demand: ``t[0:3, :, 5]`` and ``t.numpy()`` return numpy arrays, and
     ``t.torch()`` returns a torch tensor.
@@ -109,7 +109,7 @@ class Tensor:
     def over(self, storage: Storage) -> Tensor:
         """Return this tensor with another storage of the same length.
 
-        It skips the checks, for speed: a file may have a hundred thousand tensors of a few shapes.
+        The method skips the checks, for speed: a file may have 100,000 tensors of a few shapes.
         """
         made: Any = object.__new__(Tensor)
         made.storage, made.dtype, made.shape = storage, self.dtype, self.shape
@@ -134,7 +134,7 @@ class Tensor:
     def __getitem__(self, index: object) -> Array:
         """Read some elements by a numpy index: integers, slices, ``...`` and None.
 
-        Only the bytes of these elements are read, and gaps below 64 KiB between them.
+        Only the bytes of these elements, and the gaps below 64 KiB between them, are read.
         """
         found: Array = hooks.call("elements", self, index)
         return found
@@ -251,7 +251,7 @@ def check_geometry(
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
     for n, s in zip(shape, stride or shape):  # noqa: B905 - same lengths, and `strict` is slower
-        # The shift is nonzero for a negative number and for one of more than 63 bits.
+        # The shift is nonzero for negative numbers and for numbers of more than 63 bits.
         if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(
                 "a tensor's sizes and strides are not all non-negative integers of 64 bits"

@@ -1,8 +1,9 @@
 """Text for messages and views: counts, lists of names, sizes, escapes, suggestions, URLs.
 
 Folding joins names that differ only in an index into one row, ``layers.{0..31}.attn.weight``. An
-index is a number between dots. Each folded row lists the exact indices of its names. Indices are
-folded one at a time, the last one first, and only rows that are equal in all other columns join.
+index is a number between two dots. Each folded row lists the exact indices of its names. Indices
+are folded one at a time, the last one first, and only rows that are equal in all other columns
+join.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _INVISIBLE = re.compile(
 
 
 def escape(text: str) -> str:
-    """Escape the characters of `text` that move the cursor, or hide or reorder other characters.
+    """Escape characters of `text` that move the cursor, or that hide or reorder other characters.
 
     These are the characters that Python calls unprintable (control characters, line breaks,
     bidirectional marks, zero-width characters, lone surrogates, special spaces), and printable ones
@@ -64,7 +65,7 @@ def typed(option: str, argument: str) -> str:
 
 
 def typed_value(name: str, value: str) -> str:
-    """Return how to pass a value: ``--key model``, or ``key='model'`` in Python."""
+    """Return the option or argument for a value: ``--key model``, or ``key='model'`` in Python."""
     return typed(f"--{name} {shell_word(value)}", f"{name}={value!r}")
 
 
@@ -163,7 +164,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}"
 
 
-NAMES = 4  # names in a list within a sentence
+NAMES = 4  # maximum number of names in a list within a sentence
 
 
 def some(names: Iterable[str], most: int = NAMES) -> str:
@@ -182,7 +183,7 @@ def and_more(count: int) -> str:
     return f" and {count:,} more" if count > 0 else ""
 
 
-SHOWN = 100  # characters of a value in a message
+SHOWN = 100  # maximum number of characters of a value in a message
 
 
 def shown(value: object) -> str:
@@ -194,7 +195,7 @@ def shown(value: object) -> str:
 
 
 def mismatch(what: str, seen: int, expected: int) -> str:
-    """Return the message for a CRC-32 of `what` that does not match its container."""
+    """Return the message for a CRC-32 of `what` that differs from the CRC-32 in the container."""
     return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
@@ -213,7 +214,7 @@ def shape(sizes: tuple[int, ...]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that are most similar to `word`.
+    """Return the names most similar to `word`, at most three.
 
     Only the first 5,000 short names of `known` are compared.
     """
@@ -235,12 +236,12 @@ def guess(word: str, known: Iterable[str]) -> str | None:
 
 
 def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | None:
-    """Return a hint for a missing entry `word`: similar names, and the first that exist."""
+    """Return a hint for a missing entry `word`: similar names, and the first existing names."""
     listed = some(known, 12)
     return f"{meant(word, known)}the {noun} are: {listed}" if known else None
 
 
-_COMPARED = 200  # characters
+_COMPARED = 200  # maximum number of characters of a name to compare
 
 
 # URLs
@@ -269,7 +270,7 @@ def shown_url(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """Return the URL of the file if `url` is a web page or Git LFS pointer of it, else None."""
+    """Return a file's URL if `url` is the web page or Git LFS pointer of the file, else None."""
     place = without_query(url)
     if _HUB_PAGE.match(place):
         return _HUB_PAGE.sub(r"\1/resolve/", place)
@@ -299,7 +300,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def _start(url: str) -> int:
-    """Return the length of the scheme: a folder may be the root, as in ``memory://``."""
+    """Return the length of the scheme. A folder may be the root, as in ``memory://``."""
     found = _URL.match(url)
     return found.end() if found else 0
 
@@ -317,7 +318,7 @@ def flatten(groups: Iterable[Iterable[T]]) -> Iterator[T]:
 
 
 def owners(groups: Iterable[tuple[T, Iterable[Key]]]) -> dict[Key, T]:
-    """Map each item to its group, from pairs (group, items); later groups win."""
+    """Map each item to its group. If groups share an item, the last group wins."""
     found: dict[Key, T] = {}
     for group, items in groups:
         found.update(dict.fromkeys(items, group))
@@ -325,7 +326,7 @@ def owners(groups: Iterable[tuple[T, Iterable[Key]]]) -> dict[Key, T]:
 
 
 def merge_all(mappings: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
-    """Merge mappings; later ones win."""
+    """Merge mappings. If mappings share a key, the last mapping wins."""
     found: dict[Key, T] = {}
     for each in mappings:
         found.update(each)
@@ -344,9 +345,9 @@ _INDEX = r"(0|[1-9][0-9]{0,17})"
 _split = re.compile(rf"(?<![^.]){_INDEX}(?![^.])").split
 _last_index = re.compile(rf"((?:.*\.)?){_INDEX}((?:\..*)?)", re.DOTALL).fullmatch
 COUNTERS = ("num_batches_tracked", "step")
-RUNS = 8  # most runs of numbers between braces; more are shortened
+RUNS = 8  # maximum number of ranges between braces; longer lists are shortened
 
-Indices = tuple[tuple[int, ...], ...]  # for each index of a name, its values in the folded row
+Indices = tuple[tuple[int, ...], ...]  # for each index of a name: its values in the folded row
 
 
 class Item(NamedTuple):
@@ -393,9 +394,9 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join rows that differ only in an index. A joined row takes the place of its first row.
+    """Join rows that differ only in an index. A joined row replaces the first of its rows.
 
-    If `part` is given, the items are all tensors, and rows join only if their modules are of one
+    If `part` is given, all items are tensors, and rows join only if their modules are of the same
     kind (`Modules`). `part` maps the columns of a tensor to the value that determines the kind.
     """
     kind_of: Callable[[str], int | None] | None = None
@@ -403,7 +404,7 @@ def fold(
         items = list(items)
         kind_of = Modules((label, part(columns)) for label, columns, _ in items)
     found: list[tuple[int, Folded]] = []
-    # For rows that agree in all but their last index: positions and indices in turns. An array
+    # For rows that agree in all but their last index: positions and indices, alternating. An array
     # saves memory, since there may be a million rows.
     runs: defaultdict[tuple[Any, ...], array[int]] = defaultdict(partial(array, "q"))
     for position, (label, columns, nbytes) in enumerate(items):

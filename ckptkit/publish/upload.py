@@ -1,11 +1,11 @@
 """Write a plan to a URL: a file as one ordered stream, a folder several files at a time.
 
-Files appear when they are complete. fsspec's transactions finish the multipart uploads of an object
-store, or drop them; on a remote file system they rename the written files, or remove them. Files
-that list other files (an index, the metadata of a DCP folder) are finished last, and the first of
-the others just before them, so a reader that finds these finds all files. If the process is killed
-in between, the remaining files form no checkpoint, and the same output may replace them. If
-checksums precede the bytes that they cover, the input is read once more beforehand.
+Files appear when they are complete. In an object store, fsspec's transactions finish or drop
+multipart uploads. On a remote file system, they rename or remove the written files. Files that list
+other files (an index, the metadata of a DCP folder) are finished last, and the first listed file
+just before them. A reader that finds a list therefore finds all listed files. If the process is
+killed in between, the finished files do not form a checkpoint, and a new upload of the same output
+may replace them. If checksums precede the bytes that they cover, the input is read twice.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ckptkit.remote.transport import not_written, presentable
 
 PART = 16 << 20  # bytes per part of an upload
 SHARED = 8 << 20  # bytes per part if several files share the memory
-PARTS = 9_000  # most parts of an upload; stores allow 10,000
-UPLOADS = 3  # files of a folder in parallel
+PARTS = 9_000  # maximum number of parts of an upload; stores allow 10,000
+UPLOADS = 3  # number of files of a folder to upload in parallel
 
 
 def upload(plan: Plan, url: str, options: Options) -> None:
-    """Write the files of `plan` to `url`, or below it. A dry run only makes the checks.
+    """Write the files of `plan` to `url`, or below `url`. A dry run only makes the checks.
 
     Raises UsageError and OutputExistsError before anything is sent. Raises OutputError,
     InputChangedError, DamageError and the errors of reading the input; nothing has then changed at
@@ -54,8 +54,8 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the input file", where=name, hint="give another name")
-    # Finish files that list others last, and the first of the others just before them: without the
-    # first one (of numbered parts), the rest is not a checkpoint.
+    # Finish files that list other files last, and the first listed file just before them. Without
+    # the first numbered part, the other parts are not a checkpoint.
     literal = [file for file in plan.files if _is_literal(file)]
     others = [file for file in plan.files if not _is_literal(file)]
     files = [*others[1:], *others[:1], *literal]
@@ -78,10 +78,10 @@ def upload(plan: Plan, url: str, options: Options) -> None:
 
 
 def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
-    """Return the files to remove: the remains of an interrupted upload of the same folder.
+    """Return the files to remove: files from an interrupted upload of the same folder.
 
     A mixture of both outputs would look complete. Raises OutputExistsError for anything else at
-    `path`, and without `force` also for these files. A single file is overwritten with `force`.
+    `path`, and, without `force`, also for such files. A single file is overwritten with `force`.
     """
     is_folder = bool(files[0].name)
     if (force and not is_folder) or not fs.exists(path):
@@ -123,9 +123,9 @@ class _Upload:
         self._failed = Event()
 
     def send(self, files: Sequence[OutputFile]) -> None:
-        """Send the files and finish them. If one cannot be finished, remove the others.
+        """Send the files and finish them. If a file cannot be finished, remove the other files.
 
-        Files with tensor bytes are sent first, in parallel, then those that list them. They are
+        Files with tensor bytes are sent first, in parallel. Files that list them follow. They are
         finished in the order in which their streams are opened.
         """
         is_sent = False
@@ -135,7 +135,7 @@ class _Upload:
                 is_sent = True
         except BaseException:
             for file in reversed(files) if is_sent and files[0].name else ():
-                with suppress(Exception):  # the failure before this one is reported
+                with suppress(Exception):  # the earlier failure is reported
                     self._fs.rm_file(self._place(file))
             raise
 
@@ -201,7 +201,7 @@ class _Upload:
 
 
 def _drop(stream: Any) -> None:
-    """Prevent an upload from completing: closing the stream would send the rest."""
+    """Prevent an upload from completing. To close the stream would send the rest."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):

@@ -25,11 +25,11 @@ from ckptkit.remote.transport import (
     unknown,
 )
 
-PIECE = 4 << 20  # most bytes per request
-FIRST = 64 << 10  # fewest bytes per request: a single byte would take as long
+PIECE = 4 << 20  # maximum number of bytes per request
+FIRST = 64 << 10  # minimum number of bytes per request: a single byte would take as long
 GAP = 64 << 10  # bytes; smaller gaps are read, because another request would take longer
 KEPT = 16 << 20  # bytes cached for repeated reads
-WINDOWS = 256  # most windows in the cache
+WINDOWS = 256  # maximum number of windows in the cache
 REQUESTS = 8  # parallel requests for ranges that are far apart
 
 
@@ -45,11 +45,11 @@ class _FetchedRange(NamedTuple):
 
 
 class RemoteFile(ByteSource):
-    """A file behind a URL, whose ranges are fetched on demand.
+    """A file behind a URL. Its ranges are fetched on demand.
 
     Small reads use cached windows. If reads follow each other, the windows grow up to `PIECE`
-    bytes. It pickles as URL and identity: a worker process opens it again and rejects a changed
-    file.
+    bytes. A pickle of this object contains URL and identity. A worker process that unpickles the
+    object reopens the file, and rejects a changed file.
     """
 
     remote = True
@@ -99,7 +99,7 @@ class RemoteFile(ByteSource):
                 self._keep(_FetchedRange(start, data))
 
     def _kept(self, at: int, stop: int) -> bytes:
-        """Return bytes from `at`, up to `stop`, of a cached window; b"" if there is none."""
+        """Return bytes from `at`, up to `stop`, of a cached window; b"" without such a window."""
         with self._lock:
             for number, window in enumerate(self._windows):
                 if window.start <= at < window.end:
@@ -108,9 +108,9 @@ class RemoteFile(ByteSource):
         return b""
 
     def _fetched(self, at: int, stop: int) -> bytes:
-        """Fetch bytes from `at`, up to `stop` or to a window that contains the last of them.
+        """Fetch bytes from `at` up to `stop`, or up to a cached window that contains the rest.
 
-        It fetches more and caches them.
+        The method may fetch more bytes than requested. It caches the fetched bytes.
         """
         with self._lock:
             before = [each for each in self._windows if each.end <= at <= each.end + GAP]
@@ -124,7 +124,7 @@ class RemoteFile(ByteSource):
         return data[: stop - at]
 
     def _keep(self, window: _FetchedRange) -> None:
-        """Cache a window, and drop the least recently used ones."""
+        """Cache a window, and drop the least recently used windows."""
         with self._lock:
             kept = self._windows
             kept.append(window)
@@ -162,7 +162,7 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 class RemoteFolder(Folder):
     """A folder behind a URL.
 
-    HTTP servers cannot list it, but files with known names can be opened.
+    HTTP servers cannot list the folder, but files with known names can be opened.
     """
 
     def __init__(self, url: str) -> None:
@@ -246,7 +246,7 @@ class RemoteFolder(Folder):
 
 
 def open_url(url: str) -> ByteSource | Folder:
-    """Return the file or folder at `url`. Raises PathError if it cannot be reached."""
+    """Return the file or folder at `url`. Raises PathError if the URL cannot be reached."""
     fs, path = filesystem(url)
     if is_web(fs):
         return RemoteFile(url, Http(fs, url))
@@ -307,7 +307,7 @@ def matching(folder: str, pattern: str) -> list[RemoteEntry]:
 
 
 def below(folder: str) -> dict[str, Mark]:
-    """Return the files below the URL `folder`, by name; empty if it does not exist."""
+    """Return the files below the URL `folder`, by name; {} if the folder does not exist."""
     fs, path = _listable(folder)
     with translated(folder):
         try:
@@ -320,7 +320,7 @@ def below(folder: str) -> dict[str, Mark]:
 def look(url: str) -> RemoteEntry:
     """Return the current entry of the file or folder at `url`, with the name "".
 
-    Raises PathError if it does not exist.
+    Raises PathError if the URL does not exist.
     """
     fs, path = filesystem(url)
     with translated(url):
@@ -340,7 +340,7 @@ def merged(marks: Mapping[str, Mark]) -> Mark:
 
 
 def read_small(url: str) -> bytes:
-    """Return the content of a small file, b"" if it does not exist."""
+    """Return the content of a small file, b"" if the file does not exist."""
     fs, path = filesystem(url)
     with translated(url):
         try:
@@ -359,7 +359,7 @@ def write_small(url: str, data: bytes) -> None:
 
 
 def make_folders(base: str, names: Iterable[str]) -> None:
-    """Create folders below the URL `base`, unless it is in an object store, which needs none."""
+    """Create folders below the URL `base`. Object stores need no folders, so skip them there."""
     fs, path = filesystem(base)
     if fs.async_impl or is_web(fs):
         return

@@ -2,8 +2,8 @@
 
 HTTP requests are made directly, through fsspec's session, because their statuses and headers
 matter. The first response gives the size, the identity, and whether the server supports ranges. A
-HEAD request would not show that, and signed URLs reject it. Every later response shows whether the
-file has changed. An interrupted transfer is resumed.
+HEAD request would not show whether the server supports ranges, and signed URLs reject HEAD. Every
+later response shows whether the file has changed. An interrupted transfer is resumed.
 
 Failures of networks and servers become errors with hints. Libraries below fsspec raise errors of
 any class, whose messages may contain the URL with its secrets. This module uses their statuses,
@@ -34,17 +34,17 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import shown_url, without_query
 
 HEAD = 64 << 10  # bytes of the first request
-WHOLE = 64 << 20  # most bytes of a file that is downloaded whole from a server without ranges
-PAGE = 1 << 20  # bytes to read of a file of unknown length: often a web page with an error
+WHOLE = 64 << 20  # maximum bytes of a file to download whole from a server without ranges
+PAGE = 1 << 20  # bytes to read of a file of unknown length, often an error page
 PROGRESS = 64 << 10  # bytes that reset the count of failures, even if the connection broke then
 TRIES = 5  # attempts in a row without progress
-TRIES_RETRY_AFTER = 12  # the same, if the server sends Retry-After
-PAUSE = 0.25  # seconds before the second attempt; doubled before each later one
-LONGEST = 30  # most seconds before the next attempt, whatever the server requests
+TRIES_RETRY_AFTER = 12  # attempts without progress, if the server sends Retry-After
+PAUSE = 0.25  # seconds before the second attempt; doubled before each later attempt
+LONGEST = 30  # maximum number of seconds before the next attempt, despite Retry-After
 SILENCE = 60  # seconds without a byte after which a connection counts as broken
-PATIENCE = 150  # seconds without progress after which no attempt follows
-SLOWEST = 4096  # bytes per second; a slower request times out in the end
-SLOWEST_STORED = 64 << 10  # the same, for libraries that return a response only as a whole
+PATIENCE = 150  # seconds without progress after which ckptkit gives up
+SLOWEST = 4096  # bytes per second; slower requests time out in the end
+SLOWEST_STORED = 64 << 10  # bytes per second, for libraries that return whole responses
 
 # Fields that distinguish versions of a file, in a listing as well as for a single file.
 VERSION = (
@@ -55,7 +55,7 @@ _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 class Transport(ABC):
-    """One remote file. `head` contains its first bytes, as many as opening it returned."""
+    """One remote file. `head` contains the first bytes, which the opening request returned."""
 
     url: str
     size: int
@@ -85,7 +85,7 @@ class Transport(ABC):
         return bytes(data)
 
     def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt. There was no progress `since` that time.
+        """Wait before the next attempt. `since` is the time of the last progress.
 
         Raises the translated `reason` if a retry cannot help, or after too many attempts or
         seconds.
@@ -103,7 +103,7 @@ class Transport(ABC):
 
     @abstractmethod
     def look(self) -> Identity:
-        """Return the current identity of the file. Raises like opening it."""
+        """Return the current identity of the file. Raises the same errors as opening the file."""
 
     def close(self) -> None:  # noqa: B027 - most transports keep nothing open
         """Release open resources."""
@@ -274,7 +274,8 @@ class Stored(Transport):
 def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
     """Call a method of a file system. If it is asynchronous, raise TimeoutError after `seconds`.
 
-    Without that limit, libraries of stores retry a request several times with a timeout for each.
+    Without this limit, libraries of stores retry a request several times, with a timeout for each
+    try.
     """
     if not fs.async_impl:
         return getattr(fs, name)(*args, **options)
@@ -310,7 +311,7 @@ def moment(value: object) -> object:
 # Failures
 
 
-# The package to install for a scheme. For other schemes, fsspec's message names one.
+# The package to install for a scheme. For other schemes, fsspec's message names the package.
 _PACKAGES = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
     "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
@@ -351,7 +352,7 @@ def passing(error: BaseException) -> bool:
 
 
 def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
-    """Convert an error of a library, on opening `url` or later, to a CkptkitError."""
+    """Convert a library's error to a CkptkitError. `opening`: while `url` was opened."""
     if isinstance(error, CkptkitError):
         return error
     kind, message, hint = _meaning(error, url, opening)
@@ -474,7 +475,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_malformed(error: BaseException) -> bool:
-    """Return whether aiohttp failed to parse a response; it then sets the status 400 itself."""
+    """Return whether aiohttp failed to parse a response. aiohttp then sets status 400 itself."""
     return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
 
 
