@@ -1,4 +1,4 @@
-"""Apply deltas to a checkpoint, and determine its version by their checksums."""
+"""Apply deltas to a checkpoint; determine the version of a checkpoint by checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
 from ckptkit.deltas.in_place import can_change, change
 from ckptkit.formats.format import open_place
 
-STATE = ".weight_sync", "state.json"  # the file in a folder that records its version
+STATE = ".weight_sync", "state.json"  # path in a folder of the file that records the version
 _VERIFY = "`delta verify` shows the version of a checkpoint"
 
 
@@ -44,10 +44,10 @@ def apply_delta(
     """Apply deltas in order to `base`; write `path`, or with ``in_place=True`` edit `base` itself.
 
     `deltas` are folders and files of deltas, or a folder of deltas, which are applied up to version
-    `to`. `base_version` is the version of `base`, if its folder does not record it. Deltas without
-    checksums are applied only if `unchecked`. Pass :class:`Options` as an object or by name. Raises
-    UsageError for a delta of another version, and CorruptError for a damaged delta or a wrong base.
-    In both cases, the destination stays unchanged.
+    `to`. `base_version` is the version of `base`, if the folder of `base` does not record a
+    version. Deltas without checksums are applied only if `unchecked`. Pass :class:`Options` as an
+    object or by name. Raises UsageError for a delta of another version, and CorruptError for a
+    damaged delta or a wrong base. After these errors, the destination is unchanged.
     """
     found = read_all(deltas, to)
 
@@ -263,9 +263,9 @@ def _check_views(
 class Position:
     """The version of a checkpoint in a chain of deltas, determined by checksums.
 
-    ``versions`` maps each tensor that a delta changes to the versions that have its bytes; empty if
-    none has. ``version`` is the version that all tensors have in common, or None. ``recorded`` is
-    the version in the folder itself.
+    ``versions`` maps each tensor that a delta changes to the versions with the current bytes of the
+    tensor; empty if no version matches. ``version`` is the version that all tensors have in common,
+    or None. ``recorded`` is the version that the folder records.
     """
 
     versions: dict[str, tuple[int, ...]]
@@ -314,7 +314,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
             latest = digests[algorithm] == digest
         if latest and delta.version is not None:
             found.append(delta.version)
-    if not found:  # its bytes may be those before its first change
+    if not found:  # the bytes may predate the first change
         before = [deltas[0].base_version]
         for delta in deltas:
             if (change := delta.changes.get(name)) is not None:

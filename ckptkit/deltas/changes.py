@@ -143,8 +143,8 @@ class Overwrite(Operation):
     """Replace elements of the first input; an element has `unit` bytes.
 
     The second input has the positions in increasing order, as unsigned integers of `width` bytes.
-    With `gaps`, it has the number of elements between consecutive positions instead. The third
-    input has the new elements.
+    With `gaps`, the second input has the number of elements between consecutive positions instead.
+    The third input has the new elements.
     """
 
     unit: int
@@ -204,7 +204,7 @@ class Overwrite(Operation):
 
 @dataclass(frozen=True, slots=True)
 class VerifyChecksum(Operation):
-    """Pass the input through; after its last byte, compare its checksum."""
+    """Pass the input through; after the last byte, verify the checksum of the input."""
 
     tensor: str
     algorithm: str

@@ -5,10 +5,10 @@
       model.safetensors.index.json       version, base_version, delta_encoding, checksum_format...
 
 For `xor`, a frame contains ``new ^ old``. For `overwrite`, it contains a u4 count, the byte
-positions as u4, and the new bytes. ``__metadata__`` of a file has the checksum of each tensor's new
-bytes. A folder whose index has no ``delta_encoding``, or without an index, is a whole checkpoint.
-Source: https://github.com/THUDM/slime (slime/utils/disk_delta.py and the patch for SGLang,
-624b824).
+positions as u4, and the new bytes. ``__metadata__`` of a file contains the checksum of each
+tensor's new bytes. A folder without an index, or without ``delta_encoding`` in its index, is a
+whole checkpoint. Source: https://github.com/THUDM/slime (slime/utils/disk_delta.py and the patch
+for SGLang, 624b824).
 
 SkyRL has ``manifest.json`` instead of the index, and `xor` frames. Source:
 https://github.com/NovaSky-AI/SkyRL (skyrl_train/weight_sync/delta_checkpoint.py, a956457).
@@ -62,18 +62,18 @@ class Change:
     encoding: str
     frame: Range
     checksum: tuple[str, str] | None = None
-    values: Range | None = None  # TRL: the new elements; `frame` then has the positions
+    values: Range | None = None  # TRL: the new elements; `frame` contains the positions
     width: int = _PLACE  # size of a position in bytes
     unit: int = 1  # size of an element in bytes
     gaps: bool = False  # positions are stored as gaps, see `Overwrite`
 
     @property
     def nbytes(self) -> int:
-        """Its size in the delta in bytes."""
+        """The number of bytes of the change in the delta."""
         return self.frame.length + (0 if self.values is None else self.values.length)
 
     def changed(self) -> int:
-        """Count the bytes that it changes; this decompresses the frame."""
+        """Decompress the frame and count the changed bytes."""
         if self.encoding != XOR:
             return self.places_and_values()[1].length
         import numpy as np
@@ -109,7 +109,7 @@ class Change:
     def applied(self, base: Record, delta: str) -> Record:
         """Return the new bytes of the tensor whose old bytes are `base`.
 
-        Reading them to the end verifies the checksum.
+        Reading the new bytes to the end verifies the checksum.
         """
         if self.encoding == XOR:
             made = Pending(Xor(), (base, self.decompressed(base.length)), base.length)

@@ -35,9 +35,9 @@ def change(
 ) -> tuple[Patch, Published]:
     """Edit the files of `before` so that they contain the tensors of `after`, atomically.
 
-    The new bytes are computed once and verified by checksum before the first one is written. `then`
-    is (name, text) of the file that records the version of a folder. Returns the edits of all files
-    as one patch. Raises UnsupportedError if the journal would be too large.
+    The new bytes are computed once and verified by checksum before the first byte is written.
+    `then` is (name, text) of the file that records the version of a folder. Returns the edits of
+    all files as one patch. Raises UnsupportedError if the journal would be too large.
     """
     patches: list[Patch] = []
     room = LARGEST // _PER_BYTE

@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
 _LEVEL = 1  # zstd level, as in slime
-_MOST_PLACES = 1 << 32  # tensors of this size have byte positions that do not fit into u4
-_FILE = 5 * 10**9  # most bytes in a file of frames, unless a single frame is larger
-_AT_ONCE = 1 << 20  # bytes of a tensor to compare at once
-_HELD = 8 << 20  # bytes of positions and values to keep in memory
+_MOST_PLACES = 1 << 32  # minimum bytes of a tensor whose byte positions do not fit into u4
+_FILE = 5 * 10**9  # maximum bytes of a file of frames, unless a single frame is larger
+_AT_ONCE = 1 << 20  # number of bytes of a tensor to compare at once
+_HELD = 8 << 20  # maximum bytes of positions and values in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The result of `delta`: how much changed, and how large the delta is."""
+    """The result of `delta`: the amount of changes, and the size of the delta."""
 
     path: str
     encoding: str
@@ -97,12 +97,12 @@ def delta(
 ) -> Made:
     """Write the folder `path`: a delta from the weights of `old` to those of `new`.
 
-    Both must have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest),
+    `old` and `new` must have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest),
     ``overwrite`` (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4
-    GiB or more. The default base version is the one that the folder of `old` records, else 0. The
-    default version is the next one. With `whole`, `new` is written as a complete version. `options`
-    are those of :func:`ckptkit.save`. Raises UsageError if the format cannot store the difference;
-    then nothing is written.
+    GiB or more. The default base version is the version that the folder of `old` records, else 0.
+    The default version is the base version + 1. With `whole`, `new` is written as a complete
+    version. `options` are those of :func:`ckptkit.save`. If the format cannot store the difference,
+    raises UsageError and writes nothing.
     """
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),
@@ -150,7 +150,7 @@ def delta(
 def _paired(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (old tensor, new tensor) by name; of tied names, only the first.
+    """Return (old tensor, new tensor) by name; for tied names, only the first.
 
     Raises UsageError if a name, dtype or shape differs.
     """
@@ -218,7 +218,7 @@ def _written(
     """Compute the frames of all tensors on all cores, and publish the folder.
 
     Return the frames and the size of the folder in bytes. Frames are first written to temporary
-    files, because the header before them contains their sizes.
+    files, because the header, which precedes the frames, contains the sizes of the frames.
     """
     place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
@@ -309,7 +309,7 @@ def _encode(
 ) -> int:
     """Append the frame of a tensor of `length` bytes to the spool; return how many bytes changed.
 
-    If none changed, nothing is appended.
+    If no byte changed, nothing is appended.
     """
     import numpy as np
 
@@ -354,8 +354,8 @@ def squash_delta(
 ) -> Made:
     """Combine consecutive `deltas` into one delta.
 
-    Without `base`, all of them must be ``xor``, and their frames are joined. With `base`, they are
-    applied, and a new delta is computed. Raises UsageError for deltas that are not consecutive.
+    Without `base`, all deltas must be ``xor``, and their frames are joined. With `base`, the deltas
+    are applied, and a new delta is computed. Raises UsageError for deltas that are not consecutive.
     """
     found = read_all(deltas)
     if not found:
@@ -399,7 +399,7 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
     def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all changes of a tensor; nothing if they cancel out."""
+        """Write one frame for all changes of a tensor; nothing if the changes cancel out."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
         streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]
@@ -426,7 +426,7 @@ def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
 
 
 def _length(change: Change) -> int:
-    """Return the content size of a frame from its header; without it, by decompressing."""
+    """Return the content size of a frame from its header, or else by decompressing the frame."""
     head = change.frame.part(0, min(change.frame.length, 18)).read()
     size = zstandard().frame_content_size(head)
     return size if size >= 0 else sum(map(len, unzstd(change.frame, change.name)))

@@ -37,8 +37,8 @@ DROP_OBJECTS: Fix = {OPTIONS: {"objects": "drop"}}  # drop Python objects
 class Cause:
     """A reason why a file does not load: `title`, `explanation`, and a `command` if one helps.
 
-    ``fix`` is what `--fix` does about it; None if it cannot. An empty fix only rewrites the file,
-    which is enough for faults of the container.
+    ``fix`` contains the edits that `--fix` applies; None if `--fix` cannot remove the cause. An
+    empty fix only rewrites the file, which removes faults of the container.
     """
 
     code: str
@@ -62,14 +62,14 @@ def together(causes: Iterable[Cause]) -> Fix | None:
 
 # The facts that several checks use
 
-SHOWN = 4  # names in a sentence
+SHOWN = 4  # maximum number of names in a sentence
 
 
 class Form(NamedTuple):
     """A way to write the contents of a file: whole, without objects, or only the weights.
 
-    It has the ``options`` of a command and the ``suffix`` of its output (None keeps the suffix),
-    and the same as a `fix`.
+    ``options`` and ``suffix`` belong to the command; a ``suffix`` of None keeps that of the file.
+    `fix` is the equivalent fix.
     """
 
     options: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class Facts:
 
         try:
             return dequantize(self.checkpoint)
-        except CkptkitError:  # `is_written` then returns False for the same reason
+        except CkptkitError:  # `is_written` returns False for the same reason
             return self.checkpoint
 
     @property

@@ -75,7 +75,7 @@ def part(found: PartOf) -> Cause:
 
 
 def _problem(folder: str) -> CkptkitError | None:
-    """Return the error of reading a local folder; None if it can be read, or is a URL."""
+    """Return the error of reading a local folder; None for a readable folder or a URL."""
     if is_url(folder):
         return None
     try:
@@ -149,7 +149,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for formats that torch.load refuses: NumPy, pickle, archives, folders.
 
-    `_suffix` reports those with a suffix of torch.save.
+    `_suffix` reports files with a suffix of torch.save.
     """
     format, path = facts.container or format_of(facts), facts.path.lower()
     is_named = path.endswith(TORCH_SUFFIXES) and not format.is_folder
@@ -428,7 +428,8 @@ _OPENS = (
 def _verb(fault: str) -> str:
     """Turn a message into the predicate of a sentence about the file.
 
-    Most messages already are one, because they follow the file name: ``is empty``, ``has no ...``.
+    Most messages are already predicates, because they follow the file name: ``is empty``, ``has no
+    ...``.
     """
     return (
         fault

@@ -45,7 +45,7 @@ from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
 
-BLOAT = 0.3  # optimizer state is reported above this share of the bytes
+BLOAT = 0.3  # minimum share of optimizer state in the bytes to report
 
 
 def causes(facts: Facts) -> list[Cause]:
@@ -58,7 +58,7 @@ def causes(facts: Facts) -> list[Cause]:
 
 
 def _with_writable_fix(facts: Facts, cause: Cause) -> Cause:
-    """Extend the fix so that its result can be written for torch; None if that is impossible."""
+    """Extend the fix so that torch can load the result; set None if that is impossible."""
     if cause.fix is None:
         return cause
     form = facts.form
@@ -170,7 +170,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return the command and the fix that drop Python objects, including NumPy arrays."""
     if any(row.inside for row in facts.summary.rows):
-        return None, None  # this would drop tensor subclasses too, which are weights
+        return None, None  # would also drop tensor subclasses, which are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
         return edit(facts, "convert", "weights", suffix=".safetensors"), None
@@ -248,10 +248,10 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
 def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
     """Return the sizes of storages by their ids: (in optimizers, outside of optimizers).
 
-    Some optimizers contain the weights; these storages are in both.
+    If an optimizer contains the weights, their storages are in both dicts.
     """
     outside = sys.maxsize
-    depth = outside  # depth of the optimizer that the walk is in
+    depth = outside  # depth of the current optimizer
     theirs: dict[int, int] = {}
     others: dict[int, int] = {}
     for path, node in walk(root):
@@ -343,7 +343,7 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
 def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
     """Return the note for a LightningModule whose only attribute is the network.
 
-    `prefixes` are the prefixes to strip; that of the network is the last.
+    `prefixes` are the prefixes to strip; the last is the prefix of the network.
     """
     attribute = prefixes[-1]
     return Cause(
@@ -362,13 +362,13 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
 
 
 def _first_part(names: list[str]) -> str:
-    """Return the common first part of all names with its dot; "" if they differ."""
+    """Return the common first part of all names with its dot; "" if the first parts differ."""
     first = names[0].partition(".")[0] + "."
     return first if all(name.startswith(first) for name in names) else ""
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """Yield a note for a common first part of the names: it may be an attribute of a wrapper."""
+    """Yield a note for a common first part of the names, possibly an attribute of a wrapper."""
     names = names_of(facts)
     if not is_torch_file(facts) or not names:
         return
@@ -451,7 +451,7 @@ _RAGGED = (
 
 
 def _quantized(facts: Facts) -> Iterator[Cause]:
-    """Yield a cause for all weights that can be dequantized, and one for each that cannot."""
+    """Yield a cause for all dequantizable weights together, and a cause for each other weight."""
     found = facts.quantized
     groups = (
         [group for group in found.groups if group.layout is not None] if found is not None else []

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
     from ckptkit.analysis.json_types import DoctorReport
 
-# Files up to this size are read whole, because headers do not show damage to tensors.
+# Maximum bytes of a file to read completely: headers do not show damage to tensors.
 READ = 256 << 20
 REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,
 )  # fmt: skip
-FOLDERS = 16  # most folders to try instead of an incomplete one
+FOLDERS = 16  # maximum number of folders to try instead of an incomplete folder
 _NUMBER = re.compile("[0-9]+")
 # Names that all versions of torch have.
 _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")
@@ -62,9 +62,9 @@ _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "devi
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes that were found.
+    """The causes found in a checkpoint.
 
-    ``checkpoint`` has the content; for a damaged file only the intact tensors, and None if nothing
+    ``checkpoint`` contains the tree; for a damaged file only the intact tensors; None if nothing
     can be read. ``readable`` tells whether reading succeeded. ``lost`` lists the losses of a
     damaged file.
     """
@@ -200,7 +200,7 @@ def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovere
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """Return the latest readable folder inside this one, or else of the same run next to it.
+    """Return the latest readable folder inside this folder, else next to it from the same run.
 
     The folder names of one run differ only in numbers, or in a suffix.
     """
@@ -252,7 +252,7 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
     """Remove the commands from other causes of a damaged file: the damage would stop them.
 
-    If some tensors are intact, --fix applies all fixes to these.
+    If some tensors are intact, --fix applies all fixes to the intact tensors.
     """
     kept = recovered is not None
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
@@ -302,7 +302,7 @@ def _container(place: ByteSource | Folder) -> Format | None:
 def _refused_step(checkpoint: Checkpoint) -> str | None:
     """Return an opcode or call in the pickle that torch.load(weights_only=True) refuses, or None.
 
-    Refused names are another cause.
+    Refused names are reported as another cause.
     """
     source = checkpoint.source
     if not isinstance(source, ByteSource) or not checkpoint.globals:
@@ -313,7 +313,7 @@ def _refused_step(checkpoint: Checkpoint) -> str | None:
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """Return the devices of this machine; None if torch is needed to list them but missing."""
+    """Return the devices of this machine; None if listing them needs torch and torch is missing."""
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
     here: Any = building.environment()

@@ -13,9 +13,9 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.text import argument, flatten, output_name, plural, shell_command, some, without
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause
 
-DROPPED = 8  # most --drop options in a command
-RULES = 4  # most substitutions in a command
-SHOWN, LONG = 3, 200  # most names in a sentence, and characters of each
+DROPPED = 8  # maximum number of --drop options in a command
+RULES = 4  # maximum number of substitutions in a command
+SHOWN, LONG = 3, 200  # maximum number of names in a sentence, maximum characters of a name
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Fitting:
 
     ``way`` is the change of prefixes that turns most names of the file into names of the model.
     Each item of ``ties`` lists the names of one tied parameter. ``options`` are the command line
-    options that select the model; empty if it is an object. If ``is_quantized``, ``ours`` are the
-    dequantized weights.
+    options that select the model; empty if the model is an object. If ``is_quantized``, ``ours``
+    are the dequantized weights.
     """
 
     path: str
@@ -39,7 +39,8 @@ class Fitting:
 
 
 def causes(fitting: Fitting) -> list[Cause]:
-    """Return all causes that apply. A check gets the keys that earlier checks did not explain."""
+    """Return all causes that apply. Each check gets the keys that earlier checks did not
+    explain."""
     ours = {fitting.way(name): kind for name, kind in fitting.ours.items()}
     ties = dict(_ties(ours, fitting))
     expected = without(fitting.theirs, ties)
@@ -154,7 +155,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
 
 
 def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
-    """Return the command that renames by substituting prefixes; None if that is not enough."""
+    """Return the command that renames by substituting prefixes; None if more is needed."""
     rules = dict.fromkeys(_rule(old, new) for old, new in names.items())
     if any(fitting.way) or len(rules) > RULES or not all(old for old, _ in rules):
         return None
@@ -165,7 +166,7 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
         if new != names.get(name, name):
             return None
     words = flatten(("--sub", f"^{re.escape(old)}={_literal(new)}") for old, new in rules)
-    if any("=" in old for old, _ in rules):  # --sub cannot express it: "=" ends the pattern
+    if any("=" in old for old, _ in rules):  # in --sub, "=" ends the pattern
         return None
     return edit("rename", fitting.path, "renamed", *fitting.chosen, *words)
 

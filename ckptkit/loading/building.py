@@ -63,7 +63,7 @@ def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -
     try:
         with _users_code(f"cannot build {name} on the meta device"), torch.device("meta"):
             return make(**args)
-    except CkptkitError:  # it may work on the CPU
+    except CkptkitError:  # building may succeed on the CPU
         pass
     with _users_code(f"cannot build {name}", _signature(make)):
         return make(**args)
@@ -79,7 +79,7 @@ def _module(place: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, place)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(name, module)  # dataclasses and pickle look it up there
+        sys.modules.setdefault(name, module)  # dataclasses and pickle look up the module there
         spec.loader.exec_module(module)
         return module
 
@@ -160,7 +160,7 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 
 
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Return those of the (module, name) pairs that the installed torch does not have.
+    """Return the (module, name) pairs that the installed torch lacks.
 
     Imports only torch and calls nothing. Names in modules that `import torch` does not load are
     skipped. Without torch, return an empty list.

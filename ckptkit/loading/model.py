@@ -62,8 +62,8 @@ def diff(
     ``package.module:Class`` or ``path/to/file.py:Class``. The class is imported and built. `diff`
     compares the elements of two checkpoints unless `values` is false: byte for byte, or with the
     tolerances `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). A model has only keys and
-    shapes. `all` also compares the entries beside the weights. `keys` are globs: only
-    tensors with matching names or paths are compared.
+    shapes. With `all`, `diff` also compares all other entries. `keys` are globs: only tensors with
+    matching names or paths are compared.
     """
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
@@ -102,7 +102,7 @@ def against_model(
 ) -> reports.Diff:
     """Compare weights with the state_dict of a model. `stored` keeps quantized weights as stored.
 
-    Otherwise weights that are floats in the model are dequantized.
+    Without `stored`, weights that are floats in the model are dequantized.
     """
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
@@ -112,7 +112,7 @@ def against_model(
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
-    """Return the checkpoint with those weights dequantized that are floats in the model."""
+    """Dequantize the weights that are floats in the model; return the checkpoint."""
     return dequantized_for_model(ck, {name: dtype for name, (dtype, _) in shapes.items()})
 
 
@@ -122,16 +122,16 @@ _NUMBERS = ("float", "int", "bool")  # torch casts these kinds of elements to ea
 def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
     """Fill the contiguous parameters and buffers of `model`; return their names.
 
-    Modules with a `_load_from_state_dict` of their own are skipped. If a parameter has several
-    names, the last one counts, as in torch. If parameters partly overlap in memory, their order
-    matters, and none is filled.
+    Modules with their own `_load_from_state_dict` are skipped. If a parameter has several names,
+    the last name counts, as in torch. If parameters partly overlap in memory, the order of copying
+    matters, and no parameter is filled.
     """
     from torch.nn import Module
 
     filled: set[str] = set()
     pairs: dict[tuple[int, int], tuple[Tensor, torch.Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        # Other modules may transform their entries, so torch must load these.
+        # Other modules may transform their entries, so torch must load those entries.
         loading = getattr(module._load_from_state_dict, "__func__", None)
         if loading is not Module._load_from_state_dict:
             continue
@@ -176,16 +176,16 @@ def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     return plain or both[0] == both[1]
 
 
-GROUP = 1 << 30  # bytes of the file in memory at once, in addition to the model
+GROUP = 1 << 30  # maximum bytes of the file in memory at once, in addition to the model
 
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """The result of `load_into`. Names are those of the model; in `unexpected`, those of the file.
+    """The result of `load_into`. Names are names of the model; in `unexpected`, names of the file.
 
     ``stripped`` and ``added`` are the prefixes removed from and added to the names of the file.
     ``mismatched`` maps a name to its shapes in the file and in the model. ``narrowed`` maps a name
-    to what its values lose by the cast to the dtype of the model, precision aside.
+    to the loss, other than precision, of a cast to the dtype of the model.
     """
 
     loaded: tuple[str, ...]
@@ -239,20 +239,20 @@ def load_into(
     """Copy weights into `model`, on its devices and in its dtypes; `source` may be a loaded dict.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped or added so that
-    most names match. For tied weights of the model, one name is enough. If hooks of modules accept
-    weights under other names, they get these weights.
+    most names match. For tied weights of the model, one name is enough. If the load hooks of a
+    module accept weights under other names, the module gets the weights under those names.
 
-    Several threads read the bytes directly into the parameters if torch would only copy them. If a
-    module loads in its own way, about 1 GiB of the file is in memory at once, or the largest
-    module. If code of the model reads the state_dict, the whole file is in memory. If the file
-    fails in the middle, the model stays partly filled. With `assign`, the tensors of the file
-    replace those of the model, on the CPU and in their own dtypes. Use `assign` to fill a model on
-    the meta device.
+    If torch would only copy the bytes, several threads read the bytes directly into the parameters.
+    If a module has its own loading code, about 1 GiB of the file is in memory at once, or the
+    largest module if that is larger. If code of the model reads the state_dict, the whole file is
+    in memory. If the file fails in the middle, the model stays partly filled. With `assign`, the
+    tensors of the file replace those of the model, on the CPU and in their own dtypes. Use `assign`
+    to fill a model on the meta device.
 
-    Raises ModelError if `strict` and a key is missing, unexpected or has another shape, or if
-    values would not fit the dtypes of the model (before anything is copied). Raises ModelError for
-    a model on the meta device without `assign`, and for codes of quantized weights if the model has
-    floats.
+    If `strict`, raises ModelError if a key is missing, unexpected or has another shape. Raises
+    ModelError, before it copies anything, if values would not fit the dtypes of the model. Raises
+    ModelError for a model on the meta device without `assign`, and for codes of quantized weights
+    if the model has floats.
     """
     arguments.flags(strict=strict, assign=assign)
     arguments.module("model", model)
@@ -346,9 +346,9 @@ def _rehearsed(
 ) -> tuple[set[str], set[str]] | None:
     """Return the missing and unexpected keys that torch reports if it loads `nodes`.
 
-    Load hooks may accept other names, so torch must be asked. The given model is not changed: a
-    copy on the meta device loads tensors without bytes. If hooks need values, a copy on the CPU
-    loads the tensors. Return None if torch refuses them, or the model cannot be copied.
+    Only torch can tell, because load hooks may accept other names. The given model is not changed:
+    a copy on the meta device loads tensors without bytes. If hooks need values, a copy on the CPU
+    loads the tensors. Return None if torch refuses the tensors, or if the model cannot be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -359,7 +359,7 @@ def _rehearsed(
             if versions is not None:
                 state._metadata = versions
             result = copied(model).load_state_dict(state, strict=False)
-        except Exception:  # code of the model may raise anything; then our own report is used
+        except Exception:  # code of the model may raise anything; use our own report
             continue
         return {*result.missing_keys}, {*result.unexpected_keys}
     return None
@@ -398,7 +398,7 @@ def _as_torch_counts(
     report: LoadReport,
     unchanged: Mapping[str, str],
 ) -> tuple[LoadReport, set[str]]:
-    """Correct the report by what torch reports; also return the names to pass to torch.
+    """Correct the report to match torch's report; also return the names to pass to torch.
 
     Tensors that torch accepts with another shape are not mismatched: hooks may reshape them.
     """
@@ -423,7 +423,7 @@ def _as_torch_counts(
 
 
 def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
-    """Map tied names of the model that the file does not have to a name that it has."""
+    """Map tied names of the model that the file lacks to a tied name in the file."""
     held = model.state_dict(keep_vars=True)
     places = {name: place for name, value in held.items() if (place := _place(value)) is not None}
     filled = {places[name]: name for name in reversed([*found]) if name in places}
@@ -510,7 +510,7 @@ def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tup
 
 
 def _loss(tensor: Tensor, target: DType) -> str | None:
-    """Return what a tensor loses in another dtype, precision aside; None if nothing."""
+    """Describe the loss, other than precision, of a cast to `target`; None if there is none."""
     source = tensor.dtype
     if source.kind == "complex" and target.kind in ("float", "int", "bool"):
         return "imaginary parts"

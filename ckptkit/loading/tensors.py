@@ -177,8 +177,8 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
         ) from error
 
 
-# The rebuild functions of torch/_utils.py. The reader has checked the arguments of each node.
-# Their docstrings list these arguments.
+# The rebuild functions of torch/_utils.py. The reader has checked the arguments of each node. The
+# docstrings list the arguments of the rebuild functions.
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
@@ -281,7 +281,7 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(buffer, sizes, strides, offsets)
 
-    torch does not check that these are inside the buffer.
+    torch does not check that the tensors are inside the buffer.
     """
     import torch
 
@@ -337,12 +337,12 @@ def load(
     Tensors on the CPU are mapped, as with ``torch.load(mmap=True)`` and safetensors. Their bytes
     are read from the file on first use, and writing to a tensor changes only the memory. Do not
     change the file while its tensors are in use. :func:`ckptkit.save` replaces it safely.
-    Overwriting or truncating it, as ``torch.save`` to the same path does, ends the process with a
-    bus error and loses the file.
+    Overwriting or truncating the file, as ``torch.save`` to the same path does, ends the process
+    with a bus error and loses the file.
 
-    ``mmap=False`` reads everything into memory first. `load` also does that for tensors that must
-    be computed, are not in a local file, or do not begin at an address divisible by their element
-    size. It does not verify checksums; `ckptkit verify` does.
+    ``mmap=False`` reads everything into memory first. `load` also reads a tensor into memory if the
+    tensor must be computed, is not in a local file, or does not begin at an address divisible by
+    its element size. `load` does not verify checksums; `ckptkit verify` does.
 
     `map_location` accepts the same values as ``torch.load``. `key` selects the entry with the
     weights. Tensors that share memory still share it, and an OrderedDict keeps its ``_metadata``.
@@ -413,7 +413,7 @@ class PythonValues:
                 found[name] = found[name].detach()
         if isinstance(weights.node, OrderedMapping):
             self._attributes(weights.node, found)
-        self(None)  # fills the containers that are still in the queue
+        self(None)  # fills the containers in the queue
         return found
 
     def _value(self, node: Node) -> Any:
@@ -475,7 +475,7 @@ class PythonValues:
         return made
 
     def _frozen(self, root: Node) -> Any:
-        """Return the value of a tuple or frozen set; nested ones are made first."""
+        """Return the value of a tuple or frozen set; nested tuples are made first."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
@@ -498,7 +498,7 @@ class PythonValues:
             self._fill_object(old, new)
         elif isinstance(new, dict):
             for key, value in _items(old):
-                # If a key equals another one or cannot be hashed, use its node as the key.
+                # If a key equals another key or cannot be hashed, use its node as the key.
                 item, made = self._value(value), self._value(key)
                 try:
                     new[key if made in new else made] = item
