@@ -1,8 +1,8 @@
-"""Dequantize: compute numbers from codes and scales, also for torch's quantized tensors.
+"""Dequantize: compute numbers from codes and scales, and from torch's quantized tensors.
 
-The output is computed in tiles that stay in the cache of a core. Each step of :class:`Blocks`
-processes a whole tile, in place. If scales are bytes, a table contains the result for each pair of
-a scale and a code.
+The output is computed in tiles that stay in the cache of a core. Each step of the formula in
+:class:`Blocks` processes a whole tile, in place. If scales are bytes, a table contains the result
+for each pair of a scale and a code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the bytes of extents: ranges of byte sources, and results of operations.
 
-Everything is computed in pieces of a few MiB. Elements are little-endian; dtypes are names of
-:mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`, :mod:`mixing`,
+All bytes are read and computed in pieces of a few MiB. Elements are little-endian; dtypes are names
+of :mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`, :mod:`mixing`,
 :mod:`strided_read`, :mod:`dequantize`, :mod:`quantize`, :mod:`torch_bridge`.
 """
 

@@ -143,7 +143,7 @@ INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: the row of each nibble, low n
 
 
 class Span(NamedTuple):
-    """Rows and columns of one batch."""
+    """A rectangle of rows and columns of one matrix of the batch."""
 
     batch: int
     top: int

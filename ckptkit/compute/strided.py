@@ -1,7 +1,8 @@
 """Copies of blocks of elements between arrays, described by positions and strides alone.
 
 Chunks of DCP, shards of ranks, views of tensors and rearrangements by rules are all such copies.
-The composition of two copies is again a list of copies: :func:`composed`.
+The composition of two copies is again a list of copies: :func:`composed`. A box is a rectangular
+region of an array: one range of indices along each axis.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ class Axes:
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
     """Return the shape of an array in which each copy fills a box, and the boxes; else None.
 
-    Copies must be in normal form. The strides of the boxes are those in the sources.
+    Copies must be in normal form (:func:`normal`). The strides of the boxes are the strides in the
+    sources.
     """
     axes = Axes((written for copy in copies for _, _, written in copy.dims), elements)
     boxes = []
@@ -209,7 +211,7 @@ def composed(
 ) -> list[StridedCopy] | None:
     """Compose copies: inner copies fill an array of `total` elements, which `outer` reads.
 
-    Return the copies that read the inner sources directly; None if there are too many.
+    Return the copies that read the inner sources directly; None if there are too many copies.
     """
     outer = outer._replace(dims=normal(outer.dims))
     exchanged = [_exchanged(piece._replace(dims=normal(piece.dims))) for piece in inner]

@@ -2,10 +2,10 @@
 
 The output is computed in tiles: a range of indices of one axis, with all inner axes and fixed
 indices of the outer axes. Large transposes are written in blocks if the order of writing is free.
-The part of a tile or block that comes from one copy is read in boxes. Starting with the smallest
-stride, a dimension is read whole, including gaps, while gaps and box are small. Rows that are
-further apart are read into separate buffers. The next dimension is split; the remaining ones are
-read index by index.
+The part of a tile or block that comes from one copy is read in boxes: rectangular regions of the
+source. Starting with the smallest stride, a dimension is read whole, including gaps, as long as
+gaps and box are small. Rows that are further apart are read into separate buffers. The next
+dimension is split; the remaining ones are read index by index.
 """
 
 from __future__ import annotations

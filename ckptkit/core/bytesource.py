@@ -1,10 +1,11 @@
 """Byte sources (a local file, memory, a folder of files), ranges of their bytes, and CRC-32s.
 
-A source has a size, an identity and `read`. Files are read with `pread`, not through `mmap`: if a
-file is truncated meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only
-tensors that `ckptkit.load` returns are memory-mapped. Only regular files are opened, and none
-outside the folder of the checkpoint. While an edit in place is incomplete, its journal lies beside
-the file.
+A source has a size, an identity and `read`. An extent is a `Range` of a source, or a `Derived`:
+bytes that an operation computes from extents. A record locates the bytes of a storage: `locate`
+returns an extent. Files are read with `pread`, not through `mmap`: if a file is truncated
+meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only tensors that
+`ckptkit.load` returns are memory-mapped. Only regular files are opened, and none outside the folder
+of the checkpoint. While an edit in place is incomplete, its journal lies beside the file.
 
 Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (the extra
 `speed`) exceeds 20 GB/s. Inside `reading`, every source adds the bytes that a thread reads to the

@@ -5,8 +5,8 @@ must have a row in the allowlist, and its arguments and state must match the sha
 Code of Python, torch or numpy that processes such values during loading therefore never runs code
 from the file. Two callers: the trace of a pickle during a scan, and the writer of a tree.
 
-A value has a sort, one bit of `SORTS`. A shape is a predicate over values, written in
-``allowlist.txt`` as
+The sort of a value is its kind for this judgement (such as int, list, tensor), one bit of `SORTS`.
+A shape is a predicate over values, written in ``allowlist.txt`` as
 
     int|none         a value of one of these sorts
     [int]  (int*)    a list, or a tuple, of any number of integers; (text int?) a tuple of 1 or 2

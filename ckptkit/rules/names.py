@@ -420,7 +420,7 @@ _STARS = 2  # maximum number of ** in one name
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a rule, grouped by where they occur.
+    """The words (names of axes and variables) of a rule, grouped by where they occur.
 
     ``loops`` occur in both names; ``gathered`` in the left name and the right shape; ``scattered``
     in the right name and the left shape.

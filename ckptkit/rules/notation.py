@@ -1,4 +1,4 @@
-"""The notation of rules: its parts as plain values, a parser, and errors. `str` unparses."""
+"""The notation of rules: its parts as plain values, a parser, and errors."""
 
 from __future__ import annotations
 

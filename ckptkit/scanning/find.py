@@ -1,7 +1,8 @@
 """Find every pickle in a file, also in places that no reader of its format looks at.
 
-Different readers may see a file as different formats; all of them are searched. Nested content is
-searched too, up to a limit: members of archives, compressed streams, and byte strings in pickles.
+Different readers may see a file as different formats. The search covers all these formats. Nested
+content is searched too, up to a limit: members of archives, compressed streams, and byte strings in
+pickles.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 def refused_by_weights_only(source: ByteSource) -> str | None:
-    """Return the first step of a torch.save file that weights_only=True rejects, None if none.
+    """Return the first step of a torch.save file that weights_only=True rejects, else None.
 
     Names do not count as steps. Malformed content never raises an error.
     """
@@ -275,7 +276,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
 
 
 def _base(source: ByteSource) -> int | None:
-    """Return the offset of a source in its file, None if it was decompressed."""
+    """Return the offset of a source in its file, None for a decompressed source."""
     at = 0
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
@@ -308,7 +309,7 @@ def _could_be(name: str) -> bool:
 
 
 def _next(source: ByteSource, at: int, end: int) -> int:
-    """Return where the next pickle may begin, `end` if nowhere."""
+    """Return the next offset at which a pickle may begin, or `end`."""
     for base in range(at, end, _STEP):
         piece = source.read(base, min(_STEP + 1, end - base))
         found = [place for start in _PROTO if (place := piece.find(start)) >= 0]
@@ -420,7 +421,7 @@ def _listed(source: ByteSource) -> Iterator[_Member]:
 
 
 def _header(source: ByteSource, at: int) -> _Member | None:
-    """Return the fields of the local header at `at`, None if there is none."""
+    """Return the fields of the local header at `at`, None without a header."""
     if not 0 <= at <= source.size - _LOCAL.size:
         return None
     magic, flags, method, _, stored, size, n, x = _LOCAL.unpack(source.read(at, _LOCAL.size))

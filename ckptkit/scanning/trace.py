@@ -1,9 +1,9 @@
 """Trace a pickle: record which names it looks up and which calls it makes.
 
-The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no
-values. It rejects nothing that CPython would run: everything before a failing opcode would have run
-by then. Differences between unpicklers become doubts. On the stack, strings, numbers, byte strings
-and tuples are plain Python values, because names are built from them. A name is a Global. Any other
+The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that constructs no
+values. It records every step that CPython would run, also the steps before a failing opcode.
+Differences between unpicklers become doubts. On the stack, strings, numbers, byte strings and
+tuples are plain Python values, because names are built from them. A name is a Global. Any other
 value is a Sign.
 """
 

@@ -1,6 +1,6 @@
 """Verdicts on what loading a file would do, from the names and calls in its pickles.
 
-The functions here are pure: they read nothing and run nothing.
+The functions here are pure: they read no file and run no code.
 
 The verdicts on a pickle, from harmless to harmful:
 
