@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     open = open_checkpoint
 
-# Hooks: functions that methods of Checkpoint and Tensor call, and the check of embedded files.
+# Hooks: functions called by methods of Checkpoint and Tensor, and the check of embedded files.
 _HOOKS = {
     "html": ("views.notebook", "html"),
     "inside": ("scanning.find", "inside"),
@@ -72,7 +72,7 @@ _HOOKS = {
     "lora_hint": ("lora.merge", "hint"),
 }
 
-# The modules of the public names. The list of edits contains those of edits.
+# The modules of the public names. For edits, the list of edits contains the modules.
 _PLACES = {
     "Checkpoint": "core.checkpoint",
     "CkptkitError": "core.errors",
@@ -103,7 +103,7 @@ _PLACES = {
     "verify_delta": "deltas",
 }
 
-# Written in full, because type checkers do not evaluate expressions.
+# The names are listed literally, because type checkers do not evaluate expressions.
 __all__ = [
     "Checkpoint",
     "CkptkitError",

@@ -1,7 +1,8 @@
 """Run the command line: the program ``ckptkit``, and ``python -m ckptkit``.
 
 With ``-m``, Python puts the working directory first into sys.path. The folder of a checkpoint may
-contain a ``torch.py``, so this module removes it. The package itself is already found by then.
+contain a ``torch.py``, so this module removes it. At that point, Python has already found the
+package itself.
 """
 
 import os

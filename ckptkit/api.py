@@ -92,7 +92,7 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
     and ``copies`` control how the files of several ranks are assembled.
 
     Raises InputError if the source is not a checkpoint, and MissingFileError (a FileNotFoundError)
-    if it does not exist. ``with ckptkit.open(path) as ck`` closes the files.
+    if it does not exist. ``with ckptkit.open(path) as ck`` closes the files at the end.
     """
     options = made(options, changes)
     if isinstance(source, Checkpoint):
@@ -110,8 +110,9 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
 def reading(source: Source, options: Options | None = None, **changes: Any) -> Iterator[Checkpoint]:
     """Open a checkpoint to report on its content, and close it afterwards.
 
-    Raises InputChangedError at the end if its files changed since they were opened, because the
-    report may mix old and new bytes. So print a report after this context. A Checkpoint stays open.
+    Raises InputChangedError at the end if the files changed since they were opened, because the
+    report may mix old and new bytes. Therefore, print the report after this context. If `source` is
+    a Checkpoint, it stays open.
     """
     checkpoint = open_checkpoint(source, options, **changes)
     kept = isinstance(source, Checkpoint)
@@ -144,9 +145,9 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
     """Return the intact tensors of a damaged file as a checkpoint, and the list of lost entries.
 
     A tensor is intact if its bytes match the checksum in the file. A format without checksums only
-    records places and lengths. If they are wrong, bytes may be shifted. The warnings of the
-    checkpoint name facts that could not be proven, such as whether all tensors are of one save.
-    With `unverified`, such tensors are kept too.
+    records offsets and lengths. If an offset or length is wrong, the bytes of a tensor may be
+    shifted. The warnings of the checkpoint list unproven facts, such as whether all tensors are
+    from the same save. With `unverified`, tensors that cannot be verified are kept too.
 
     Raises CorruptError if no tensor is intact, and UnsupportedError if `recover` does
     not support the format.
@@ -162,8 +163,8 @@ def save(
 ) -> Conversion:
     """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
 
-    `path` can also be a binary file object, such as io.BytesIO. It gets the bytes of one file, in
-    the format of `checkpoint` unless ``format`` names another.
+    `path` can also be a binary file object, such as io.BytesIO. `save` writes one file to the
+    object, in ``format`` or else in the format of `checkpoint`.
 
     `checkpoint` is a Checkpoint, any source that `open` accepts, or a mapping of torch tensors,
     numpy arrays, tensors of checkpoints and plain values, nested to any depth. Tensors that share
@@ -194,7 +195,7 @@ def save(
 def streamed(
     write: Callable[[str], Conversion], name: str, copy: Callable[[IO[bytes]], None]
 ) -> Conversion:
-    """Write a temporary file, whose beginning a plan may patch, then `copy` it to a stream.
+    """Write a temporary file, then `copy` the file to a stream: a plan may patch its beginning.
 
     Raises UsageError for an output of several files, before the stream gets any byte.
     """
@@ -225,9 +226,9 @@ def convert(
 ) -> Conversion:
     """Read `source`, apply the steps in order, write `destination` (``in_place``: the source).
 
-    Pass :class:`Options` as an object or by name. ``keep_format`` is the default. With it, a
-    destination without a suffix, or with the suffix of the source, gets the format of the source,
-    and a small change in place writes only the changed bytes. Without it, the file is always
+    Pass :class:`Options` as an object or by name. With ``keep_format`` (the default), a destination
+    without a suffix, or with the suffix of the source, gets the format of the source, and a small
+    change in place writes only the changed bytes. Without ``keep_format``, the file is always
     rewritten. If the destination is a folder, the output goes into it.
 
     Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.
@@ -309,8 +310,8 @@ def _format(path: str, keep: str | None, options: Options) -> Format:
 def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
     """Raise UsageError if the output has the suffix of another kind of file: ``run.txt``.
 
-    A name without a suffix, with that of the source, or with a longer known one (``run.pth2``) gets
-    the format of the source.
+    A name without a suffix, with the suffix of the source, or with a longer known suffix
+    (``run.pth2``) gets the format of the source.
     """
     name = without_query(path).replace(os.sep, "/").rpartition("/")[2].lower()
     suffix = os.path.splitext(name)[1]
@@ -334,7 +335,7 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Add the sidecar files of its folder to the checkpoint; also return their names.
+    """Add the sidecar files of `folder` to the checkpoint; also return the names of these files.
 
     Files that a step generated are kept.
     """
@@ -359,7 +360,7 @@ def _dtype_of(checkpoint: Checkpoint) -> str | None:
 def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
     """Return the checkpoint with the dtype of its weights in config.json.
 
-    Change it only if the steps changed the dtype: `old` is the dtype before them.
+    Update config.json only if the steps changed the dtype; `old` is the dtype before the steps.
     """
     from ckptkit.formats import sidecars
 

@@ -99,10 +99,10 @@ def delta(
 
     `old` and `new` must have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest),
     ``overwrite`` (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4
-    GiB or more. The default base version is the version that the folder of `old` records, else 0.
-    The default version is the base version + 1. With `whole`, `new` is written as a complete
-    version. `options` are those of :func:`ckptkit.save`. If the format cannot store the difference,
-    raises UsageError and writes nothing.
+    GiB or more. The default base version is the version that the folder of `old` records, else
+    `version` - 1, or 0 without `version`. The default version is the base version + 1. With
+    `whole`, `new` is written as a complete version. `options` are those of :func:`ckptkit.save`. If
+    the format cannot store the difference, raises UsageError and writes nothing.
     """
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from ckptkit.analysis.json_types import DoctorReport
 
-# Maximum bytes of a file to read completely: headers do not show damage to tensors.
+# Maximum bytes of a file to read completely, because headers do not show damage to tensors.
 READ = 256 << 20
 REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,

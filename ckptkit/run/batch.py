@@ -1,9 +1,10 @@
 """Run one command on many files: find the jobs, skip the finished ones, run the others.
 
 Inputs are files, checkpoint folders, and matches of patterns, local or remote. Outputs are written
-atomically. Finished jobs are recorded in the output folder; the next batch skips them. Each worker
-gets a few groups of jobs at a time. If a worker dies, the jobs of its group run again, one at a
-time and nothing in parallel. If a worker dies again, the job that killed it is known.
+atomically. Finished jobs are recorded in the output folder; the next batch skips finished jobs.
+Each worker gets a few groups of jobs at a time. If a worker dies, the jobs of its group run again,
+one at a time and nothing in parallel. If a worker dies again, the job that killed the worker is
+known.
 """
 
 from __future__ import annotations
@@ -43,31 +44,33 @@ from ckptkit.publish.copying import checksums, in_order, write_all
 from ckptkit.publish.preflight import check_folder
 from ckptkit.run.workers import Pool
 
-AHEAD = 2  # groups submitted for each worker: one running, one waiting
-GROUP = 32  # most jobs in a group
-GROUP_BYTES = 64 << 20  # most input bytes in a group; a larger job is a group of its own
-ROUNDS = 8  # least groups for each worker in a batch, so that all stay busy to the end
-DEATHS = 8  # the batch fails after this many deaths in a row for each worker
+AHEAD = 2  # number of groups submitted per worker: one running, one waiting
+GROUP = 32  # maximum number of jobs in a group
+GROUP_BYTES = 64 << 20  # maximum input bytes of a group; a larger job is its own group
+ROUNDS = 8  # minimum groups per worker, so that all workers stay busy to the end
+DEATHS = 8  # number of consecutive deaths per worker after which the batch fails
 BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
 LARGEST = 256 << 20  # bytes of a manifest
-PAUSE = 30.0  # least seconds between two uploads of the manifest
-SHARE = 20  # the pause is at least this many times the duration of an upload
+PAUSE = 30.0  # minimum seconds between two uploads of the manifest
+SHARE = 20  # minimum pause, in multiples of the duration of an upload
 
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
 
-# Size and modification time, or ETag of an object. If the mark is equal, a later batch takes the
+# Size and modification time, or ETag of an object. If the marks are equal, a later batch treats the
 # file as unchanged. See remote.files.
 Mark = tuple[int, int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file or folder to read. `mark` is None if it does not exist; reading then fails.
+    """A file or folder to read. `mark` is None if the file does not exist; reading the file then
+    fails.
 
-    `name` is the name of its output relative to the output folder, with slashes: its path below the
-    fixed part of the pattern (``runs`` in ``runs/**/*.pth``), or its own file name.
+    `name` is the name of the output relative to the output folder, with slashes. It is the path of
+    the input below the fixed part of the pattern (``runs`` in ``runs/**/*.pth``), or the file name
+    of the input.
     """
 
     path: str  # absolute, or a URL
@@ -77,7 +80,7 @@ class Input:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the input in bytes."""
         return self.mark[0] if self.mark else 0
 
 
@@ -99,7 +102,8 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job for a worker. `force` allows it to replace the output; `dry_run` only plans it."""
+    """A job for a worker. `force` allows the job to replace the output; `dry_run` only plans the
+    job."""
 
     source: str
     destination: str
@@ -111,9 +115,9 @@ class Task(NamedTuple):
 class Outcome:
     """The outcome of a job.
 
-    ``state`` is ``done``, ``skipped`` (an earlier batch did it), ``found`` (not in the manifest,
-    but the output exists and equals what this job writes), ``failed``, or ``planned`` (dry run).
-    ``made`` is the mark of the output.
+    ``state`` is ``done``, ``skipped`` (an earlier batch finished it), ``found`` (not in the
+    manifest, but the output exists and equals the output of this job), ``failed``, or ``planned``
+    (dry run). ``made`` is the mark of the output.
     """
 
     state: str
@@ -137,7 +141,7 @@ Results = Generator[tuple[Job, Outcome], None, None]
 
 
 def find(sources: Iterable[str], into: str) -> list[Input]:
-    """Return the inputs for paths, URLs and patterns, in order and each once.
+    """Return the inputs for paths, URLs and patterns, in order, without duplicates.
 
     Matches below the output folder `into` are ignored. Raises UsageError if a pattern matches
     nothing, or only files below `into`; PathError if a remote folder cannot be listed.
@@ -159,7 +163,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def mark(path: str) -> Mark | None:
-    """Return the mark of the file or folder at a path or URL; None if it cannot be accessed."""
+    """Return the mark of the file or folder at a path or URL; None if access fails."""
     try:
         if is_url(path):
             from ckptkit.remote import files
@@ -231,7 +235,7 @@ def _split(parts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _plain(name: str, source: str) -> str:
-    """Return `name` unchanged. Raises PathError if it would leave the output folder.
+    """Return `name` unchanged. Raises PathError if `name` is outside the output folder.
 
     The key of an object may contain ``..``.
     """
@@ -283,12 +287,12 @@ def plan(
 
 
 def _output(each: Input, given: Format | None, shards: bool) -> str:
-    """Return the name of the output: that of the input, with the suffix of the output format."""
+    """Return the name of the output: the input's name with the suffix of the output format."""
     if given is None and each.is_folder and not shards:
         try:  # a folder is written in its own format by default
             read = formats.identify(Probe(open_unchecked(each.path)))
             given = formats.for_writing(each.name, keep=read.name)
-        except CkptkitError:  # reading it in the job raises the same error
+        except CkptkitError:  # reading the input in the job raises the same error
             pass
     if shards:
         return formats.named(each.name, ())
@@ -441,7 +445,7 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
     """Run `tasks` in order; continue after failures.
 
-    Raises OutputError if `version`, that of the caller, is not the version of this worker.
+    Raises OutputError if `version` (of the caller) is not the version of this worker.
     """
     if version != __version__:
         raise OutputError(
@@ -478,7 +482,7 @@ def _done(work: Work, task: Task) -> Outcome:
         made = work(task.source, _beside(task.destination), force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
-        state = "found"  # an earlier batch was killed between writing and recording it
+        state = "found"  # an earlier batch was killed after writing, before recording
     return Outcome(
         state,
         made.plan.size,
@@ -526,7 +530,7 @@ def _for_folder(task: Task, act: Callable[[str], None]) -> None:
 def _beside(path: str) -> str:
     """Return an unused path in the same folder, with the same suffix."""
     start = max(path.rfind("/"), path.rfind(os.sep)) + 1
-    # File names may have 255 bytes.
+    # File names have at most 255 bytes.
     return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"
 
 
@@ -557,8 +561,8 @@ def same(plan: Plan, destination: str) -> bool:
 # The manifest lists the finished jobs of an output folder. It is used to resume a batch.
 #
 # Each line is a JSON object ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; the last
-# line for an output counts. A local manifest is locked while a batch runs, and lines are appended:
-# a kill loses the last line at most. A remote manifest is rewritten from time to time, and when the
+# line for an output counts. A local manifest is locked while a batch runs. Lines are appended, so a
+# kill loses at most the last line. A remote manifest is rewritten from time to time, and when the
 # batch ends.
 
 
@@ -575,9 +579,10 @@ class JobRecord(NamedTuple):
 
 @contextmanager
 def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | RemoteManifest]:
-    """Yield the manifest of the folder or URL `into`; create it if missing, unless `reading`.
+    """Yield the manifest of the folder or URL `into`; create a missing manifest, unless `reading`.
 
-    Raises UsageError if another batch writes there, OutputError if it cannot be written.
+    Raises UsageError if another batch writes to the folder, and OutputError if the manifest cannot
+    be written.
     """
     if is_url(into):
         remote = RemoteManifest(into)
@@ -603,7 +608,7 @@ def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | Re
             _lock(fd, path)
         data = _read(path)
         if not reading and not data.endswith(b"\n"):
-            os.ftruncate(fd, data.rfind(b"\n") + 1)  # a torn last line
+            os.ftruncate(fd, data.rfind(b"\n") + 1)  # remove an incomplete last line
         yield LocalManifest(into, data, fd)
     finally:
         if fd >= 0:
@@ -678,9 +683,9 @@ def _parse(data: bytes) -> dict[str, JobRecord]:
 
 
 def _read(path: str) -> bytes:
-    """Return the bytes of a manifest; empty if there is none.
+    """Return the bytes of a manifest; empty if the manifest is missing.
 
-    Raises OutputError if it is not a regular file, or is too large.
+    Raises OutputError if the manifest is not a regular file, or is too large.
     """
     try:
         with closing(LocalFile(path, follow=False)) as file:

@@ -1,7 +1,7 @@
-"""Compare a GGUF file with its original in the layout of Hugging Face, and write such a GGUF file.
+"""Compare a GGUF file with its Hugging Face original, and write a GGUF file from an original.
 
-Both use the recipe of the architecture. Writing copies an existing GGUF file and replaces only the
-bytes of its tensors: metadata, tokenizer, order and types stay.
+Comparing and writing use the recipe of the architecture. Writing copies an existing GGUF file and
+replaces only the bytes of its tensors: metadata, tokenizer, order and types stay.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bi
 # The types that ckptkit writes, by dtype of the file.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
-# Weights of which the script drops rows: the last ones, beyond the vocabulary of the tokenizer
-# (Gemma 3), or the first ones of position embeddings (RoBERTa).
+# Weights whose rows llama.cpp's script drops: the last rows, beyond the tokenizer's vocabulary
+# (Gemma 3), or the first rows of position embeddings (RoBERTa).
 CUT = {EMBEDDING: "last", "output.weight": "last", "position_embd.weight": "first"}
 
 
 class Paired(NamedTuple):
-    """The tensors of a GGUF file, under the names of its original, and of the original."""
+    """The tensors of a GGUF file and of its original, both under the original's names."""
 
     gguf: Mapping[str, Tensor]
     original: Mapping[str, Tensor]
     name: str | None  # path of the original
     origins: Mapping[str, Origin]
-    left: tuple[str, ...]  # descriptions of what only one of them has
+    left: tuple[str, ...]  # descriptions of tensors that only one file has
     swapped: bool  # the original was the first of the two files
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors of both in bytes."""
+        """The size of all tensors of both files in bytes."""
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
-        """Compare the two; A and B are in the order in which the files were given."""
+        """Compare both files; A and B are in the order in which the caller gave the files."""
         found = compare_with_original(
             selected(self.gguf, matches),
             selected(self.original, matches),
@@ -79,7 +79,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # its names would be those of the original
+            matching=Matching(),  # the names of pairs would be those of the original
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 
@@ -87,7 +87,7 @@ class Paired(NamedTuple):
 def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     """Return a GGUF file and its original under the same names.
 
-    None if they already have names in common, or if there is no recipe for the GGUF file.
+    Return None if the files already have common names, or if no recipe fits the GGUF file.
     """
     swapped = b.format == "gguf"
     file, original = (b, a) if swapped else (a, b)
@@ -124,7 +124,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
-    """Drop the rows of a matrix that its GGUF tensor `name`, of this shape, does not have."""
+    """Drop the rows of a matrix that the GGUF tensor `name` with shape `shape` lacks."""
     if name not in CUT or len(tensor.shape) != 2 or len(shape) != 2:
         return tensor
     more = tensor.shape[0] - shape[0]
@@ -182,7 +182,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
-    """Return why a GGUF file does not have a weight of its original; "" if it should have it."""
+    """Return why a GGUF file lacks a weight of its original; "" if the weight is expected."""
     if any(fnmatchcase(name, glob) for glob in NOT_CONVERTED):
         return "llama.cpp does not convert it"
     weights = original.weights

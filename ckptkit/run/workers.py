@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 ANSWER = 10  # seconds to wait for a scheduler to answer
-PATIENCE = 60  # seconds to wait for its first worker
+PATIENCE = 60  # seconds to wait for the scheduler's first worker
 FRESH = 5  # seconds for which the number of workers is cached
 INTERRUPTED = 130  # exit code
 
@@ -66,7 +66,7 @@ class Pool(Executor):
 
 
 class Processes(Pool):
-    """Worker processes, each in a pool of its own: if one dies, only its own calls are lost."""
+    """Worker processes, each in its own pool: if a process dies, only its own calls are lost."""
 
     def __init__(self, count: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(count)]
@@ -115,7 +115,7 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         from multiprocessing import get_context
 
-        # After a fork, locks that threads of the parent held would stay locked.
+        # After a fork, locks of the parent's threads would stay locked.
         context = get_context("spawn")
         theirs, self._lifeline = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
@@ -152,7 +152,7 @@ class _ParentExited(BaseException):
 
 
 _busy = False  # in a worker: a call is running
-_leaving = False  # in a worker: it exits after the call
+_leaving = False  # in a worker: the process exits after the call
 
 
 def _begin(lifeline: Connection) -> None:
@@ -228,7 +228,7 @@ class Cluster(Pool):
             raise
 
     def _check(self) -> None:
-        """Raise OutputError if there are no workers, or one has another version of ckptkit."""
+        """Raise OutputError if there are no workers, or if a worker has another ckptkit version."""
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE)
         except TimeoutError as error:
@@ -253,7 +253,7 @@ class Cluster(Pool):
         return self._cores
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        # Dask searches arguments for its own objects; it does not look into a partial.
+        # Dask searches arguments for Dask objects, but not inside a partial.
         call = self._executor.submit(partial(function, *args, **named))
         return _Remote(call, self.address)
 

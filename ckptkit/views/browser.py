@@ -33,8 +33,8 @@ from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
 from ckptkit.formats.format import steady
 from ckptkit.quantized import dequantized_view
 
-ROWS = 16  # rows of values to show
-COUNTED = 1 << 20  # most elements for statistics
+ROWS = 16  # maximum number of rows of values to show
+COUNTED = 1 << 20  # maximum number of elements for statistics
 SORTS = ("file", "size", "name")
 MEASURES = ("parameters", "nbytes")
 SPECIAL = "[]*?"
@@ -90,7 +90,7 @@ class TreeContents:
 
 
 def escaped(name: str) -> str:
-    """Escape a name, so that as a glob it matches only itself."""
+    """Escape a name so that, as a glob, the name matches only itself."""
     return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
 
 
@@ -106,7 +106,8 @@ def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
 
 @dataclass(frozen=True)
 class ValuePanel:
-    """The first cells of a slice, and statistics of the slice; `tally` is None if it is large."""
+    """The first cells of a slice, and statistics of the slice; `tally` is None if the slice is
+    large."""
 
     picks: Picks
     corner: Picks
@@ -115,7 +116,7 @@ class ValuePanel:
 
 
 def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
-    """Read the first cells of a slice, at most `columns` wide; if it is small, also statistics.
+    """Read the first cells of a slice, at most `columns` wide; for a small slice, also statistics.
 
     Raises errors of reading, and UsageError for an `index` that does not fit the tensor.
     """
@@ -243,7 +244,8 @@ def group(branch: Branch, contents: TreeContents) -> Text:
 def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None) -> Text:
     """Return the panel of a tensor.
 
-    `seen` has its values. It is None if they were not requested, or an error message.
+    `seen` contains the values, or an error message. `seen` is None if the values were not
+    requested.
     """
     share = branch.share
     assert share is not None
@@ -333,8 +335,8 @@ def listed(found: Table) -> Text:
     return made
 
 
-OPENED = 200  # with at most this many results, a search expands the whole tree
-AT_ONCE = 500  # children to add to a node at once
+OPENED = 200  # maximum results with which a search expands the whole tree
+AT_ONCE = 500  # maximum number of children to add to a node at once
 
 
 def _key(key: str, action: str, name: str, about: str, shown: str | None = None) -> Binding:
@@ -363,7 +365,7 @@ class NameTree(Tree[Data]):
     ]
 
     def action_open(self) -> None:
-        """Expand the node; go to its first child if it is expanded."""
+        """Expand the node; if the node is already expanded, go to its first child."""
         node = self.cursor_node
         if node is None or not node.allow_expand:
             return
@@ -373,7 +375,7 @@ class NameTree(Tree[Data]):
             node.expand()
 
     def action_close(self) -> None:
-        """Collapse the node; go to its parent if it is collapsed."""
+        """Collapse the node; if the node is already collapsed, go to its parent."""
         node = self.cursor_node
         if node is not None and node.is_expanded and node.allow_expand and not node.is_root:
             node.collapse()
@@ -384,7 +386,8 @@ class NameTree(Tree[Data]):
 class Browser(App[str]):
     """The browser. Leaving it with the key c returns the command that prints the current panel.
 
-    ``diagnose`` finds the causes that keep the file from loading; it runs in a thread, on request.
+    ``diagnose`` finds the causes that keep the file from loading; ``diagnose`` runs in a thread, on
+    request.
     """
 
     CSS_PATH = "static/browser.tcss"

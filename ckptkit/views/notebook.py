@@ -21,8 +21,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import and_more, escape, plural, shape
 from ckptkit.core.tree import LEAVES, Node, children, key_text, type_name
 
-ROWS = 200  # most rows of a table
-LONG = 80  # most characters of a value
+ROWS = 200  # maximum number of rows of a table
+LONG = 80  # maximum number of characters of a value
 
 
 def text(words: str) -> str:
@@ -78,7 +78,7 @@ def diff(found: Diff) -> str:
 
 
 def _weights(ck: Checkpoint) -> list[TensorRow]:
-    """Return the tensors of the weights; empty if they are ambiguous. The heading shows why."""
+    """Return the tensors of the weights; empty if ambiguous (the heading shows why)."""
     try:
         return [row for row in summarize(ck).rows if row.name is not None]
     except CkptkitError:

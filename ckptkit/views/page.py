@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from ckptkit.compute.tallies import Tally
 
 SCHEMA = "ckptkit.page/1"
-LISTED = 400  # most values, objects or metadata entries on the page
+LISTED = 400  # maximum number of values, objects or metadata entries on the page
 BINS = 32
-LARGEST = 1e300  # larger numbers are omitted, because the script would overflow with them
-MOST = 1 << 53  # the largest exact integer in JavaScript
-# The scripts are joined in this order inside one function. Each uses definitions of earlier ones.
+LARGEST = 1e300  # larger numbers are omitted: the script would overflow
+MOST = 1 << 53  # maximum exact integer in JavaScript
+# The scripts are joined in this order inside one function. Each script uses definitions of earlier
+# scripts.
 SCRIPTS = (
     "treemap.js", "table.js", "facts.js", "map.js", "tensors.js", "differences.js", "report.js",
 )  # fmt: skip
@@ -155,14 +156,14 @@ def _file(seen: PageFile) -> dict[str, Any]:
 
 # The tensors are stored column by column: 100,000 of them take a few megabytes of JSON.
 
-# COLUMNS are columns of indices into a table of strings. MARKS are facts that few tensors have.
+# COLUMNS are columns of indices into a table of strings. MARKS are facts that apply to few tensors.
 COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
 MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
 AMOUNTS = ("parameters", "nbytes", "stored")
 
 
 def _number(table: dict[str, int], value: str) -> int:
-    """Return the number of a string in a table; add it if it is new."""
+    """Return the index of a string in a table; add a new string to the table."""
     return table.setdefault(value, len(table))
 
 
@@ -246,7 +247,7 @@ def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
     root, labels = branches(shares), dict[str, int]()
     rows = {id(share): number for number, share in enumerate(shares)}
     found: dict[str, list[int]] = {"label": [], "parent": [], "row": []}
-    numbers: dict[int, int] = {}  # of branches, parents first, by their id
+    numbers: dict[int, int] = {}  # id of a branch -> number, parents first
     waiting = [(root, -1)]  # -1: no parent
     while waiting:
         branch, parent = waiting.pop()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-DEEPEST = 12  # levels of nested tiles
+DEEPEST = 12  # maximum number of levels of nested tiles
 
 
 UNUSED = "in no tensor"
@@ -50,7 +50,7 @@ class TreemapCell(NamedTuple):
     label: str
     value: int
     rest: int = 0
-    own: bool = False  # the tensor at a branch that also has children
+    own: bool = False  # the tile is the branch's own tensor, beside its children
 
 
 class Frame(NamedTuple):
@@ -70,9 +70,9 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
     """Divide a box into boxes with areas proportional to `values`, as square as possible.
 
     Yield (is_column, boxes) of each strip: a column on the left side of the remaining space, or a
-    row at its top. If a strip begins with the last value of the strip before it, both have the same
-    direction, so that layers of one size are read in order. The values are positive, in descending
-    order. Algorithm: squarified treemaps, Bruls, Huizing and van Wijk (2000).
+    row at its top. If a strip begins with the last value of the previous strip, both strips have
+    the same direction. Layers of equal size then appear in order. The values are positive, in
+    descending order. Algorithm: squarified treemaps, Bruls, Huizing and van Wijk (2000).
     """
     x, y, width, height = box
     rest, start, is_column = float(sum(values)), 0, True
@@ -127,7 +127,8 @@ def tiles(root: Branch, measure: str, box: TileBox, frame: Frame) -> Iterator[Ti
 
 
 def _inner(cell: TreemapCell, box: TileBox, frame: Frame) -> TileBox | None:
-    """Return the box for nested tiles; None if there are none, or the tile is too small."""
+    """Return the box for nested tiles; None if there are no nested tiles, or the tile is too
+    small."""
     if (
         cell.rest
         or cell.own
@@ -148,7 +149,7 @@ def _cells(
 ) -> list[TreemapCell]:
     """Return the cells of a branch, largest first; cells too small to see are merged.
 
-    `unused` bytes, which are in no tensor, are a cell of their own.
+    `unused` bytes, which are in no tensor, have their own cell.
     """
     found = []
     for child in parent.children.values():
@@ -170,7 +171,7 @@ def _cells(
     return found
 
 
-WINDOW = TileBox(0, 0, 1200, 560)  # the typical size on a page; strips are chosen for it
+WINDOW = TileBox(0, 0, 1200, 560)  # typical size on a page, for which strips are computed
 FRAME = Frame(2, 18, 40, 120)
 
 Strips = list[list[int]]
@@ -203,7 +204,7 @@ def arranged(
                 line.append(numbers[id(cell.branch)] if is_branch else -(cell.rest or 1))
                 if is_branch and not cell.own and cell.branch.children:
                     waiting.append((cell.branch, _inner(cell, part, FRAME) or WINDOW))
-                    # The page also zooms to the single-child branches between the two.
+                    # The page can also zoom to the single-child branches between branch and child.
                     for child in branch.children.values():
                         while child is not cell.branch and joined(child) is cell.branch:
                             found[numbers[id(child)]] = [[1, numbers[id(cell.branch)]]]
@@ -327,7 +328,7 @@ def _fitted(text: str, room: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape characters with which matplotlib would start a formula."""
+    """Escape characters that matplotlib interprets as the start of a formula."""
     return escape(text).replace("$", r"\$")
 
 
