@@ -332,7 +332,7 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """Return how often the tensor repeats each element of `once(tensor, axes)`."""
+    """Return the number of repetitions in `tensor` of each element of `once(tensor, axes)`."""
     return prod(tensor.shape[axis] for axis in axes)
 
 

@@ -57,7 +57,7 @@ def compare(
     rtol: float | None = None,
     measured: bool = False,
 ) -> Difference | None:
-    """Return how the values of two tensors of one shape differ, None if they are equal.
+    """Return the differences of two tensors of the same shape, None if they are equal.
 
     Without tolerances, dtypes and bytes must be equal, including NaN payloads and the sign of zero.
     With `atol` or `rtol` (the other is then 0), elements are equal if ``|a - b| <= atol + rtol *

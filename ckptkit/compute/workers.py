@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptkit.core.bytesource import ByteSource
 
-THREADS = 8  # most threads: each takes some MiB
+THREADS = 8  # maximum number of threads: each thread takes some MiB
 BATCH = 16 << 20  # bytes per task: passing a task on costs as much as processing 100 KB
 FORKED = 256 << 20  # bytes to compute; for fewer, forking takes longer than it saves
 

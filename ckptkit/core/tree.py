@@ -493,7 +493,7 @@ class _Rebuild:
     """
 
     def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
-        self.queue: list[Node] = []  # old and new nodes in turns: pairs would take more memory
+        self.queue: list[Node] = []  # old and new nodes alternate: pairs would take more memory
         self._leaf = leaf
         self._swap = swap
         self._made: dict[int, Node] = {}

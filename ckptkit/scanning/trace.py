@@ -493,6 +493,6 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
-    """Return what the pickle at `start` would do. Malformed bytes never raise an error."""
+    """Return the names and calls of the pickle at `start`. Malformed bytes never raise an error."""
     with collector_paused():
         return Tracer(source, start, source.size if stop is None else stop).run()
