@@ -1,8 +1,8 @@
 """The command line. A command parses its arguments, calls the library once, and prints.
 
-Commands are imported on use, and import the library inside their bodies. So no command pays for the
-imports of another one. Exit codes: 0 success, 1 differences or findings, 2 usage, 3 input refused,
-4 output failed, 5 a bug, 130 interrupted, 141 broken pipe.
+Commands are imported on use, and import the library inside their bodies. So a command never waits
+for the imports of other commands. Exit codes: 0 success, 1 differences or findings, 2 usage, 3
+input refused, 4 output failed, 5 a bug, 130 interrupted, 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
         main.traceback = render.progress_asked = True
 
 
-# Options that every command takes: their words, help and effect.
+# Options that every command takes: option words, help and effect.
 EVERYWHERE = (
     (["--quiet", "-q"], "Print only errors and the result.", _quiet),
     (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
@@ -77,7 +77,7 @@ ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
 
 
 def _add_everywhere(command: click.Command) -> None:
-    """Add the options that every command takes, unless it has them; to all of a group."""
+    """Add the options that every command takes, if missing; for a group, to all its commands."""
     if isinstance(command, click.Group):
         for each in command.commands.values():
             _add_everywhere(each)
@@ -134,7 +134,7 @@ class CommandLine(click.Group):
     def __call__(self) -> NoReturn:
         """Run as the main program, without garbage collection and without cleanup at exit.
 
-        Both would only cost time in a short-lived process.
+        Garbage collection and cleanup only cost time in a short-lived process.
         """
         gc.disable()
         # Keep descriptors 0 to 2 occupied, so that no later file becomes standard output.
@@ -319,7 +319,7 @@ def _show_warning(
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Deliver again, a millisecond later, an interrupt that Python dropped in a destructor."""
+    """Redeliver, a millisecond later, an interrupt that Python dropped in a destructor."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:

@@ -1,11 +1,11 @@
-"""Limited address spaces (``ulimit -v``), in which numpy and torch crash during their import."""
+"""Guard imports of NumPy and torch, which crash in limited address spaces (``ulimit -v``)."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Bytes that importing these takes with one thread, plus some working memory (measured).
+# Measured bytes that importing each module takes with one thread, plus working memory.
 NEEDED = {"numpy": 96 << 20, "torch": 704 << 20}
 
 
@@ -21,8 +21,8 @@ class _Guard:
 
 
 def guard(limit: int) -> None:
-    """Make imports fail if the limit of the address space is too small for them."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread of it takes 40 MiB
+    """Make imports fail if the limit of the address space is too small for the module."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each OpenBLAS thread takes 40 MiB
     sys.meta_path.insert(0, _Guard(limit))
 
 

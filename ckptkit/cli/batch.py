@@ -28,12 +28,12 @@ COMMANDS = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",
 )  # fmt: skip
-# Options that do not change the bytes of an output, and so not whether a job is done.
+# Options that do not change the bytes of an output. A job stays done if only these change.
 HOW = {
     "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
 }  # fmt: skip
-# States of jobs, and their words in the report.
+# States of jobs -> words in the report.
 STATES = {
     "planned": "to write", "done": "written", "found": "already correct",
     "skipped": "already done", "failed": "failed",
@@ -101,7 +101,7 @@ def _original(name: str) -> options.Writer:
 
 @dataclass(frozen=True)
 class _OneOfMany(requests.Request):
-    """A request for one of many files, which prints no report of its own."""
+    """A request for one of many files; it prints no report."""
 
     alone: ClassVar[bool] = False
 
@@ -137,7 +137,7 @@ class _Work:
         request, given = self._asked(
             _Checked, source, ""
         )  # without DST, since its suffix would choose the format
-        with suppress(InputError):  # the job of this input reports its problem
+        with suppress(InputError):  # the job of this input reports the error
             request = _original(self.name).run(request=request, **given)
         return request
 

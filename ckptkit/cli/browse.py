@@ -44,7 +44,7 @@ def command(file: str, read: Options) -> int:
 
     with closing(open_checkpoint(file, read)) as checkpoint:
         contents = TreeContents(checkpoint, shown_url(file), read.key)
-        gc.enable()  # main() turns it off, but this command can run for a long time
+        gc.enable()  # main() disables it, but this command can run for long
         left = Browser(contents, partial(_diagnose, file, read)).run()
     if left is not None:
         render.emit(render.escape(left))

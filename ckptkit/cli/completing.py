@@ -1,8 +1,8 @@
-"""Shell completion of values: files, and names from the file that was typed before.
+"""Complete values in the shell: files, and names in the file given earlier on the line.
 
-Completion reads only headers of local files, for at most two seconds. Any error completes to
-nothing. A name with a special character of the shell is not offered, so a file cannot make a user
-run a command with Tab and Enter.
+Completion reads only headers of local files, for at most two seconds. After any error, completion
+offers nothing. Names with special characters of the shell are not offered. So a file cannot make a
+user run a command with Tab and Enter.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 SECONDS = 2.0
-MOST = 500  # candidates; if there are more, offer their common prefixes
+MOST = 500  # maximum candidates; if more match, offer common prefixes
 DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
-# Kind of a value, by the metavar of its parameter, or by its name.
+# Kind of a value, by the metavar or the name of the parameter.
 KINDS = {
     "A=B": "tags", "DEVICE": "devices", "GLOB": "names", "DTYPE": "targets",
     "GLOB=]DTYPE": "dtypes", "KIND": "quantizations", "P": "prefixes", "PATH": "entries",
     "RECIPE": "recipes", "format": "formats", "name": "names", "name_b": "names",
 }  # fmt: skip
-# The shell completes files, as click tells it to. Parsing does not check them.
+# The shell completes files, as click tells it to. Parsing does not check the files.
 FILE = click.Path(readable=False)
 FILES = {"A", "B", "BASE", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
 FREE = {"trust"}  # kinds without an entry in any table
@@ -41,7 +41,7 @@ _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
 
 
 class Completed(click.types.StringParamType):
-    """A value of a kind. Its completions are looked up on request."""
+    """A value of a kind, such as a tensor name; completions are looked up on request."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -49,7 +49,7 @@ class Completed(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # An interrupt ends it, if the program handles SIGALRM as an interrupt.
+        # An interrupt ends the completion, if the program handles SIGALRM as an interrupt.
         alarm = getattr(signal, "SIGALRM", None)
         heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
         if heard:
@@ -75,7 +75,7 @@ def attach(command: click.Command) -> None:
 def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
     """Return the type that completes a parameter.
 
-    Returns None for free text, and for values that click completes itself (numbers, choices).
+    Returns None for free text, and for values that click itself completes (numbers, choices).
     """
     if type(parameter.type) is not click.types.StringParamType or parameter.name in FREE:
         return None
@@ -89,7 +89,7 @@ def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
 def _candidates(
     kind: str, ctx: click.Context, parameter: click.Parameter
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the words of a kind, each with its description."""
+    """Yield (candidate, description) of a kind."""
     if kind == "devices":
         yield from ((name, None) for name in DEVICES)
     elif kind == "formats":
@@ -151,7 +151,7 @@ def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None
 def _matching(
     candidates: Iterator[tuple[str, str | None]], incomplete: str
 ) -> list[CompletionItem]:
-    """Return the candidates that start with `incomplete`; if too many, up to their next dot."""
+    """Return the candidates that start with `incomplete`; if too many, cut at the next dot."""
     found = {
         name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)
     }

@@ -22,7 +22,7 @@ SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
-WIDEST, NARROWEST = 100, 40  # largest and smallest width of explanations
+WIDEST, NARROWEST = 100, 40  # maximum and minimum width of explanations
 
 
 @click.command("doctor", cls=reading.Reader)
@@ -100,7 +100,8 @@ def _one(
     *,
     spaced: bool,
 ) -> int:
-    """Examine one file, fix it if there is a destination, print both, and return the exit code."""
+    """Examine one file, fix it if a destination is given, print the results, return the exit
+    code."""
     from ckptkit.analysis.advice import fixed
     from ckptkit.diagnosis.cause import at_least
     from ckptkit.diagnosis.diagnose import apply_fixes, examine, report
@@ -138,7 +139,7 @@ def _one(
 def _lines(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
 ) -> Iterator[str]:
-    """Yield the found causes, the fixes that were `done`, and the causes `left`."""
+    """Yield the lines for the causes found, the fixes `done`, and the causes `left`."""
     from ckptkit.analysis.advice import fixed
 
     title = "cannot be read"

@@ -1,4 +1,5 @@
-"""`ckptkit convert`, and the commands for single edits. The list of edits defines all of them."""
+"""`ckptkit convert`, and the commands for single edits. The list of edits defines all these
+commands."""
 
 from __future__ import annotations
 
@@ -178,9 +179,9 @@ def _check_stripped(
     prefix: tuple[str, ...] = (),
     key: tuple[str, ...] = (),
 ) -> None:
-    """Raise NothingToDoError for a file without the prefix, unless it has no other prefix either.
+    """Raise NothingToDoError if the keys lack the prefix but have another prefix.
 
-    The hint is the command for a prefix that the keys have: that of a wrapper, or the first part of
+    The hint is the command for a prefix of the keys: a wrapper prefix, or the common first part of
     all names.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.inspect/1"
-SHOWN = 40  # printed values, objects or metadata entries; --json and --tree print all
+SHOWN = 40  # maximum printed values, objects or metadata; --json and --tree print all
 
 
 @click.command("inspect", cls=reading.Reader)

@@ -45,7 +45,7 @@ def _merge(
     source = open_checkpoint(base, request.options, key=key)
     is_named = request.options.format is not None or formats.of_suffix(request.dst) is not None
     if source.folder is not None and source.format == TORCH_ZIP.name and not is_named:
-        # A folder stays a folder, with its configuration.
+        # If the base is a folder, the output is a folder with the configuration.
         options = replace(request.options, format=SHARDED_BIN.name)
         request = replace(request, options=options)
     return request.run(
@@ -111,7 +111,7 @@ command.add_command(
 )  # fmt: skip
 
 
-# Options of the commands that write an adapter, whose format is fixed.
+# Options of the commands that write an adapter. The format of adapters is fixed.
 _WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
 
 

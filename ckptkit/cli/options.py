@@ -18,7 +18,7 @@ from ckptkit.core.text import parse_size, shell_word
 Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
-# From the words of a command line to values
+# Parsers: from words of a command line to values
 
 
 def size(text: str) -> int:
@@ -35,8 +35,8 @@ def _named(
 ) -> dict[str, Any]:
     """Parse repeated NAME=VALUE options into a dict.
 
-    `read` returns the value for a name and its string. The message of its ValueError goes into the
-    error.
+    `read` returns the value for a name and its string. If `read` raises ValueError, its message
+    becomes part of the error.
     """
     found = {}
     for text in given:
@@ -252,7 +252,7 @@ HELP_ALL: Rows = (
 
 
 class Command(click.Command):
-    """A command with --help-all, and with --dequantize, whose dtype is optional.
+    """A command with --help-all; the dtype after --dequantize is optional.
 
     `check` raises UsageError for parameters that contradict each other, before the command runs.
     """
@@ -288,7 +288,7 @@ def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParam
 
 
 def dequantize_said(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, with an empty dtype if none follows --dequantize."""
+    """Yield the arguments; insert an empty dtype if no dtype follows --dequantize."""
     from ckptkit.core import dtypes
 
     for each, after in zip(args, [*args[1:], ""], strict=False):
@@ -298,11 +298,11 @@ def dequantize_said(args: Sequence[str]) -> Iterator[str]:
 
 
 class Writer(Command):
-    """A command that writes. It gets SRC, DST and the options of writing as its `request`.
+    """A command that writes. The parameter `request` contains SRC, DST and the output options.
 
     --help shows the options in `shown`. With `several`, the command takes SRC...; with `parts`, it
-    reads folders of several ranks. By default, it can edit a single SRC `in_place` and takes all
-    options of writing; `only` names a subset.
+    reads folders of several ranks. By default, the command can edit a single SRC `in_place` and
+    takes all output options; `only` names a subset.
     """
 
     def __init__(
@@ -355,7 +355,8 @@ class Writer(Command):
         report(done, request, lost)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the own options first, then the shared ones, if all options are shown."""
+        """List the command's own options first. If all options are shown, list shared options
+        next."""
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         is_short = any(each.hidden for each in options)
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], _OUTPUT: [], _RUN: []}

@@ -28,7 +28,7 @@ def command(request: Request, unverified: bool) -> Any:
     """
     from ckptkit.api import recover
 
-    if request.options.dry_run:  # opening to write would undo an interrupted in-place edit
+    if request.options.dry_run:  # opening for writing would undo an interrupted edit
         from ckptkit.formats.format import open_place
 
         open_place(request.sources[0]).close()

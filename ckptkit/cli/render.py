@@ -28,11 +28,11 @@ LABELS = {
     "different:": "red", "equal:": "green", "error:": "red", "hint:": "cyan", "mismatched": "red",
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
-BATCH = 1_000  # list items of JSON on one line
+BATCH = 1_000  # maximum number of JSON list items on one line
 NARROWEST = 16  # minimum characters of a name
 PROSE = 24  # minimum characters of a line of prose in the last column
 GAP = 2  # characters between columns
-STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
+STREAMED = 2_000  # maximum rows; longer tables are formatted row by row, without tabulate
 HEADING = 2  # characters of space around a heading, if the table is wide enough
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space that is not a line break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -142,7 +142,7 @@ def terminal_width() -> int | None:
 
 
 def wrapped(line: str, *, whole: bool = False) -> list[str]:
-    """Break a line into lines that fit on the terminal. In a pipe, return it unchanged.
+    """Break a line into lines that fit on the terminal. In a pipe, return the line unchanged.
 
     Break a longer word too, unless `whole` is true: paths and names must stay complete for pasting.
     Hints stay on one line, because they may contain a command.
@@ -253,7 +253,7 @@ def _aligned(
 
 
 def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]:
-    """Yield rows; if the last cell is too wide, it continues in further rows."""
+    """Yield rows; if the last cell is too wide, continue it in further rows."""
     from textwrap import wrap
 
     for *cells, prose in rows:

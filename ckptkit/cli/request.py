@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Loss
 
 SCHEMA = "ckptkit.edit/1"
-SHOWN = 20  # printed lines about lost entries
+SHOWN = 20  # maximum number of printed lines about lost entries
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Request:
         source: Checkpoint | None = None,
         lost: Sequence[Loss] = (),
     ) -> tuple[Conversion, Sequence[Loss]]:
-        """Read, apply the steps and write. Return the conversion, and the entries `lost` before it.
+        """Read, apply the steps and write. Return the conversion, and the entries `lost` before
+        writing.
 
         `source` is a checkpoint that is already open.
         """
@@ -181,9 +182,9 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
 
 
 def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
-    """Count the written tensors: those of the plan, and further names of one tensor.
+    """Count the written tensors: the tensors of the plan, and additional names of tied tensors.
 
-    If the plan counts none, count the weights, or every tensor if the weights are ambiguous.
+    If the plan has no count, count the weights; if the weights are ambiguous, count all tensors.
     """
     from ckptkit.core.errors import AmbiguousError
     from ckptkit.core.plan import Plan

@@ -11,7 +11,7 @@ from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, PickleVerdict
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
-SHOWN = 8  # most names, calls and reasons per pickle, and pickles per file
+SHOWN = 8  # maximum names, calls and reasons per pickle, and pickles per file
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:

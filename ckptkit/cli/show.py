@@ -27,19 +27,19 @@ SCHEMA = "ckptkit.show/1"
 FOUND = 1  # exit code of --nan if it finds any
 ROWS = 12
 BINS = 16  # of a histogram
-BAR = 40  # characters of the longest bar of a histogram, at most
-FIRST = 10  # places that --nan lists
+BAR = 40  # maximum characters of a histogram bar
+FIRST = 10  # maximum number of positions that --nan lists
 COUNTED = 1 << 20  # maximum number of elements for statistics without --stats
-LISTED = 1 << 20  # elements that --json prints
+LISTED = 1 << 20  # maximum number of elements that --json prints
 CELL = 10  # minimum characters of a number and the space before it
 PLAIN = 100  # line width without a terminal
 LABEL = 8  # characters for the row indices
 FEWEST, MOST = 3, 17  # significant digits; 17 distinguish all 64-bit numbers
-MARK = "*"  # marks a number that differs from that of the first table
+MARK = "*"  # marks a number that differs from the first table
 
 
 class Shown(NamedTuple):
-    """A tensor of a file, its selected part, and the corner that is printed, row by row.
+    """A tensor of a file, the selected slice, and the printed corner of the slice, row by row.
 
     A vector is one row, printed in lines of `columns` numbers.
     """

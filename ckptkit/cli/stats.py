@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.stats/1"
-SHOWN = 8  # most names in a warning
+SHOWN = 8  # maximum number of names in a warning
 NUMBERS = (
     "count", "nan", "inf", "zeros", "sparsity", "mean", "std", "norm", "min", "max", "abs_max",
 )  # fmt: skip

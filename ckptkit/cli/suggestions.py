@@ -1,7 +1,7 @@
 """The hint after an error: the complete corrected command, with the user's files.
 
-This module is imported only after an error. It replaces the typed words as its tables define, and
-parses the line again, until it is a valid command line. If a dry run of that line succeeds, it
+This module is imported only after an error. The module replaces typed words according to its tables
+and parses the line again, until the line is valid. If a dry run of the line succeeds, the line
 becomes the hint.
 """
 
@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
 from ckptkit.core.tree import join
 
-# Words of other tools, and the command with its options for each.
+# Words of other tools -> the command with its options.
 WORDS = {
     "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
     "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
@@ -49,8 +49,8 @@ WORDS = {
     "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
-# Other names for options, of one command or of any.
-# `DST`: the value is the destination.
+# Alternative names of options, for one command or for any command. `DST`: the value is the
+# destination.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -82,7 +82,7 @@ WITHOUT_JSON = {
     "rules": "it prints a YAML recipe, which the command run reads",
     "train": "it writes checkpoints; inspect --json prints the contents of one",
 }
-NEEDED = {"remap": ("--to", "cpu")}  # the missing option of a command that was typed without one
+NEEDED = {"remap": ("--to", "cpu")}  # command -> required option and a default value
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # maximum number of arguments
 CLOSE = 0.75  # minimum similarity of a misspelled word
 STEPS = 8  # maximum number of replacements
@@ -96,7 +96,7 @@ Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected 
 
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
-    """Give an error a better hint, if there is one. `words` are those after ``ckptkit``."""
+    """Give an error a better hint, if there is one. `words` are the words after ``ckptkit``."""
     line = Line(main, [*words])
     hint = None
     if isinstance(error, click.UsageError):
@@ -128,7 +128,7 @@ class Line:
         return f"`{shell_command(('ckptkit', *self.words))}`"
 
     def replaced(self, old: str, *new: str) -> Line | None:
-        """Return the line with `new` instead of a word, or None without that word."""
+        """Return the line with `new` instead of the word `old`; None if the line lacks `old`."""
         if old not in self.words:
             return None
         at = self.words.index(old)
@@ -189,7 +189,7 @@ class Line:
 
 
 def _meant(error: click.UsageError, line: Line) -> str | None:
-    """Return a hint with the corrected command, or with as much as could be corrected."""
+    """Return a hint with the corrected command, even if only partly corrected."""
     said, found = None, line
     for _ in range(STEPS):
         step, new = _step(error, found)
@@ -259,7 +259,7 @@ def _has(command: click.Command, option: str) -> bool:
 
 
 def _option(error: click.NoSuchOption, line: Line) -> Step:
-    """Replace an unknown option by its right name, or by a command that has it."""
+    """Replace an unknown option by its correct name, or by a command that has the option."""
     assert error.ctx is not None
     wrong, command = error.option_name, error.ctx.command
     see = f"see `{error.ctx.command_path} --help`"
@@ -339,7 +339,7 @@ def _extra(line: Line) -> Line | None:
 
 
 def _of_input(error: CkptkitError, line: Line) -> str | None:
-    """Return a hint for an input that is not a single file, or for names that it lacks."""
+    """Return a hint for an input that is not a single file, or that lacks given names."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
         return "; ".join(filter(None, [own, new]))

@@ -1,8 +1,8 @@
-"""A checkpoint as lines for `git diff`: one line for each tensor, value and object.
+"""Format a checkpoint for `git diff`: one line for each tensor, value and object.
 
 The lines contain no path and no totals, so one change in the file is one line in the diff. git
-passes a temporary file and stops at a failure. So an unreadable file also becomes lines, with its
-digest.
+passes a temporary file and stops at a failure. Therefore, an unreadable file is formatted as lines
+too, with its digest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 HEX = 16  # characters of a digest: enough to show a difference
-LONG = 200  # characters of a value
-SMALL = 1_024  # bytes of a small file that is shown unchanged: a Git LFS pointer
+LONG = 200  # maximum characters of a value
+SMALL = 1_024  # maximum bytes of a file to show unchanged: a Git LFS pointer
 
 
 def lines(path: str, read: Options) -> list[str]:
@@ -49,7 +49,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     if summary.weights is not None:
         yield f"weights: {join(summary.weights) or 'the whole file'}"
     stored = {} if summary.weights is None else checkpoint.weights
-    made_of = []  # the tensors of each row: all stored tensors of a quantized weight
+    made_of = []  # stored tensors of each row; several for a quantized weight
     for row in summary.rows:
         tensors = [(row.place, row.tensor)]
         if row.group is not None and row.is_logical:

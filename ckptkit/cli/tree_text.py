@@ -21,7 +21,7 @@ from ckptkit.pickles.policy import describe
 
 BAR, SHORT_BAR = 20, 10  # characters
 WIDE, MEDIUM = 110, 72  # minimum width of a terminal with such bars
-ALIGNED = 100  # characters of a line before the numbers, without a terminal
+ALIGNED = 100  # without a terminal, characters of a line before the numbers
 
 
 @dataclass(eq=False)

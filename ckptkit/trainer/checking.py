@@ -62,7 +62,7 @@ class GpuMachine:
 class DeviceCheck:
     """A check: a function of the machine and an empty folder that returns measurements.
 
-    It needs `gpus` GPUs to be more than a simulation. It raises NotHere or Failed.
+    With fewer than `gpus` GPUs, the check is only simulated. The function raises NotHere or Failed.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Witness:
 def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
     """Run a check in a new folder; never raises.
 
-    If it used several processes, its facts contain a list ``processes`` with their reports.
+    If the check used several processes, the list ``processes`` contains the report of each process.
     """
     started, result = monotonic(), CheckResult(check.name, "failed")
     folder.mkdir()
@@ -162,7 +162,7 @@ def run_limited(
     if child.is_alive():
         why = f"took longer than {limit:g} s"
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # it leads a process group of its own
+        os.killpg(child.pid, signal.SIGKILL)  # the child leads its own process group
     child.join()
     if answer.is_file():
         return CheckResult(**json.loads(answer.read_text()))

@@ -35,7 +35,8 @@ def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
         words |= {"default": "", "show_default": False, "callback": _devices}
         return click.option(f"--{name}", **words)
     if isinstance(of.default, bool):
-        # --resume may set it from a checkpoint, so there must be a way to turn it off.
+        # --resume may set a flag from a checkpoint, so there must be an option that clears the
+        # flag.
         if of.name in CHANGEABLE:
             return click.option(f"--{name}/--no-{name}", show_default=True, **words)
         return click.option(f"--{name}", is_flag=True, **words)

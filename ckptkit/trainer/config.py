@@ -27,8 +27,8 @@ CHANGEABLE = (
     "preserve_rng", "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
     "workers", "torch_compile", "foreach", "sync_batch_norm", "benchmark", "empty_cache",
 )  # fmt: skip
-# Options recorded in a checkpoint only if they are not the default. Other runs then write the same
-# bytes as before these options existed.
+# Options recorded in a checkpoint only if they differ from the default. So default runs write the
+# same bytes as before these options existed.
 RECORDED_IF_USED = (
     "optimizer", "weight_decay", "dropout", "preserve_rng", "eval_every", "save_best",
     "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",

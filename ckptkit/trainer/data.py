@@ -2,8 +2,8 @@
 
 ``digits`` are the 1,797 handwritten digits of scikit-learn (E. Alpaydin and C. Kaynak, UCI, CC BY
 4.0), enlarged from 8 x 8 to 32 x 32 pixels to fit every model. ``cifar10:DIR`` is the folder of the
-Python version of CIFAR-10. ``random`` is noise with random labels: there is nothing to learn, but
-it has any input size.
+Python version of CIFAR-10. ``random`` is noise with random labels, for any input size; models
+cannot learn from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LearningTask:
     ``prepare(images [n, channels, height, width] from 0 to 1, labels [n])`` returns inputs and
     targets. ``loss(outputs, targets)`` returns the mean loss of a batch. ``correct(outputs,
     targets)`` returns a number from 0 to 1 for each output. The training set contains the real
-    images `orders` times, each time in another order.
+    images `orders` times, each time in a different order.
     """
 
     prepare: Callable[[Tensor, Tensor], Labelled]
@@ -48,7 +48,7 @@ class LearningTask:
 
 
 def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
-    """Concatenate each four images to a line: [n / 4, channels, height, 4 * width].
+    """Concatenate every four images to a line: [n / 4, channels, height, 4 * width].
 
     Remaining images are dropped.
     """
@@ -84,7 +84,7 @@ CLASSIFY = LearningTask(
     cross_entropy,
     lambda scores, labels: (scores.argmax(1) == labels).float(),
 )
-# In a single order, the digits make 359 lines, which are too few to learn reading.
+# In a single order, the digits give 359 lines, too few to learn to read.
 READ = LearningTask(_as_lines, _ctc, _reads, orders=6)
 REDRAW = LearningTask(  # inputs and targets are images from -1 to 1
     lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side
@@ -112,7 +112,7 @@ class Data:
 def load(config: Config) -> Data:
     """Load the data of a config, prepared for the task of its model.
 
-    Raises CkptkitError if it is missing or invalid.
+    Raises CkptkitError if the data is missing or invalid.
     """
     kind, _, folder = config.data.partition(":")
     if config.data == "digits":

@@ -1,8 +1,8 @@
 """Check the trainer and ckptkit on a machine with GPUs: ``python -m ckptkit.trainer.gpu OUT``.
 
-It runs a check for each of the 25 rows in the manual's table, and some others. The folder OUT gets
-``report.json``, ``report.md``, and in ``cuda/`` checkpoints saved on GPUs. A check has one of four
-outcomes:
+The program runs a check for each of the 25 rows in the manual's table, and more checks. The folder
+OUT gets ``report.json``, ``report.md``, and in ``cuda/`` checkpoints saved on GPUs. A check has one
+of four outcomes:
 
 - passed: it ran on all GPUs that it needs. Layers of the model ran on each of them. The processes
   of DDP and FSDP reported their devices and used nccl.
@@ -10,8 +10,8 @@ outcomes:
 - not possible here: this machine cannot run it.
 - failed: the exit code is then 1.
 
-Each check runs in its own process with a time limit. If it hangs or breaks CUDA, the other checks
-still run.
+Each check runs in its own process with a time limit. If a check hangs or breaks CUDA, the other
+checks still run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Report a run: a line per epoch, metrics, a plot, the memory of each step, shapes.
 
 On the CPU, activations are the bytes that autograd keeps for the backward pass. Saved-tensor hooks
-count them: each storage once, without parameters. The peak is the sum of activations, parameters,
+count each storage once, without parameters. The peak is the sum of activations, parameters,
 gradients and optimizer state.
 
-On a GPU, activations are the bytes that the forward pass leaves allocated. Peak and reserved bytes
-are those of the allocator, for each device. Used bytes are those that nvidia-smi shows. The first
+On a GPU, activations are the bytes that the forward pass leaves allocated. The allocator of each
+device reports peak and reserved bytes. Used bytes are the bytes that nvidia-smi shows. The first
 step includes one-time allocations of the CUDA libraries.
 """
 
@@ -90,7 +90,7 @@ class Log:
 def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
     """Yield the log of a run; at the end, draw its plot.
 
-    A resumed run appends to its metrics file, and also draws the epochs in it.
+    A resumed run appends to its metrics file, and also draws the earlier epochs in that file.
     """
     figure = _figure() if files.plot else None  # fail before training if matplotlib is missing
     metrics: AbstractContextManager[IO[str] | None] = nullcontext()
@@ -179,7 +179,7 @@ class SavedBytes:
 
 
 class _Held:
-    """A reference to a tensor; it lives as long as autograd keeps the tensor."""
+    """A reference to a tensor; the reference lives as long as autograd keeps the tensor."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
@@ -229,8 +229,8 @@ Measure = Callable[[], AbstractContextManager[None]]
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
     """Yield a function that returns a context manager for a step; it writes a JSON line.
 
-    Without a file, it does nothing. Bytes are those on the first device before gradients are freed.
-    Peaks are written for each GPU.
+    Without a file, the context manager does nothing. Bytes are measured on the first device before
+    gradients are freed. Peaks are written for each GPU.
     """
     if path is None or run.group.rank:
         yield nullcontext
@@ -272,7 +272,7 @@ def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
 def _used(device: torch.device) -> int:
     """Return the bytes in use on a GPU as nvidia-smi shows them.
 
-    They include all processes, memory reserved by allocators, and the memory of CUDA itself.
+    These bytes include all processes, memory reserved by allocators, and the memory of CUDA itself.
     """
     free, total = torch.cuda.mem_get_info(device)
     return total - free
@@ -301,7 +301,7 @@ def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
 
 
 def total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the size of tensors in bytes; of a sharded tensor, only the local part counts."""
+    """Return the size of tensors in bytes; for a sharded tensor, only the local shard counts."""
     return sum(_local(each).nbytes for each in tensors if isinstance(each, Tensor))
 
 

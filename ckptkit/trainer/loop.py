@@ -220,7 +220,7 @@ def test(
 def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> float:
     """Print and return the accuracy on the test set of the weights in a file or folder.
 
-    It runs on the devices of the config.
+    The evaluation runs on the devices of the config.
     """
     with switches_restored(), _explained(config), parallel.group(config) as group:
         run = prepare(config, group)

@@ -3,8 +3,8 @@
 For every batch, DataParallel copies the model from the first device to the others, splits the batch
 along dim 0, and gathers the outputs on the first device, which computes the loss. So the first
 device needs more memory than the others. With ``dp-balanced``, each device computes the loss of its
-outputs, and only the losses are gathered. Both compute the same gradients. With one GPU, batches
-are not split, but the keys still get the prefix ``module.``. On a machine without GPUs,
+outputs, and only the losses are gathered. Both modes compute the same gradients. With one GPU,
+batches are not split, but the keys still get the prefix ``module.``. On a machine without GPUs,
 ``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model one after the
 other.
 
@@ -223,9 +223,9 @@ def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a model to shard: its children, and the items of lists and sequences.
 
-    A block must be called as a whole. Lists and sequences are not, because the model loops over
-    them or recomputes segments of them. Recurrent layers cannot be blocks, because
-    ``flatten_parameters`` reads their parameters before the call.
+    FSDP gathers the parameters of a block when the block is called. Lists and sequences are not
+    called: the model loops over their items or recomputes segments. Recurrent layers cannot be
+    blocks, because ``flatten_parameters`` reads their parameters before the call.
     """
     for child in model.children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
@@ -250,7 +250,8 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None]:
     """Return a context: if `now`, this backward pass syncs gradients; otherwise it only adds them.
 
-    Without it, DDP syncs after each of K micro-batches: the same result with K times the traffic.
+    Without this context, DDP syncs after each of K micro-batches: the same result with K times the
+    traffic.
     """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         return cast("AbstractContextManager[None]", wrapped.no_sync())
@@ -263,8 +264,8 @@ def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None
 def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
     """Copy the buffers of rank 0 (running statistics of BatchNorm) to all processes.
 
-    DDP does this before each forward pass, so buffers differ after the last one. FSDP never does
-    it.
+    DDP does this before each forward pass, so buffers differ after the last forward pass. FSDP
+    never copies buffers.
     """
     for buffer in model.buffers():
         buffer.copy_(group.of_rank_0(buffer))
@@ -273,8 +274,8 @@ def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
 class Replicated(nn.DataParallel[nn.Module]):
     """DataParallel of torch that also supports the CPU, and simulates several devices on it.
 
-    Inputs are split and outputs gathered along `dim`. If `balanced`, it returns the outputs of the
-    replicas as a list during training.
+    Inputs are split and outputs gathered along `dim`. If `balanced`, the model returns the outputs
+    of the replicas as a list during training.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ State = dict[str, Any]
 def save(run: Run, path: Path) -> None:
     """Write the checkpoint in the form of the config.
 
-    Rank 0 writes; for a sharded model, all processes do.
+    Rank 0 writes; for a sharded model, all processes write.
     """
     states = run.group.all_gather(random_states())
     if run.config.parallel == "fsdp":
@@ -254,8 +254,8 @@ def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
 def resume(run: Run, path: Path) -> str:
     """Resume from a full checkpoint; return a line that lists the options that differ.
 
-    Raises CkptkitError if it is not a full checkpoint, is for another model, or an option
-    contradicts it.
+    Raises CkptkitError if the file is not a full checkpoint, is for another model, or contradicts
+    an option.
     """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
@@ -321,7 +321,7 @@ def settle_buckets(run: Run) -> None:
 def settings(path: Path) -> dict[str, Any]:
     """Return the options with which a full checkpoint was trained.
 
-    They include its devices if this machine has all of them.
+    If this machine has all devices of the run, the options include these devices.
     """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     made_with = tree.get("args", {}) if isinstance(tree, dict) else {}
@@ -366,7 +366,7 @@ def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]
 def load_weights(run: Run, path: Path) -> None:
     """Load the weights of a file or folder; keys may start with ``module.``.
 
-    Raises CkptkitError if they do not fit; the hint lists options that fit.
+    Raises CkptkitError if the weights do not fit the model; the hint lists options that fit.
     """
     if run.config.parallel == "fsdp":
         faults = _load_sharded(run, path)

@@ -1,10 +1,10 @@
-"""Write checkpoints as GPUs would save them, without a GPU; compare them with real ones.
+"""Write checkpoints as GPU runs would save them, without a GPU; compare with real checkpoints.
 
-torch calls registered tag functions to get the device of each storage that it saves. Ours returns
-``cuda:1``. :func:`as_on_gpus` simulates what else depends on the device: devices in the arguments,
-states of GPU generators, and tensors that stay on the CPU (states of all generators, and ``step``
-of Adam). Not simulated: versions of CUDA and cuDNN, different rounding, and LSTM weights, which
-CUDA stores as views of one storage.
+torch calls registered tag functions to get the device of each storage that it saves. This module
+registers a function that returns ``cuda:1``. :func:`as_on_gpus` simulates what else depends on the
+device: devices in the arguments, states of GPU generators, and tensors that stay on the CPU (states
+of all generators, and ``step`` of Adam). Not simulated: versions of CUDA and cuDNN, different
+rounding, and LSTM weights, which CUDA stores as views of one storage.
 """
 
 from __future__ import annotations

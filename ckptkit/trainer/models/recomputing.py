@@ -1,7 +1,7 @@
 """Models that can recompute activations in the backward pass, to use less memory.
 
-All use non-reentrant checkpointing. Reentrant checkpointing would lose the gradients of parts whose
-inputs need no gradient.
+All models use non-reentrant checkpointing. Reentrant checkpointing would lose the gradients of
+parts whose inputs need no gradient.
 """
 
 from __future__ import annotations
@@ -190,10 +190,10 @@ class DenseLayer(nn.Module):
 class DenseNet(nn.Module):
     """Map images [batch, channels, height, width] to scores [batch, classes].
 
-    Each layer of a block gets the concatenated outputs of all earlier layers. If these are kept for
-    the backward pass, their memory is quadratic in the number of layers. With ``memory_efficient``,
-    concatenation, norm, ReLU and the 1 x 1 convolution are recomputed in the backward pass.
-    Gradients and checkpoints are the same either way.
+    Each layer of a block gets the concatenated outputs of all earlier layers. If the concatenated
+    outputs are kept for the backward pass, their memory is quadratic in the number of layers. With
+    ``memory_efficient``, concatenation, norm, ReLU and the 1 x 1 convolution are recomputed in the
+    backward pass. Gradients and checkpoints are the same either way.
     """
 
     def __init__(
