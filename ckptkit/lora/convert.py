@@ -41,6 +41,11 @@ _ORIGINALS = "kohya", "comfy"  # layouts that use the original spellings
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
 _SD3 = 1536, 2432  # widths of SD 3 and 3.5; their double blocks are named like those of Flux
+# Modules of HunyuanVideo that Flux lacks. In diffusers, the two share their other names.
+_HUNYUAN = re.compile(
+    r"context_embedder\..*token_refiner|transformer_blocks\.(19|[2-9]\d)\.|"
+    r"single_transformer_blocks\.(3[89]|[4-9]\d)\."
+)
 _BLOCKS = "down_blocks.", "mid_block.", "up_blocks."
 _SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # only in SD 1.5 and 2
 # Only in SDXL: deeper attention, the embedding of sizes, and the width of the text encoder.
@@ -206,6 +211,8 @@ def _respelled(
         if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
             raise UnsupportedError("is of SD 3: ckptkit does not have its original names")
         warnings.append("wrote the original names of Flux: other models have such blocks too")
+    if fused and any(map(_HUNYUAN.match, paths)):
+        raise UnsupportedError("is not of Flux: ckptkit lacks the original names of HunyuanVideo")
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:

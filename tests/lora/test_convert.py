@@ -287,6 +287,11 @@ def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
          AmbiguousError, "SDXL"),
         (diffusers({"transformer.transformer_blocks.0.attn.to_q": factors(2, 1536, 1)}), "kohya",
          {}, UnsupportedError, "SD 3"),
+        *((diffusers({f"transformer.{block}.{module}": factors(2, 3072, 1) for block, module in (
+              ("transformer_blocks.0", "attn.to_q"), (odd, "attn.to_q"))}),
+           "kohya", {}, UnsupportedError, "HunyuanVideo")
+          for odd in ("context_embedder.token_refiner.refiner_blocks.0", "transformer_blocks.19",
+                      "single_transformer_blocks.38")),
         (diffusers({"vae.encoder.conv_in": factors(2, 2, 1)}), "kohya", {}, UnsupportedError,
          "'vae'"),
         (kohya({"lora_unet_single_blocks_0_linear1": (factors(8, 2, 1), 1)}), "diffusers", {},
