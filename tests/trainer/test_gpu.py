@@ -46,7 +46,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 QUICK = ["S02 S10", "S03", "S08", "S04", "S18", "S23", "resuming is exact", "amp computes"]
 # What these check is tested beside them, in a shorter run.
 LONG = [
-    "S05", "S06", "S09", "S11", "S13", "S17", "S19", "S25 DDP with gloo", "S25 FSDP", "a run of",
+    "S05", "S06", "S09", "S11", "S13", "S17", "S19", "S25 DDP with gloo", "S25 FSDP", "a run on the GPU",
     "amp in float16", "workers",
 ]  # fmt: skip
 OTHERS = ["S01", "S02 seconds", "S07"]  # which other tests run
