@@ -294,7 +294,7 @@ def test_wrap_and_extract(case: Case) -> None:
 def test_safetensors_and_back(weighted: Case) -> None:
     want = weighted.weights(weighted.tree())
     if not all(map(is_holdable, want.values())):
-        with pytest.raises(TensorError, match="safetensors cannot hold"):
+        with pytest.raises(TensorError, match="safetensors cannot store"):
             weighted.write(name="out.safetensors")
         return
     out = weighted.write(name="out.safetensors")

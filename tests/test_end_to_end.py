@@ -334,7 +334,7 @@ def test_safetensors_and_back(source: Source, tmp_path: Path) -> None:
         if torch.is_tensor(numbers := as_numbers(value))
     }
     if any(BY_NAME[str(each.dtype)[6:]].safetensors is None for each in state.values()):
-        with pytest.raises(TensorError, match="safetensors cannot hold"):
+        with pytest.raises(TensorError, match="safetensors cannot store"):
             ckptkit.save(checkpoint, there)
         return
     ckptkit.save(checkpoint, there, allow_expand=True)

@@ -295,7 +295,7 @@ def test_file_objects_that_nothing_is_saved_to(tmp_path: Path) -> None:
     made = {"w": VALUES}
     for target, options, said in (
         (io.StringIO(), {"format": "safetensors"}, "destination: expected a binary file object"),
-        (io.BytesIO(), {}, "<stream>: the suffix does not say which format to write"),
+        (io.BytesIO(), {}, "<stream>: the suffix does not name a format"),
         (io.BytesIO(), {"shard_size": 10}, "a stream takes one file"),
         (io.BytesIO(), {"format": "dcp"}, "a stream takes one file"),
     ):

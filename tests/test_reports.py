@@ -75,7 +75,7 @@ def test_arguments(tmp_path: Path) -> None:
     assert found["causes"]
     assert ckptkit.inspect({"w": torch.ones(2)})["totals"]["parameters"] == 2
     for function in (ckptkit.verify, ckptkit.scan, ckptkit.doctor):
-        with pytest.raises(TypeError, match="source is a path"):
+        with pytest.raises(TypeError, match="source: expected a path"):
             function({"w": torch.ones(2)})
 
 

@@ -173,7 +173,7 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
     if summary.about:
         yield escape(summary.about)
     if summary.part is not None:
-        yield escape(f"this file is {summary.part}")
+        yield escape(f"this is {summary.part}")
     if summary.adapter is not None:
         yield escape(adapter_line(summary.adapter))
     if summary.weights is not None and rows:

@@ -57,7 +57,7 @@ _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 def refuse_without_elements(tensor: Tensor, what: str) -> None:
     """Raise TensorError for a tensor with an unknown dtype, or without `what`."""
     if tensor.layout == UNKNOWN:
-        raise TensorError(f"its elements are of {tensor.dtype}, which ckptkit does not know")
+        raise TensorError(f"its elements have the {UNKNOWN} {tensor.dtype}")
     if tensor.storage is None or tensor.layout != "strided":
         raise TensorError(f"a {tensor.layout} tensor on device {tensor.device} has no {what}")
 

@@ -276,7 +276,7 @@ def test_every_writer_refuses_an_unknown_suffix(
     name, *options = command.split()
     torch.save({"model": {"module.w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, run_pth)
     done = ckptkit(name, run_pth, run_pth.with_name("out.txt"), *options)
-    assert done.exit_code == 2 and "the suffix does not say which format" in done.stderr
+    assert done.exit_code == 2 and "the suffix does not name a format" in done.stderr
     assert not run_pth.with_name("out.txt").exists()
     same = run_pth.rename(run_pth.with_name("run.best"))
     again = run_pth.with_name("other.best")
@@ -326,7 +326,7 @@ def test_standard_streams(run_pth: Path, ckptkit: Ckptkit) -> None:
     for words in ("inspect -", "verify -", "scan -", "doctor -", "digest -", "diff - -"):
         assert piped(*words.split()).exit_code in (0, 1), words
     for words, why in (
-        ("convert - -", "the suffix does not say"),
+        ("convert - -", "the suffix does not name a format"),
         ("convert - - --shard-size 5GB", "takes one file"),
         ("strip-module - - --json", "already contains the object of --json"),
         ("strip-module - --in-place", "cannot edit a folder or a remote file in place"),

@@ -33,13 +33,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (LAZY, "net.py:Net cannot be imported: ModuleNotFoundError: No module named 'flash_attn'"),
-        ("raise SystemExit(3)", "net.py cannot be imported: SystemExit: 3"),
-        ("raise BaseException('no')", "net.py cannot be imported: BaseException: no"),
-        (INIT + "sys.exit(3)", "Net cannot be built: SystemExit: 3"),
-        (INIT + "1 / 0", "Net cannot be built: ZeroDivisionError"),
-        (INIT + "raise BrokenPipeError", "Net cannot be built: BrokenPipeError"),
-        (STATE + "raise NotImplementedError", "Net has no state_dict: NotImplementedError"),
+        (LAZY, "cannot import net.py:Net: ModuleNotFoundError: No module named 'flash_attn'"),
+        ("raise SystemExit(3)", "cannot import net.py: SystemExit: 3"),
+        ("raise BaseException('no')", "cannot import net.py: BaseException: no"),
+        (INIT + "sys.exit(3)", "cannot build Net: SystemExit: 3"),
+        (INIT + "1 / 0", "cannot build Net: ZeroDivisionError"),
+        (INIT + "raise BrokenPipeError", "cannot build Net: BrokenPipeError"),
+        (STATE + "raise NotImplementedError", "Net.state_dict() fails: NotImplementedError"),
     ],
     ids=["getattr", "exit", "base", "exit in Net", "error in Net", "pipe in Net", "state_dict"],
 )

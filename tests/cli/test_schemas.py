@@ -139,6 +139,7 @@ COMMANDS = {
     "delta apply": ["plain.pth step out.pth", "plain.pth step --in-place"],
     "delta inspect": ["step", "step model"],
     "delta make": ["plain.pth moved.pth out"],
+    "delta squash": ["step step2 out"],
     "delta verify": ["plain.pth step", "moved.pth step"],
     "diff": [
         "run.pth run.pth", "run.pth plain.pth", "run.pth plain.pth --values --all",
@@ -231,6 +232,7 @@ def make() -> None:
         "convert model quantized --quantize mxfp4",
         "digest --output net.manifest plain.pth",
         "delta make plain.pth moved.pth step",
+        "delta make moved.pth plain.pth step2 --version 2 --base-version 1",
     ):
         assert CliRunner().invoke(main, words.split()).exit_code == 0
 

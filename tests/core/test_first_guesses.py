@@ -48,7 +48,7 @@ def test_sizes_as_text(net: ckptkit.Checkpoint, tmp_path: Path) -> None:
 GUESSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda net: net.weights.__setitem__("conv.bias", 1), "ck.with_value(path, tensor)"),
     (lambda net: net.weights.__delitem__("conv.bias"), "ck.without(path)"),
-    (lambda net: ckptkit.save(net, io.StringIO()), "open(path, 'wb') makes one"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.save(net, io.StringIO()), "open(path, 'wb') returns one"),  # type: ignore[arg-type]
     (lambda net: ckptkit.open(net, "model"), "key='model'"),  # type: ignore[arg-type]
     (lambda net: ckptkit.save(net, "x.pth", no_extras=True), "extras=False"),
     (lambda net: ckptkit.convert(net, "x.pth", cast="fp16"), "ckptkit.cast(ck, 'float16')"),

@@ -394,18 +394,18 @@ def test_a_file_at_every_ceiling_is_no_bug(tmp_path: Path, monkeypatch: pytest.M
     assert strict_json.parse(b"[" * 256 + b"]" * 256, "text")
 
 
-def test_the_command_line(run: Command, tmp_path: Path) -> None:
+def test_the_command_line(alone: Command, tmp_path: Path) -> None:
     torch.save(nested(40), tmp_path / "deep.pth")
-    assert run("inspect", tmp_path / "deep.pth").code == 0
-    done = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "20"})
+    assert alone("inspect", tmp_path / "deep.pth").code == 0
+    done = alone("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "20"})
     assert done.code == 3
     assert "levels of values: 21 exceeds the limit of 20 (depth)" in done.stderr
     assert "hint: if you trust the file, CKPTKIT_LIMIT_DEPTH=40 raises the limit" in done.stderr
-    assert run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
-    wrong = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
+    assert alone("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
+    wrong = alone("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
     assert (wrong.code, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: CKPTKIT_LIMIT_DEPTH: expected an integer from 0 to")
-    unknown = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEEP": "1"})
+    unknown = alone("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEEP": "1"})
     assert unknown.code == 0
     assert unknown.stderr.startswith("warning: CKPTKIT_LIMIT_DEEP is ignored: no limit has")
 

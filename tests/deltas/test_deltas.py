@@ -352,7 +352,7 @@ def test_the_hashes_are_those_of_the_reference() -> None:
 
 def test_other_commands_know_a_delta(chain: list[StateDict], tmp_path: Path, run: Run) -> None:
     delta = write_slime(tmp_path / "d", chain[0], chain[1])
-    assert "holds the frames of a delta" in run("inspect", delta).stdout
+    assert "contains a delta" in run("inspect", delta).stdout
     done = run("doctor", delta)
     assert done.code == 1 and f"ckptkit delta inspect {delta}" in done.stdout
     assert run("scan", delta).code == 0

@@ -116,7 +116,7 @@ def test_numbers_of_a_journal_that_are_no_places(
     path = tmp_path / "run.pth"
     path.write_bytes(seeds.EDITED)
     Path(journal_path(path)).write_bytes(journal_with(change, path.stat().st_ino))
-    with pytest.raises(CkptkitError, match="not whole"):
+    with pytest.raises(CkptkitError, match="incomplete"):
         in_place.check_journals(str(path), undo=True)
     assert path.read_bytes() == seeds.EDITED
 

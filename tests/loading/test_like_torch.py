@@ -287,5 +287,5 @@ def test_what_is_narrowed_is_said_and_refused(name: str) -> None:
 
 @pytest.mark.parametrize("model", [None, "net", nn.Linear])
 def test_what_is_no_model(model: Any) -> None:
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
         ckptkit.load_into(model, {"w": torch.ones(1)})

@@ -431,7 +431,7 @@ class TestFolders:
         assert {*states[:first]} <= {"does not exist"} | {
             each
             for each in states
-            if re.search("of 3 (shards|parts) are missing|no .metadata", each)
+            if re.search("of 3 (shards|rank files) are missing|no .metadata", each)
         }
         assert {*states[first:]} == {"whole"}
 

@@ -41,7 +41,7 @@ NAMED: dict[str, tuple[Any, str]] = {
     "a view": (OrderedDict(w=SHARED, v=SHARED[2:4]), "share memory"),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a dtype": ({"w": torch.ones(2, dtype=torch.complex128)}, "safetensors cannot hold"),
+    "a dtype": ({"w": torch.ones(2, dtype=torch.complex128)}, "safetensors cannot store"),
     "quantized": (
         {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
         "--dequantize",

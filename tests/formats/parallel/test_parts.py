@@ -141,7 +141,7 @@ def test_the_commands_name_the_folder(run: Run, tmp_path: Path) -> None:
     assert (
         "this is rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor" in shown.stdout
     )
-    assert "[7, 2]" in shown.stdout and "here [4, 2]: rows 0 to 3 of 7" in shown.stdout
+    assert "[7, 2]" in shown.stdout and "this rank has [4, 2]: rows 0 to 3 of 7" in shown.stdout
     found = run("doctor", path)
     assert f"ckptkit convert {tmp_path / 'x'} whole.safetensors" in found.stdout and found.code == 1
     for words in (

@@ -268,7 +268,7 @@ def refused() -> Iterator[Row]:
     for header, data in ((one(), b"xy"), ({}, b"x"), (one(), b"xPK\x05\x06" + bytes(18))):
         yield "ST_11_ST_12", file_of(header, data), CorruptError, "follow the last tensor"
     cut = file_of({"a": entry(0, 1), "b": entry(1, 3)}, b"xy")
-    yield "ST_11", cut, TruncatedError, "1 bytes too early"
+    yield "ST_11", cut, TruncatedError, "1 bytes are missing"
     yield "ST_12", b"PK\x03\x04" + file_of({}), CkptkitError, ""
     no_text = '{"\\ud800":' + json.dumps(entry(0, 1)) + "}"
     yield "ST_13", file_of(no_text, b"x"), FormatError, ""
