@@ -767,7 +767,12 @@ def test_a_model_from_the_working_directory(
         ("{file}:Missing", {}, "has no class 'Missing'", "Net, Stubborn, Broken"),
         ("{file}:number", {}, "has no class 'number'", "Net"),
         ("{file}:plain", {}, "returns a dict", ""),
-        ("{file}:Net", {}, "missing a required argument: 'width'", "its signature is (width, depth=2)"),
+        (
+            "{file}:Net",
+            {},
+            "missing a required argument: 'width'",
+            "its signature is (width, depth=2)",
+        ),
         ("{file}:Net", {"width": 2, "wide": 2}, "unexpected keyword argument 'wide'", "width"),
         ("{file}:Broken", {}, "RuntimeError: no such config", "its signature is ()"),
     ],

@@ -306,7 +306,9 @@ def test_nor_is_it_cast(reason: str, tmp_path: Path) -> None:
 def test_it_is_shown_and_explained(reason: str, tmp_path: Path, run: Run) -> None:
     path = made(REFUSALS[reason], tmp_path)
     done = run("inspect", path)
-    assert done.code == 0 and "not dequantized" in done.stdout and REFUSALS[reason].word in done.stdout
+    assert (
+        done.code == 0 and "not dequantized" in done.stdout and REFUSALS[reason].word in done.stdout
+    )
     done = run("doctor", path)
     assert done.code == 1 and REFUSALS[reason].word in done.stdout
     done = run("convert", path, tmp_path / "out.safetensors", "--dequantize", "bfloat16")
@@ -317,7 +319,9 @@ def test_what_is_not_quantized_is_said_and_nothing_is_written(tmp_path: Path, ru
     path = write(tmp_path / "model.safetensors", {"fc.weight": ones([4, 4])})
     done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
     assert (
-        done.code == 2 and "has no quantized" in done.stderr and not (tmp_path / "out.safetensors").exists()
+        done.code == 2
+        and "has no quantized" in done.stderr
+        and not (tmp_path / "out.safetensors").exists()
     )
 
 
