@@ -95,7 +95,7 @@ def _save(case: Path, words: list[str], here: str, typed: list[str]) -> None:
 
 def _moved(word: str, here: str, files: str) -> str:
     """Copy the files that `word` names or matches; return `word` for the copies."""
-    if word.startswith("-") or "\0" in word or len(os.fsencode(word)) > 1000:
+    if "\0" in word or len(os.fsencode(word)) > 1000:
         return word
     path = os.path.normpath(os.path.join(here, word))
     if os.path.lexists(path):
