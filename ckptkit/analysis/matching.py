@@ -35,7 +35,7 @@ INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
 
-MAX_DOTS = 64  # a name with more dots is a family of its own
+MAX_DOTS = 64  # maximum number of dots; a name with more dots forms its own family
 
 Parts = tuple[str, ...]  # the dotted parts of a name
 Numbers = tuple[str, ...]
@@ -151,9 +151,7 @@ def _distance(one: str, other: str) -> int:
 
 
 # Bounds on the work.
-PAIRS = (
-    4_096  # pairs of families with one suffix; a suffix with more is too common to tell anything
-)
+PAIRS = 4_096  # maximum pairs of families with one suffix; more common suffixes are ignored
 COMPARED = 10_000  # maximum number of rules whose similarity is computed
 WORK = 3_000_000  # maximum number of name lookups
 DEEPEST = 24  # maximum number of parts of a suffix
@@ -432,7 +430,7 @@ class _Matcher:
     # other shapes
 
     def reshape(self) -> None:
-        """Guess pairs of other shapes: names that a rule makes equal, then similar names."""
+        """Pair names of different shapes: names that a rule makes equal, then similar names."""
         ours, theirs = families(self.old), families(self.new)
         heads = grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
@@ -453,7 +451,7 @@ class _Matcher:
 
 
 def sure(rule: RenameRule, hits: int, alone: bool) -> float:
-    """Return the confidence in a rule that explains `hits` keys; `alone`: the rule has no rival."""
+    """Return the confidence in a rule that explains `hits` keys; `alone`: no rule competes."""
     if not alone:
         return 0.7
     if not rule.old or not rule.new:  # the rule only adds or removes a prefix
@@ -478,7 +476,7 @@ _BEFORE = {
 
 
 class PrefixChange(NamedTuple):
-    """Remove the prefix `strip` from names that start with it, then add the prefix `add`."""
+    """Remove the prefix `strip` from names that start with `strip`, then add the prefix `add`."""
 
     strip: str = ""
     add: str = ""
@@ -490,7 +488,8 @@ class PrefixChange(NamedTuple):
 def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
     """Pair the names that only one side has after `way` has renamed ours.
 
-    `ours` and the old names of the pairs are names of the file, without this change.
+    `ours` contains the original names in the file. Each pair also has the original name, not the
+    name after `way`.
     """
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}

@@ -34,10 +34,10 @@ class Limits:
     line_bytes: int = 1 << 20  # the argument of a text opcode
     name_bytes: int = 64 << 10  # a module, class, record or tensor name
     int_bytes: int = 1 << 10  # a big integer
-    revisits: int = 100_000  # values visited again under another path
+    revisits: int = 100_000  # repeated visits of values under other paths
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
-    record_bytes: int = 256 << 20  # a record other than a storage, inflated
+    record_bytes: int = 256 << 20  # inflated size of a zip member other than a storage
     # Bytes of all inflated records of a file, without storages. INFLATED times the size of the file
     # is allowed in addition.
     inflated_free: int = 8 << 20
@@ -47,7 +47,7 @@ class Limits:
     inflate_ratio: int = 1_100  # deflate reaches at most 1,032
     tar_members: int = 10_000
     tar_records_bytes: int = 512  # extended headers of one member: those of torch contain a time
-    npy_header_bytes: int = 64 << 10  # of one numpy array
+    npy_header_bytes: int = 64 << 10  # header of one numpy array
     safetensors_header_bytes: int = 100_000_000  # the limit of the safetensors library
     index_bytes: int = 64 << 20
     json_depth: int = 128
@@ -56,14 +56,14 @@ class Limits:
     ranks: int = 1 << 20  # ranks, parts or mesh pieces that a file claims to have
     chunk_visits: int = 5_000_000  # comparisons to prove that the chunks cover a tensor
     optimizer_values: int = 64  # values that an optimizer keeps for a parameter: Adam has three
-    trace_bytes: int = 64 << 20  # of all pickles in a file, for a scan
+    trace_bytes: int = 64 << 20  # traces of all pickles in a file, for a scan
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # parts of a file that a scan examines
-    scan_inflated_bytes: int = 1 << 30  # of all compressed data in a file
+    scan_inflated_bytes: int = 1 << 30  # inflated size of all compressed data in a file
     list_gaps: int = 100_000  # missing indices of lists that are rebuilt from flat names
-    rule_bytes: int = 64 << 10  # of one tensor rule
-    rule_labels: int = 10_000  # of one variable of a rule
-    rule_variables: int = 64  # of a name
+    rule_bytes: int = 64 << 10  # text of one tensor rule
+    rule_labels: int = 10_000  # labels of one variable of a rule
+    rule_variables: int = 64  # variables in a name
     rule_terms: int = 100  # operators and ( ) of one size
     rule_steps: int = 100_000  # to match names against rules; each name adds 64
     rule_targets: int = 1_000_000  # tensors that one rule step makes
@@ -77,7 +77,7 @@ INFLATED = 8  # bytes of inflated records per byte of the file, in addition to `
 UNPACKED = 20  # bytes of a decompressed file per compressed byte, in addition to `unpacked_free`
 # The highest values of limits that other code bounds: beyond them Python recurses or raises.
 CEILINGS = {
-    "key_depth": 1_000,  # hash(), in C
+    "key_depth": 1_000,  # hash() recurses in C
     "int_bytes": 1_780,  # str() and int() of 4,300 digits
     "json_depth": 256,  # json.loads
     "rank": 64,  # numpy

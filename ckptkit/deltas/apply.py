@@ -261,11 +261,11 @@ def _check_views(
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The version of a checkpoint in a chain of deltas, determined by checksums.
+    """The version of a checkpoint in a chain of deltas, found by checksums.
 
-    ``versions`` maps each tensor that a delta changes to the versions with the current bytes of the
-    tensor; empty if no version matches. ``version`` is the version that all tensors have in common,
-    or None. ``recorded`` is the version that the folder records.
+    ``versions`` maps the name of each tensor in a delta to the versions whose checksum matches the
+    tensor's current bytes. The tuple is empty if no version matches. ``version`` is the version
+    that all tensors have in common, or None. ``recorded`` is the version that the folder records.
     """
 
     versions: dict[str, tuple[int, ...]]
@@ -279,7 +279,7 @@ class Position:
 
 
 def verify_delta(base: Source, deltas: Paths) -> Position:
-    """Return the version of a checkpoint in a chain of deltas, by its checksums.
+    """Find the version of a checkpoint in a chain of deltas by comparing checksums.
 
     Reads the tensors that the deltas change, and writes nothing. To detect the version before the
     first delta, applies that delta.
@@ -304,7 +304,8 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
     """Return the versions at which a tensor has its current bytes."""
     digests: dict[str, str] = {}
     found: list[int] = []
-    latest: bool | None = None  # whether the last change gives these bytes; None before any change
+    # Whether the last change results in these bytes; None before any change.
+    latest: bool | None = None
     for delta in deltas:
         change = delta.changes.get(name)
         if change is not None and change.checksum is not None:
@@ -326,7 +327,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
 
 
 def _is_proven(record: Record) -> bool:
-    """Return whether the bytes have the checksum of the delta; reads all of them."""
+    """Return whether the bytes have the checksum of the delta; read all bytes."""
     try:
         for _ in stream_reusing_buffer(record.locate()):
             pass

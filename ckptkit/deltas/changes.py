@@ -102,7 +102,7 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Yield the content of zstd frames in pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Reading across frames detects extra bytes: they are an invalid frame, or too much content.
+    # Read across frames, to detect extra bytes: these are an invalid frame, or too much content.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
@@ -142,9 +142,9 @@ class Xor(Rows):
 class Overwrite(Operation):
     """Replace elements of the first input; an element has `unit` bytes.
 
-    The second input has the positions in increasing order, as unsigned integers of `width` bytes.
-    With `gaps`, the second input has the number of elements between consecutive positions instead.
-    The third input has the new elements.
+    The second input contains the positions in increasing order, as unsigned integers of `width`
+    bytes. With `gaps`, the second input contains the numbers of elements between consecutive
+    positions instead. The third input contains the new elements.
     """
 
     unit: int

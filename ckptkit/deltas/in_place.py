@@ -82,7 +82,8 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
         if not isinstance(extent, Range) or extent.source is not file:
             continue
         known = pairs.get(extent.offset)
-        if known is None or known[0].length < extent.length:  # of overlapping views, the longest
+        # Keep the longest of overlapping views.
+        if known is None or known[0].length < extent.length:
             pairs[extent.offset] = extent, contiguous(new[name])
 
     def work(pair: tuple[Range, Record]) -> list[Edit]:

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
 _LEVEL = 1  # zstd level, as in slime
-_MOST_PLACES = 1 << 32  # minimum bytes of a tensor whose byte positions do not fit into u4
-_FILE = 5 * 10**9  # maximum bytes of a file of frames, unless a single frame is larger
+# Minimum size in bytes of a tensor whose byte positions do not fit into uint32.
+_MOST_PLACES = 1 << 32
+_FILE = 5 * 10**9  # maximum size in bytes of a file of frames, unless a single frame is larger
 _AT_ONCE = 1 << 20  # number of bytes of a tensor to compare at once
 _HELD = 8 << 20  # maximum bytes of positions and values in memory
 
@@ -307,7 +308,7 @@ def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes,
 def _encode(
     differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: _Spool
 ) -> int:
-    """Append the frame of a tensor of `length` bytes to the spool; return how many bytes changed.
+    """Append the frame of a tensor of `length` bytes to the spool; return the changed-byte count.
 
     If no byte changed, nothing is appended.
     """
@@ -399,7 +400,7 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
     def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all changes of a tensor; nothing if the changes cancel out."""
+        """Write one frame for all changes of a tensor. If the changes cancel out, write nothing."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
         streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]

@@ -24,7 +24,8 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
     """Import and build the model ``package.module:Class`` or ``path/to/file.py:Class``.
 
     This runs the user's code. The model is built on the meta device, which needs no memory for
-    weights. If its constructor fails there, it is built on the CPU. Raises ModelError.
+    weights. If the constructor fails on the meta device, the model is built on the CPU. Raises
+    ModelError.
     """
     import torch
 
@@ -46,7 +47,7 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
 
 @contextmanager
 def _users_code(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn all errors of user code into ModelError, including SystemExit, but not Ctrl-C."""
+    """Convert all errors of user code to ModelError, also SystemExit, but not KeyboardInterrupt."""
     try:
         yield
     except (KeyboardInterrupt, CkptkitError):
@@ -86,7 +87,7 @@ def _module(place: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Make modules next to the user's file importable, as if Python ran this file."""
+    """Make the modules in the folder of the user's file importable, as if Python ran this file."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -174,9 +175,10 @@ def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment() -> dict[str, object]:
-    """Return versions, and the devices of this machine: name -> title, memory in bytes, uuid.
+    """Return the versions of Python packages, and the devices of this machine.
 
-    Without torch, its entries are None and the CPU is the only device.
+    Each device name maps to its title, memory in bytes and UUID. Without torch, the entries of
+    torch are None, and the CPU is the only device.
     """
     import numpy
     import safetensors

@@ -123,8 +123,8 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
     """Fill the contiguous parameters and buffers of `model`; return their names.
 
     Modules with their own `_load_from_state_dict` are skipped. If a parameter has several names,
-    the last name counts, as in torch. If parameters partly overlap in memory, the order of copying
-    matters, and no parameter is filled.
+    the tensor with the last name is copied, as in torch. If parameters partly overlap in memory,
+    the order of copying matters, and no parameter is filled.
     """
     from torch.nn import Module
 
@@ -171,7 +171,7 @@ def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
-    # Both are plain numbers that torch casts, or have the same dtype.
+    # Both dtypes are plain numbers, which torch casts, or the dtypes are equal.
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
     return plain or both[0] == both[1]
 
@@ -346,9 +346,10 @@ def _rehearsed(
 ) -> tuple[set[str], set[str]] | None:
     """Return the missing and unexpected keys that torch reports if it loads `nodes`.
 
-    Only torch can tell, because load hooks may accept other names. The given model is not changed:
-    a copy on the meta device loads tensors without bytes. If hooks need values, a copy on the CPU
-    loads the tensors. Return None if torch refuses the tensors, or if the model cannot be copied.
+    Only torch can find these keys, because load hooks may accept other names. The given model is
+    not changed: a copy on the meta device loads tensors without bytes. If hooks need values, a copy
+    on the CPU loads the tensors. Return None if torch refuses the tensors, or if the model cannot
+    be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -359,7 +360,8 @@ def _rehearsed(
             if versions is not None:
                 state._metadata = versions
             result = copied(model).load_state_dict(state, strict=False)
-        except Exception:  # code of the model may raise anything; use our own report
+        # Code of the model may raise any exception; then use ckptkit's own report.
+        except Exception:
             continue
         return {*result.missing_keys}, {*result.unexpected_keys}
     return None
@@ -559,7 +561,7 @@ def _load(model: nn.Module, state: Any, versions: Any, **options: bool) -> None:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Turn the errors of torch into ModelError."""
+    """Convert the errors of torch to ModelError."""
     try:
         yield
     except RuntimeError as error:

@@ -417,7 +417,7 @@ class PythonValues:
         return found
 
     def _value(self, node: Node) -> Any:
-        """Return the value of a node; a container may still be empty, and is queued."""
+        """Return the value of a node. A container may be empty; it is queued and filled later."""
         if node.__class__ in _PLAIN:
             return node
         if id(node) in self._made:
@@ -431,7 +431,7 @@ class PythonValues:
         return made
 
     def _new(self, node: Node) -> Any:
-        """Return the value of a node; containers and Objects are empty."""
+        """Return the value of a node. Containers and Objects are created empty and filled later."""
         kind = type(node)
         if kind in _SHELLS:
             return _SHELLS[kind]()
@@ -445,10 +445,11 @@ class PythonValues:
         if isinstance(node, Tensor):
             return self._tensor(node, node)
         if isinstance(node, TypedStorage):
-            # torch.load returns an untyped storage as a TypedStorage of uint8 too.
+            # torch.load, too, returns an untyped storage as a TypedStorage of uint8.
             import torch
 
-            make: Any = torch.storage.TypedStorage  # Any: torch has no type annotations for it
+            # Any: torch has no type annotations for TypedStorage.
+            make: Any = torch.storage.TypedStorage
             memory = self.tensors.storage(node.storage, node.dtype)
             dtype = torch_dtype(node.dtype or UINT8)
             return make(wrap_storage=memory, dtype=dtype, _internal=True)
@@ -566,7 +567,7 @@ _FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)
 
 
 def _plain_object(node: Object) -> Any:
-    """Return the value of an Object of a known plain class; None for all others."""
+    """Return the value of an Object of a known plain class; None for other classes."""
     if node.global_ is None:
         return None
     name, args = (node.global_.module, node.global_.name), node.args

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 1 << 19  # number of elements of a tile; a tile and its change fit the caches of a core
+TILE = 1 << 19  # number of elements of a tile; a tile and its update fit the caches of a core
 HELD = 1 << 24  # number of elements in memory at a time for the norms of columns
 EXACT = 128  # maximum rank at which NumPy sums as torch does
 LEAST = 8  # minimum number of rows of a tile; with more rows, a product has the same bits
-EPS = 2.0**-23  # epsilon of float32; LyCORIS adds it to norms
+EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def adapted(
     base: Record, dtype: str, rows: int, columns: int, formula: Formula, operands: Iterable[Tensor],
     *, first: int = 0, name: str = "", origin: Record | None = None,
 ) -> Record:  # fmt: skip
-    """Return the bytes of `rows` rows of the matrix `base`, with the change of a formula added.
+    """Return the bytes of `rows` rows of `base` plus the update that `formula` computes.
 
     Operands are matrices; dimensions after the first count as columns. The last operand contains
     the numbers for `norm`. If `origin` is given, norms are computed from `origin` plus the change.

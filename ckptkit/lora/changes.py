@@ -93,8 +93,7 @@ def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
 
 
 def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Return a tensor with each part at its offset. Missing offsets of trailing dimensions are
-    0."""
+    """Return a tensor that contains each part at its offset. Missing trailing offsets are 0."""
     dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
     places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
     ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]

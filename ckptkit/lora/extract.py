@@ -215,7 +215,8 @@ def extract_lora(
         )  # fmt: skip
         others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
         if any(other.endswith(f".{name}") for other in others for name in ranks):
-            config["target_modules"] = "|".join(map(re.escape, ranks))  # else peft adapts more
+            # Plain suffixes would make peft adapt more modules.
+            config["target_modules"] = "|".join(map(re.escape, ranks))
         store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
         lost = f"dropped: {quoted(found.left)} differ, and are no matrices; {store}"
         found.conversion = written(

@@ -146,7 +146,7 @@ class _Ready(NamedTuple):
     patch: Patch
     fd: int
     known: Journal
-    journal: str  # its path
+    journal: str  # path of the journal
 
 
 def _change(ready: Sequence[_Ready], verify: bool) -> None:
@@ -167,7 +167,8 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
         if ready and ready[0].known.then is not None:
             _write_beside(ready[0].patch.base.path, ready[0].known.then)
     except BaseException:
-        for each in kept if len(kept) == len(ready) else ():  # otherwise no file has changed yet
+        # If journals are missing, no file has changed yet.
+        for each in kept if len(kept) == len(ready) else ():
             _undo(each.fd, each.known)
         for each in kept:
             _remove(each.journal)
@@ -214,7 +215,7 @@ def _keep(pieces: Iterable[bytes], path: str) -> None:
         os.rename(temporary, path)
         sync_folder(os.path.dirname(path))
     except BaseException:
-        for each in (temporary, path):  # the lock ensures that no other process wrote it
+        for each in (temporary, path):  # because of the lock, no other process wrote this file
             with suppress(OSError):
                 os.unlink(each)
         raise
@@ -263,7 +264,7 @@ def _scattered(old: bytes, edit: Edit) -> bytes:
 
 
 def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
-    """Return the bytes at `offset`, or at `places` relative to it; fewer at the end of the file."""
+    """Return bytes at `offset`, or at `places` after `offset`; fewer at the end of the file."""
     if not places:
         return _read(fd, offset, length)
     import numpy as np
@@ -376,15 +377,15 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
 
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes per comparison
-_LINE = 1 << 20  # maximum number of bytes of the line of numbers
+_LINE = 1 << 20  # maximum number of bytes of the JSON line
 _DIGEST = 32
 LARGEST = 512 << 20  # maximum bytes of a journal; for larger edits, the file is rewritten
-HEAD = len(_MAGIC) + _LINE  # maximum number of bytes up to the end of that line
+HEAD = len(_MAGIC) + _LINE  # maximum number of bytes up to the end of the JSON line
 _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 
 
 class JournalSpan(NamedTuple):
-    """The bytes at `offset` before and after the edit; fewer if the file ends earlier.
+    """The bytes at `offset` before and after the edit; fewer bytes if the file ends earlier.
 
     If ``places`` is set, the bytes are scattered, as in `Edit`.
     """
@@ -420,7 +421,7 @@ class Journal(NamedTuple):
         return b"".join(self.pieces())
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of a journal file in pieces, without copying the spans."""
+        """Yield the bytes of a journal file in several buffers, without copying the spans."""
         import hashlib  # imported late: every command looks for a journal, but few write one
         import json
 
@@ -441,7 +442,7 @@ class Journal(NamedTuple):
         yield total.digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """Return two lists of edits: restore all bytes outside `breaks`, then restore `breaks`."""
+        """Return edits that restore all bytes except `breaks`, and edits that restore `breaks`."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _, places in self.spans:

@@ -124,7 +124,7 @@ def _spread(
     """
     tasks = [list(cut(file, size)) for file in files]
     done: dict[int, TaskResult] = {}
-    for is_late in (False, True):  # checksums of written bytes come after all writes
+    for is_late in (False, True):  # compute checksums of written bytes after all writes
         chosen = [task for task in flatten(tasks) if (task.checksum is not None) is is_late]
         if chosen:
             with closing(way(chosen)) as results:

@@ -173,7 +173,7 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
 
     A few bytes of a hostile file may describe terabytes.
 
-    Headers and pickles do not count: they are in memory, and as long as in the source.
+    Headers and pickles do not count: they are in memory, and have the same length as in the source.
     """
     if allow_expand or size <= LIMITS.expansion_free:
         return
@@ -327,7 +327,8 @@ def _members_read(source: ByteSource, read: list[tuple[int, int, float]]) -> Ite
 def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, int]]:
     """Return the members whose bytes do not match their CRC-32, with the actual CRC-32.
 
-    `runs` are checksums of bytes that were read. Missing bytes of local files are read now.
+    `runs` are checksums of bytes that were read. For local files, this function reads the bytes
+    that `runs` does not cover.
     """
     numbers = {identity: number for number, identity in enumerate(identities(found))}
     # For each source: offset -> (length, CRC-32) of the longest run that starts there.

@@ -45,7 +45,7 @@ def upload(plan: Plan, url: str, options: Options) -> None:
             where=name,
             hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
-    fs, path = filesystem(url)  # one instance per thread, because transactions need it
+    fs, path = filesystem(url)  # transactions need one file system object per thread
     if is_web(fs):
         hint = "write it to a local path, then copy it"
         raise UsageError("cannot write to a web server", where=name, hint=hint)
@@ -190,7 +190,8 @@ class _Upload:
                         raise OutputError(why)
             self._runs += sums.runs
             check()
-            if not self._failed.is_set():  # otherwise another thread raises the error
+            # If another thread has failed, that thread raises the error.
+            if not self._failed.is_set():
                 stream.close()
         except BaseException:
             self._failed.set()
@@ -201,7 +202,7 @@ class _Upload:
 
 
 def _drop(stream: Any) -> None:
-    """Prevent an upload from completing. To close the stream would send the rest."""
+    """Abort an upload. Closing the stream would send the remaining bytes and complete the file."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):

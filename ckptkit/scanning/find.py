@@ -63,9 +63,9 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 def refused_by_weights_only(source: ByteSource) -> str | None:
-    """Return the first step of a torch.save file that weights_only=True rejects, else None.
+    """Return the first opcode or call that weights_only=True rejects in a torch.save file, or None.
 
-    Names do not count as steps. Malformed content never raises an error.
+    Rejected names do not count. Malformed content never raises an error.
     """
     for seen in pickles(source):
         if isinstance(seen, Traced) and seen.loader == TORCH_LOAD and seen.trace.refused:
@@ -87,9 +87,9 @@ class _Search:
         check("scan_parts", self.parts, "parts of a file")
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield everything that any reader would find in a source.
+        """Yield the pickles and remarks for all content that any reader would find in a source.
 
-        `sure`: the source is certainly a file, not only bytes that look like a file.
+        If `sure`, the source is certainly a file, and not only bytes that look like a file.
         """
         self._count()
         if depth > LIMITS.scan_depth:
@@ -115,7 +115,7 @@ class _Search:
         if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif head and not claimed and not is_zip and not head.startswith(_POINTER):
-            # The source has the name of a pickle, or begins like a pickle.
+            # The file name has the suffix of a pickle, or the bytes begin like a pickle.
             named = depth == 0 and source.name.lower().endswith(PICKLES)
             if named or looks_like_a_pickle(head):
                 stream = PickleStream("", source, 0, source.size)
@@ -124,7 +124,7 @@ class _Search:
             yield Remark(where, f"is compressed ({closed}): not searched")
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield the content of a container, up to where it is damaged."""
+        """Yield the content of a container, up to the first damage."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):

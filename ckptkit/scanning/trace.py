@@ -1,10 +1,10 @@
 """Trace a pickle: record which names it looks up and which calls it makes.
 
 The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that constructs no
-values. It records every step that CPython would run, also the steps before a failing opcode.
-Differences between unpicklers become doubts. On the stack, strings, numbers, byte strings and
-tuples are plain Python values, because names are built from them. A name is a Global. Any other
-value is a Sign.
+values. It records every lookup, call and change that CPython would execute, also those before a
+failing opcode. Differences between unpicklers become doubts. On the stack, strings, numbers, byte
+strings and tuples are plain Python values, because names are built from them. A name is a Global.
+Any other value is a Sign.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ WEIGHTS_ONLY_OPCODES = frozenset((
     "TUPLE2", "TUPLE3",
 ))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
-_STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}  # steps that change literals
+# Names, in a trace, of the opcodes that change a list, dict or set.
+_STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}
 _BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
 _NOT_CHANGED = "changes a value that is not a list or dict"
 
@@ -83,7 +84,7 @@ class _SignView:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the sorts of values and of the items of tuples, None for tuples inside tuples."""
+        """Return the types of values and of the items of tuples; None for tuples inside tuples."""
         found: list[Any] = []
         for value in values:
             is_tuple = value.__class__ is tuple
@@ -111,9 +112,10 @@ class Tracer:
         self.doubts: list[str] = []
         self.refused: tuple[int, str] | None = None  # offset and reason
         self.view = _SignView()
-        self.unfinished: Sign | None = None  # an object that must get its state next
-        # Cache for calls whose verdict depends only on the sorts of the arguments: the level, the
-        # result, and whether all calls can share the result because nothing may change it.
+        self.unfinished: Sign | None = None  # an object whose state must follow next
+        # Cache for calls whose verdict depends only on the types of the arguments. It contains the
+        # level, the result, and whether all calls can share the result. They can if nothing may
+        # change it.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
@@ -196,7 +198,7 @@ class Tracer:
         return known
 
     def pushed(self, value: Any) -> None:
-        """Count each pushed name, also inside tuples."""
+        """Count each name that is pushed, also names inside tuples."""
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -279,7 +281,7 @@ class Tracer:
         return result
 
     def persistent(self, pid: Any) -> Any:
-        """Return the class in a persistent id of a legacy file, or a storage.
+        """Resolve a persistent id: return a storage, or the class in an id of a legacy file.
 
         Legacy files have ("module", class, file, source text), the oldest without "module". The
         source is never run.
@@ -356,7 +358,7 @@ class Tracer:
         return stack[-1]
 
     def finish(self, built: Any) -> None:
-        """Record an unfinished object if another step comes before its state."""
+        """Record an unfinished object if another opcode comes before its state."""
         if self.unfinished is not None and self.unfinished is not built:
             self.note(f"{_described(self.unfinished.made)} (without its state)", judge.UNSURE, ())
         self.unfinished = None
@@ -367,7 +369,7 @@ class Tracer:
             self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
-        """Record a change of a value, unless the kind of value allows it."""
+        """Record a change of a value, unless values of this kind may change."""
         if isinstance(target, Global):
             self.note(f"{target} (changed)", judge.HARMFUL, value)
             return
@@ -379,7 +381,7 @@ class Tracer:
                 self.note("(a value that is not an object)", judge.UNSURE, value)
                 return
             self.fill(value)
-        elif target.built:  # the first state may have replaced the method that this step calls
+        elif target.built:  # an earlier state may have replaced the method that this opcode calls
             self.finish(None)
             self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
             return

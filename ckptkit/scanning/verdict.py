@@ -10,8 +10,8 @@ The verdicts on a pickle, from harmless to harmful:
     needs these classes      harmless except for objects of classes that are not allowlisted, whose
                              code was not reviewed
     cannot tell              the pickle is malformed, two readers could differ, names are computed,
-                             a step is not proved harmless, or it contains a name that is not
-                             allowlisted, even if nothing calls it
+                             an opcode or call is not proved harmless, or the pickle contains a name
+                             that is not allowlisted, even if nothing calls that name
     would run code           loading it with pickle calls something else, with arguments from the
                              file
 

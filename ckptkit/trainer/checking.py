@@ -60,7 +60,7 @@ class GpuMachine:
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """A check: a function of the machine and an empty folder that returns measurements.
+    """A check. Its function takes the machine and an empty folder, and returns measurements.
 
     With fewer than `gpus` GPUs, the check is only simulated. The function raises NotHere or Failed.
     """
@@ -72,7 +72,7 @@ class DeviceCheck:
 
 @dataclass
 class CheckResult:
-    """The outcome of a check, its measurements, the reason (`why`), and the devices it used."""
+    """The outcome of a check, with measurements, the reason (`why`) and the devices used."""
 
     name: str
     status: str
@@ -153,7 +153,7 @@ def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts
 def run_limited(
     check: DeviceCheck, on: GpuMachine, folder: Path, limit: float = LIMIT
 ) -> CheckResult:
-    """Run a check in a new process; after `limit` seconds, kill it and the processes it started."""
+    """Run a check in a new process; after `limit` seconds, kill this process and its children."""
     started, answer = monotonic(), folder.with_suffix(".json")
     child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
     child.start()

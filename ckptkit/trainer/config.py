@@ -15,10 +15,11 @@ FORMS = ("bare", "wrapped", "full")
 SAMPLERS = ("hand", "distributed")
 AMP_DTYPES = ("bfloat16", "float16")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
-PREFIXED = ("dp", "dp-balanced", "ddp")  # these wrappers add `module.` to every key
+PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to every key
 LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # for SGD
 ADAM_LR = 0.001
-LR_STEP, LR_STEP_CRNN = 5, 8  # epochs between changes of the learning rate; the crnn learns slowly
+# Epochs between changes of the learning rate; more for the crnn, which learns slowly.
+LR_STEP, LR_STEP_CRNN = 5, 8
 DATA = "digits, random or cifar10:DIR"
 
 # Options that a resumed run may change: devices, memory use, and what it saves.
@@ -34,7 +35,7 @@ RECORDED_IF_USED = (
     "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",
     "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
-VALIDATION = 10  # by default, --save-best holds out every tenth training image
+VALIDATION = 10  # default of --save-best: hold out every tenth training image
 
 
 class RequestError(CkptkitError):

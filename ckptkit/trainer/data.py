@@ -22,7 +22,7 @@ import ckptkit
 from ckptkit.trainer.config import DATA, Config, RequestError
 
 CLASSES = 10
-HELD_OUT = 5  # every fifth digit is in the test set, so both sets contain all writers
+HELD_OUT = 5  # every fifth digit goes into the test set, so both sets contain all writers
 RANDOM = 512, 128  # number of training images, number of test images
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
 TEST_FILE = "test_batch"
@@ -238,6 +238,7 @@ def loaded(labelled: Labelled, batches: list[Tensor], workers: int, pinned: bool
         sampler=batches,
         num_workers=workers,
         pin_memory=pinned,
-        generator=torch.Generator(),  # otherwise the loader would draw from the global generator
+        # Without this generator, the loader would draw from the global generator.
+        generator=torch.Generator(),
     )
     return iter(loader)

@@ -35,7 +35,7 @@ from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
 NET = (3, 32, 32), 10, 0.25  # arguments of the Cnn in SMALL
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB in nvidia-smi, from the article
-CLOSE = 1e-3  # tolerance for weights after two epochs: summation order and TF32 differ
+CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32
 CHECKS: list[DeviceCheck] = []
 
 
@@ -56,7 +56,7 @@ def train(on: GpuMachine, out: Path, files: RunFiles | None = None, **options: A
 
 
 def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
-    """Train a small run; return the memory of its last step."""
+    """Train a small run; return the memory that the last step used."""
     memory = out.with_suffix(".jsonl")
     train(on, out, RunFiles(memory_report=memory), **options)
     last: Facts = json.loads(memory.read_text().splitlines()[-1])
@@ -149,7 +149,7 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S02 seconds of a small model on one device and on two", gpus=2)
 def small_models(on: GpuMachine, folder: Path) -> Facts:
-    """Measure both times; this check cannot fail."""
+    """Measure the time on one device and on two; this check cannot fail."""
     seconds = {}
     for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
         train(on, folder / "warm.pth", parallel=kind, devices=devices)
@@ -328,7 +328,8 @@ def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
         train(on, folder / name, deterministic=True, save_form="full")
     one, two = ((folder / name).read_bytes() for name in ("one.pth", "two.pth"))
     require(one == two, "other bytes")
-    train(on, folder / "timed.pth", benchmark=True)  # faster, and not reproducible
+    # With `benchmark`, training is faster, but results are not reproducible.
+    train(on, folder / "timed.pth", benchmark=True)
     return {"bytes": len(one)}
 
 

@@ -92,7 +92,8 @@ def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
 
     A resumed run appends to its metrics file, and also draws the earlier epochs in that file.
     """
-    figure = _figure() if files.plot else None  # fail before training if matplotlib is missing
+    # Create the figure now: if matplotlib is missing, fail before training.
+    figure = _figure() if files.plot else None
     metrics: AbstractContextManager[IO[str] | None] = nullcontext()
     is_first, earlier = run.group.rank == 0, _earlier(run, files)
     if files.metrics and is_first:
@@ -227,7 +228,7 @@ Measure = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
-    """Yield a function that returns a context manager for a step; it writes a JSON line.
+    """Yield a function that returns a context manager for a step, which writes a JSON line.
 
     Without a file, the context manager does nothing. Bytes are measured on the first device before
     gradients are freed. Peaks are written for each GPU.

@@ -85,7 +85,7 @@ def train(
                 loss = train_epoch(
                     run, measure, bar, lambda step: rows.step(step, *test(run, held_out)), stop
                 )
-                if run.step:  # stopped in the middle of the epoch
+                if run.step:  # the run stopped in the middle of the epoch
                     saving.save(run, out)
                     raise Stopped(run.epoch + 1, run.step, out, config.save_form)
                 run.scheduler.step()
@@ -163,7 +163,7 @@ def train_epoch(
 
 
 def batches(run: Run) -> list[Step]:
-    """Return the steps of an epoch with shuffled images; the order is drawn once per epoch.
+    """Return the steps of an epoch with shuffled images; shuffle once per epoch.
 
     With ``--sampler hand``, each process takes every Nth image of a batch; a last micro-batch with
     fewer images than processes is dropped. DistributedSampler repeats some images, so that all
@@ -218,7 +218,7 @@ def test(
 
 
 def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> float:
-    """Print and return the accuracy on the test set of the weights in a file or folder.
+    """Load weights from a file or folder; print and return their accuracy on the test set.
 
     The evaluation runs on the devices of the config.
     """
@@ -243,7 +243,8 @@ def _explained(config: Config) -> Iterator[None]:
         ways = []
         if config.batch_size > 1:
             half, twice = config.batch_size // 2, config.accumulate * 2
-            ways.append(f"--batch-size {half} --accumulate {twice}")  # same steps, less memory
+            # Fewer images at once need less memory, and the steps stay equal.
+            ways.append(f"--batch-size {half} --accumulate {twice}")
         if config.model in SEGMENTED and not config.segments:
             ways.append("--segments 4")
         if config.model == "densenet" and not config.memory_efficient:

@@ -181,7 +181,8 @@ def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
     """Wrap the model for all devices; call the result with a whole batch."""
     if config.sync_batch_norm:
         layers: Any = nn.SyncBatchNorm  # torch has no type annotations for it
-        model = layers.convert_sync_batchnorm(model)  # replaces the layers in place
+        # This replaces the layers in place.
+        model = layers.convert_sync_batchnorm(model)
     if config.parallel in ("dp", "dp-balanced"):
         return Replicated(
             model,
@@ -248,7 +249,7 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Return a context: if `now`, this backward pass syncs gradients; otherwise it only adds them.
+    """Return a context for a backward pass; the pass syncs gradients only if `now` is true.
 
     Without this context, DDP syncs after each of K micro-batches: the same result with K times the
     traffic.

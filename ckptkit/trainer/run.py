@@ -55,9 +55,10 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
     if config.torch_compile:
-        model.compile(backend=config.torch_compile)  # in place, so keys get no `_orig_mod.` prefix
+        # Compiled in place, so keys get no `_orig_mod.` prefix.
+        model.compile(backend=config.torch_compile)
     if group.rank:
-        seed(config, group.rank)  # weights are equal in all processes, dropout must differ
+        seed(config, group.rank)  # weights must be equal in all processes, but dropout must differ
     wrapped = parallel.wrap(model, config, group)
     options: dict[str, Any] = {"lr": config.initial_lr}
     if not config.foreach:

@@ -3,7 +3,7 @@
 The form ``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``. ``full``
 adds the optimizer, the scheduler, the states of random number generators, the arguments and the
 versions, so that resuming is exact. Sharded models are saved as a folder of
-``torch.distributed.checkpoint``, others as a file of ``torch.save``. ckptkit reads both.
+``torch.distributed.checkpoint``, all other models as a file of ``torch.save``. ckptkit reads both.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def versions() -> dict[str, str | None]:
     cudnn = backend.version() if torch.cuda.is_available() else None
     return {
         "ckptkit": ckptkit.__version__,
-        "torch": str(torch.__version__),  # its type TorchVersion is refused by weights_only
+        "torch": str(torch.__version__),  # weights_only=True refuses the type TorchVersion
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

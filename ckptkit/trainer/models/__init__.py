@@ -1,7 +1,8 @@
 """Define the models. Their inputs are images [batch, channels, height, width].
 
 The models in :mod:`recomputing` can recompute activations instead of keeping them. The modules
-:mod:`cnn` and :mod:`crnn` must keep their names, because fixtures contain pickled models of them.
+:mod:`cnn` and :mod:`crnn` must keep their names, because fixtures contain pickled models from these
+modules.
 """
 
 from __future__ import annotations

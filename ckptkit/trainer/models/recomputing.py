@@ -26,7 +26,7 @@ BOTTLENECK = 4  # DenseNet: channels between the two convolutions / growth
 
 
 def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
-    """Run the layers in segments; each keeps only its inputs for the backward pass.
+    """Run the layers in segments; each segment keeps only its inputs for the backward pass.
 
     The last segment keeps everything, because its backward pass comes first.
     """
@@ -39,7 +39,7 @@ def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool
 class Mlp(nn.Module):
     """Map inputs [batch, ...] to scores [batch, classes] by 72 linear layers of 1000 units.
 
-    There is nothing between the layers, so the model is a very deep linear classifier. With torch's
+    There are no activation functions, so the model is a very deep linear classifier. With torch's
     default initialization, each layer scales its input by 1/sqrt(3), and no gradient reaches the
     first layer. Initialized as identities, the layers train.
     """
