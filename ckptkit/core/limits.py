@@ -37,7 +37,7 @@ class Limits:
     revisits: int = 100_000  # repeated visits of values under other paths
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
-    record_bytes: int = 256 << 20  # inflated size of a zip member other than a storage
+    record_bytes: int = 256 << 20  # a zip member except storages, or bytes in a pickle
     # Bytes of all inflated records of a file, without storages. INFLATED times the size of the file
     # is allowed in addition.
     inflated_free: int = 8 << 20
@@ -56,7 +56,7 @@ class Limits:
     ranks: int = 1 << 20  # ranks, parts or mesh pieces that a file claims to have
     chunk_visits: int = 5_000_000  # comparisons to prove that the chunks cover a tensor
     optimizer_values: int = 64  # values that an optimizer keeps for a parameter: Adam has three
-    trace_bytes: int = 64 << 20  # traces of all pickles in a file, for a scan
+    trace_bytes: int = 64 << 20  # all pickles in a file that a scan traces
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # parts of a file that a scan examines
     scan_inflated_bytes: int = 1 << 30  # inflated size of all compressed data in a file
