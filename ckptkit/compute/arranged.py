@@ -2,8 +2,8 @@
 
 Plain bytes are row-major, little-endian, and without gaps. A record becomes the simplest possible
 extent: a range; a concatenation of ranges and strided views; one strided view; or blocks of an
-array. If a source is itself rearranged, the copies are composed. Several steps therefore read each
-byte only once.
+array. If a source is itself rearranged, both rearrangements become one. Several steps therefore
+read each byte only once.
 
 Tensors may have more elements than their storage: stride 0, and overlapping windows. A file of a
 kilobyte can describe a tensor of terabytes. Computations therefore read repeated elements once.

@@ -330,8 +330,8 @@ class _Search:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # Codes before rounding that may round into the interval. Adjacent 16-bit floats differ by
-        # at most 2**-7 of their size, or by 2**-24 for subnormal float16.
+        # The interval of codes whose numbers may round into `interval`. Adjacent 16-bit floats
+        # differ by at most 2**-7 of their size, or by 2**-24 for subnormal float16.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)

@@ -314,7 +314,7 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
 
 
 def swapped(record: Record, dtype: DType) -> Record:
-    """Return the elements of a record in the other byte order, each component separately."""
+    """Reverse the byte order of each element; of complex numbers, that of each component."""
     if dtype.component == 1:
         return record
     return Pending(Swap(dtype.component), (record,), record.length)

@@ -32,7 +32,7 @@ JOINED = 4 << 20  # bytes per tile of an array with several inputs
 BOX = 1 << 20  # bytes of input per box; it must fit the cache to be reordered there
 # Bytes worth reading in order to save a box. A box costs microseconds of Python and cache lines.
 CALL = 64 << 10
-EXACT = 512  # bytes; runs of this size are read separately if the gaps between them are larger
+EXACT = 512  # bytes; shorter runs are read together with the gaps between them
 ROW = 1 << 10  # bytes; rows of this size are read into the output directly
 LINE = 1024  # bytes of each row to read into a box for a transpose, if possible
 MANY = 128  # boxes; with more, larger tiles are faster
@@ -432,8 +432,9 @@ def _rows_of_page(matrix: Matrix) -> int:
 def _block_shape(matrix: Matrix) -> tuple[int, int]:
     """Return the rows and columns of the block that needs the fewest read and write calls.
 
-    Whole rows are adjacent in the source, and whole columns in the target, so one call handles many
-    of them. A write costs about twice as much as a read (measured).
+    One read call covers many rows if the block spans complete rows. One write call covers many
+    columns if the block spans complete columns. A write costs about twice as much as a read
+    (measured).
     """
     elements = max(1, BLOCK // matrix.itemsize)
     heights = (matrix.rows, elements // min(matrix.columns, COLUMNS), math.isqrt(2 * elements))

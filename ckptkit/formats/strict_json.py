@@ -101,7 +101,7 @@ def _check_nesting(data: bytes, what: str) -> int:
     """
     escaped = b"\\" in data
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"") if escaped else data
-    # Most strings contain no brackets. Removing the other characters leaves little to split.
+    # Keep only quotes and brackets. Most strings contain no brackets, so they become empty.
     quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
     marks = quoted.count(b'"')
     quoted = quoted.replace(b'""', b"")

@@ -59,7 +59,8 @@ _GAP = 4 << 10  # bytes without an entry that mark the start of a directory
 _TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # the bytes read for checksums are at most this many times the file
 _SMALL = 1 << 20  # maximum size of a record to read at once
-# The evidence for a storage: the directory, its own checksum, or its place (no checksums at all).
+# Evidence for a storage. LISTED: a CRC-32 in the zip directory. SUMMED: a CRC-32 in the header of
+# the member. FRAMED: the file has no checksums, and the position matches.
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
 Verdict = tuple[str, Extent | None, str]  # evidence, place of the bytes, reason of the loss

@@ -758,7 +758,7 @@ def is_key(view: View, value: Node) -> bool:
     return deep(KEYS, view, value)
 
 
-# Tests: shapes that are functions
+# Patterns of states that a function checks
 
 
 def _keys(view: View, state: Node) -> list[str] | None:

@@ -1,6 +1,7 @@
 """Decide which values of a tree may be written back, and remove the others.
 
-This module applies `ckptkit.pickles.judge` to trees. Scans apply the same judge to traces.
+This module applies the rules of `ckptkit.pickles.judge` to values. `ckptkit scan` applies the same
+rules to the calls of a pickle.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class Traced:
     nested: bool = False
 
 
-# Byte strings and strings that are files with calls: a program may load them. Finding their
-# content needs every format, so the room scanning does it, through a hook.
+# A byte string in a pickle can contain a file that calls functions, and a program may load that
+# file. Reading it needs every format, so `ckptkit.scanning` reads it, through a hook.
 
 # First bytes of files that may contain pickles: pickles since protocol 2, zip, gzip, bzip2, xz,
 # numpy.

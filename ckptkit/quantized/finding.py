@@ -62,7 +62,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     for group in groups:
         group.nbytes = sum([tensors[name].nbytes for name in group.members])
-        if len(group.parts) == 1:  # `members` lacks unnamed tensors of subclasses
+        if len(group.parts) == 1:  # the tensors inside a torch.Tensor subclass have no names
             group.nbytes = max(group.nbytes, sum([each.nbytes for each in group.inputs]))
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
@@ -106,7 +106,7 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
 def _incomplete(
     view: TensorView, float8: list[str], taken: set[str], marked: list[str]
 ) -> Iterator[QuantizedWeight]:
-    """Yield codes that lack the scales of the configuration, and scales without codes."""
+    """Yield weights whose required scale is missing, and scales whose weight is missing."""
     is_configured = view.method in _CONFIGURED if float8 or marked else False
     family = view.method if view.method not in ("", "fp8") else "fp8-block"
     for name in float8 if is_configured else ():

@@ -301,7 +301,7 @@ def numbers(
 
 
 def scale_dtype(tensor: Tensor) -> str:
-    """Return the dtype with which to decode a scale: bytes are exponents."""
+    """Return the dtype to decode a scale with. A uint8 scale contains exponents of 2."""
     return "exponent" if tensor.dtype.name == "uint8" else tensor.dtype.name
 
 

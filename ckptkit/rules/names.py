@@ -422,8 +422,8 @@ _STARS = 2  # maximum number of ** in one name
 class Words:
     """The words (names of axes and variables) of a rule, grouped by where they occur.
 
-    ``loops`` occur in both names; ``gathered`` in the left name and the right shape; ``scattered``
-    in the right name and the left shape.
+    ``loops`` occur in both names. ``gathered`` occur in the left name and the right shape: tensors
+    are stacked. ``scattered`` occur in the right name and the left shape: a tensor is split.
     """
 
     loops: tuple[str, ...]

@@ -87,7 +87,7 @@ class Copies:
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about replicas that were not compared or differ."""
+        """Yield warnings about replicas that differ, and about replicas that were not compared."""
         if self.policy == CHECK and not (self.equal or self.passed):
             yield (
                 "no two ranks have the same tensor: ckptkit cannot verify that the files are of "

@@ -267,9 +267,9 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
 
 
 def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
-    """Return the first rank's entries other than the model, with the merged model's arguments.
+    """Return the entries of the first rank, except the model.
 
-    The arguments are returned as a plain dict.
+    A plain dict of the arguments of the merged model replaces `args`.
     """
     kept = {
         key: node
