@@ -186,7 +186,7 @@ WORKS = (
             f"merge by {method}, {dtype}", f"models {dtype}",
             f"merge {{src}}/a/model.safetensors {{src}}/b/model.safetensors out.safetensors --method {method}"
             + ("" if method in ("linear", "slerp") else " --base {src}/base/model.safetensors")
-            + (" --density 0.5 --density 0.5" if passes > 1 else ""),
+            + (" --density 0.5 --density 0.5" if "ties" in method else ""),
             f"merge {method}", _moved(passes * (1 if base else 2 / 3), 100), sizes="one",
         )
         for dtype in ("bfloat16", "float32")
