@@ -10,7 +10,7 @@ which differences are dropped. These methods read the tensors once or twice befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -173,8 +173,6 @@ class Merge(Operation):
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
         """Yield the base plus the sum of the differences that are kept."""
-        import numpy as np
-
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
         taken = [0] * len(weights)  # ties so far
@@ -185,41 +183,44 @@ class Merge(Operation):
                 if kept and (keep := kept[number]) is not None:
                     change = self._thinned(change, keep, taken, number)
                 changes[number] = change if weight == 1 else self._rounded(change * weight)
-            total = _total(changes)
-            if self.method not in _CONSENSUS:
-                total = self._rounded(total)
+            if self.method in _CONSENSUS:
+                total, divisor = self._agreed(changes, weights)
             else:
-                # Multiplied by the majority sign, values that agree with it are positive. Flipping
-                # sign bits is 20x as fast in numpy as choosing between two numbers.
-                total += 0  # no negative zero
-                bits = total.view(f"i{total.itemsize}")
-                sign = bits & np.iinfo(bits.dtype).min
-                agree = [(each.view(bits.dtype) ^ sign).view(each.dtype) for each in changes]
-                if np.isfinite(total.sum()):  # as integers, negative floats are negative too
-                    for each in agree:
-                        np.maximum(whole := each.view(bits.dtype), 0, out=whole)
-                else:  # np.maximum of floats keeps NaN
-                    agree = [np.maximum(each, 0) for each in agree]
-                total = self._rounded(_total(agree))
-                total.view(bits.dtype)[:] ^= sign
-            if self.normalize and self.method in _CONSENSUS:
-                if set(weights) == {1} and len(weights) < 256:  # a count, in bytes
-                    counts = _total((each > 0).view("u1") for each in agree)
-                    divisor = np.maximum(counts, 1).astype(total.dtype)
-                else:
-                    divisor = _total(
-                        (each > 0) * weight for each, weight in zip(agree, weights, strict=True)
-                    )
-                    divisor = self._rounded(divisor)
-                    divisor += divisor == 0
+                total, divisor = self._rounded(_total(changes)), self._number(sum(weights))
+                divisor = self._number(1) if abs(divisor) < 1e-8 else divisor
+            if self.normalize:
                 total = self._rounded(total / divisor)
-            elif self.normalize:
-                divisor = self._number(sum(weights))
-                total = total if abs(divisor) < 1e-8 else self._rounded(total / divisor)
             if self.scale != 1:
                 total = self._rounded(total * base.dtype.type(self.scale))
             yield base + total
             at += len(base)
+
+    def _agreed(self, changes: list[Array], weights: Sequence[Any]) -> tuple[Array, Array]:
+        """Return the sum of the changes that have the majority sign, and the sum of their weights.
+
+        Where no change has that sign, the sum of the weights is 1.
+        """
+        import numpy as np
+
+        # Multiplied by the majority sign, values that agree with it are positive. Flipping sign
+        # bits is 20x as fast in numpy as choosing between two numbers.
+        total = _total(changes) + 0  # no negative zero
+        bits = total.view(f"i{total.itemsize}")
+        sign = bits & np.iinfo(bits.dtype).min
+        flipped = [each.view(bits.dtype) ^ sign for each in changes]
+        if np.isfinite(total.sum()):  # as integers, negative floats are negative too
+            agree = [np.maximum(each, 0, out=each).view(total.dtype) for each in flipped]
+        else:  # np.maximum of floats keeps NaN
+            agree = [np.maximum(each.view(total.dtype), 0) for each in flipped]
+        total = self._rounded(_total(agree))
+        signed = (total.view(bits.dtype) ^ sign).view(total.dtype)
+        if set(weights) == {1} and len(weights) < 256:  # a count, in bytes
+            counts = _total((each > 0).view("u1") for each in agree)
+            return signed, np.maximum(counts, 1).astype(total.dtype)
+        pairs = zip(agree, weights, strict=True)
+        divisor = self._rounded(_total((each > 0) * weight for each, weight in pairs))
+        divisor += divisor == 0
+        return signed, divisor
 
     def _thinned(self, change: Array, keep: _Kept, taken: list[int], number: int) -> Array:
         """Drop the small differences and scale the rest; `taken` counts the ties that were kept."""
@@ -274,12 +275,12 @@ class Merge(Operation):
             None if density >= 1 or not length else _Kept(inf, 0, 1.0) for density in self.densities
         ]
         searches = {
-            number: _Search(max(1, int(density * length)), self.dtype, self._rounded)
+            number: _MagnitudeSearch(max(1, int(density * length)), self.dtype, self._rounded)
             for number, density in enumerate(self.densities)
             if 0 < density < 1 and length
         }
         if length >= 16 * _SAMPLED and all(map(starts_anywhere, extent.inputs)):
-            for at in range(0, length - _AT_ONCE, length // (_SAMPLED // _SPOT)):
+            for at in range(0, length - _SPOT, length // (_SAMPLED // _SPOT)):
                 for base, *others in self._inputs(extent, at, at + _SPOT):
                     for number, search in searches.items():
                         search.sample(others[number] - base)
@@ -305,7 +306,7 @@ class Merge(Operation):
         return kept
 
 
-class _Search:
+class _MagnitudeSearch:
     """Finds the magnitude that `goal` elements reach or exceed, without sorting the elements.
 
     The bits of magnitudes without the sign, here called codes, have the same order as the

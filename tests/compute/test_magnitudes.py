@@ -38,7 +38,7 @@ def test_the_limit_is_that_of_a_sort(dtype, kind):
     sizes = np.sort(np.abs(rounded(values, dtype)))[::-1]  # NaN is the largest
     for goal in (1, 100, len(values) // 2, len(values)):
         for sampled in (0, 4096):
-            search = merging._Search(goal, dtype, lambda part: rounded(part, dtype))
+            search = merging._MagnitudeSearch(goal, dtype, lambda part: rounded(part, dtype))
             if sampled:
                 search.sample(values[:sampled])
                 search.guess(len(values))
@@ -71,3 +71,17 @@ def test_a_sampled_limit_gives_the_same_merge(tmp_path, monkeypatch, dtype):
         merged = ckptkit.merge(files[1:], method="ties", base=files[0], density=[0.3, 0.6])
         made.append(merged.weights["w"].torch())
     assert torch.equal(*made) and not torch.equal(made[0], base.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_one_model_is_divided_by_its_weight(tmp_path, dtype):
+    """Negative differences too: the mean of one model is that model, whatever its weight."""
+    base = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+    model = base + torch.tensor([0.5, -0.5, 1.0, -1.0], dtype=dtype)
+    save_file({"w": base}, tmp_path / "base.safetensors")
+    save_file({"w": model}, tmp_path / "model.safetensors")
+    merged = ckptkit.merge(
+        [tmp_path / "model.safetensors"], method="ties", base=tmp_path / "base.safetensors",
+        weight=[0.5], density=[1.0],
+    )  # fmt: skip
+    assert torch.equal(merged.weights["w"].torch(), model)

@@ -17,22 +17,22 @@ import ckptkit  # noqa: E402
 from tests.edits.test_merging import DTYPES, assert_close, model  # noqa: E402
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "linear": ("linear", {"weight": [0.3, 0.5]}, {"method": "linear", "weights": [0.3, 0.5]}),
+    "linear": ("linear", {"weight": [0.3, 0.5]}, {"method": "linear", "weight": [0.3, 0.5]}),
     "slerp": ("slerp", {"t": 0.3}, {"method": "slerp", "scale": 0.3}),
     "task": (
         "task_arithmetic",
         {"weight": [0.3, 0.5], "lambda": 0.7},
-        {"method": "task", "base": True, "weights": [0.3, 0.5], "scale": 0.7},
+        {"method": "task", "base": True, "weight": [0.3, 0.5], "scale": 0.7},
     ),
     "ties": (
         "ties",
         {"weight": [0.3, 0.5], "density": [0.5, 0.2]},
-        {"method": "ties", "base": True, "weights": [0.3, 0.5], "densities": [0.5, 0.2]},
+        {"method": "ties", "base": True, "weight": [0.3, 0.5], "density": [0.5, 0.2]},
     ),
     "ties, rescaled": (
         "ties",
         {"weight": [1, 1], "density": [0.5, 0.2], "rescale": True},
-        {"method": "ties", "base": True, "densities": [0.5, 0.2], "rescale": True},
+        {"method": "ties", "base": True, "density": [0.5, 0.2], "rescale": True},
     ),
 }
 
