@@ -57,7 +57,7 @@ class Changed(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Whether the quantization type of a GGUF weight explains its difference from the original.
+    """The quantization type of a GGUF weight, and whether it explains the difference.
 
     ``reordered``: both sides contain the same rows in a different order.
     """
@@ -136,13 +136,13 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether all compared keys and values are equal."""
+        """True if all compared keys and values are equal."""
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
     @property
     def explained(self) -> bool:
-        """Whether nothing differs beyond the quantization error of a GGUF file."""
+        """True if nothing differs beyond the quantization error of a GGUF file."""
         others = (self.missing, self.unexpected, self.mismatched, self.entries, self.unexplained)
         return not any(others)
 

@@ -14,7 +14,7 @@ SAME, CHANGED = "same", "changed"
 Relative = float | None
 
 
-class Compared(NamedTuple):
+class ComparedTensor(NamedTuple):
     """One compared tensor: dotted path, state, and difference of its values.
 
     `difference` is None unless floating-point values differ.
@@ -25,7 +25,7 @@ class Compared(NamedTuple):
     difference: Difference | None = None
 
 
-class Moved(NamedTuple):
+class MovedPart(NamedTuple):
     """One part of a model: the number of its tensors in each state, and their relative change.
 
     `relative` is the norm of the differences divided by the norm in A, over the changed tensors.
@@ -41,12 +41,12 @@ class Moved(NamedTuple):
     blocks: tuple[tuple[str, Relative], ...] = ()
 
 
-def parts(tensors: Iterable[Compared]) -> list[Moved]:
+def parts(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
     """Return the blocks of a model in the order of the file: ``embed``, ``layers.0``, ``head``."""
     return [_moved(name, f"{name}.*", found) for name, found in _groups(tensors, _block).items()]
 
 
-def layers(tensors: Iterable[Compared]) -> list[Moved]:
+def layers(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
     """Return modules grouped by kind (``layers.{0..11}.attn``), the most changed first."""
     made = []
     for kind, found in _groups(tensors, lambda place: family(_module(place))).items():
@@ -58,7 +58,7 @@ def layers(tensors: Iterable[Compared]) -> list[Moved]:
     return sorted(made, key=_order)
 
 
-def relative(tensors: Iterable[Compared]) -> Relative:
+def relative(tensors: Iterable[ComparedTensor]) -> Relative:
     """Return the norm of the differences divided by the norm in A, over the changed tensors."""
     distance = norm = 0.0
     changed = False
@@ -75,21 +75,23 @@ def relative(tensors: Iterable[Compared]) -> Relative:
 def _moved(
     label: str,
     pattern: str,
-    found: Sequence[Compared],
+    found: Sequence[ComparedTensor],
     blocks: tuple[tuple[str, Relative], ...] = (),
-) -> Moved:
+) -> MovedPart:
     states = Counter(each.state for each in found)
-    return Moved(label or "(root)", pattern.lstrip("."), dict(states), relative(found), blocks)
+    return MovedPart(label or "(root)", pattern.lstrip("."), dict(states), relative(found), blocks)
 
 
-def _order(layer: Moved) -> tuple[bool, float]:
+def _order(layer: MovedPart) -> tuple[bool, float]:
     """Return a sort key: other states than same and changed first, then the largest changes."""
     others = layer.states.keys() - {CHANGED, SAME}
     return not others, float("-inf") if layer.relative is None else -layer.relative
 
 
-def _groups(tensors: Iterable[Compared], key: Callable[[str], str]) -> dict[str, list[Compared]]:
-    found: dict[str, list[Compared]] = {}
+def _groups(
+    tensors: Iterable[ComparedTensor], key: Callable[[str], str]
+) -> dict[str, list[ComparedTensor]]:
+    found: dict[str, list[ComparedTensor]] = {}
     for each in tensors:
         found.setdefault(key(each.place), []).append(each)
     return found

@@ -90,7 +90,7 @@ class Statistics:
 
     @property
     def grouped(self) -> bool:
-        """Whether a function `label` was given."""
+        """True if a function `label` was given."""
         return self._label is not None
 
     @property

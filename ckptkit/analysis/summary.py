@@ -167,7 +167,7 @@ class TensorRow(NamedTuple):
 
     @property
     def is_logical(self) -> bool:
-        """Whether the row represents a whole quantized weight, dequantized."""
+        """True if the row represents a whole quantized weight, dequantized."""
         return self.group is not None and self.storage is None and self.tensor.storage is not None
 
     @property

@@ -68,7 +68,8 @@ def command(
         raise click.UsageError("--csv takes one FILE")
     if fold is None:  # JSON and CSV have a row for each tensor
         fold = not (as_json or as_csv or depth is not None)
-    format = "json" if as_json else "csv" if as_csv else "text"
+    kinds = {"json": as_json, "csv": as_csv}
+    format = next((kind for kind, is_given in kinds.items() if is_given), "text")
 
     def look(file: str) -> None:
         title = len(files) > 1 or file not in files  # one of a folder

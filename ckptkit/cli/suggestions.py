@@ -373,7 +373,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     stem, suffix = os.path.splitext(place.rstrip("/"))
     sources = line.parts()[0] if line.name else []
     is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
-    if is_wrong and suffix not in WRITTEN and place in sources[1:]:
-        yield from filter(None, [line.replaced(place, stem + os.path.splitext(sources[0])[1])])
+    source_suffix = os.path.splitext(sources[0])[1] if sources else ""
+    if is_wrong and source_suffix and suffix not in WRITTEN and place in sources[1:]:
+        yield from filter(None, [line.replaced(place, stem + source_suffix)])
     if line.name == "convert" and "--key" in line.words:
         yield from filter(None, [line.replaced("convert", "extract")])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import encode
-from ckptkit.compute.operation import Pieces, aligned, as_bytes, stream_reusing_buffer
+from ckptkit.compute.operation import Pieces, aligned, stream_reusing_buffer
 from ckptkit.core.bytesource import Derived, Operation
 from ckptkit.core.dtypes import BY_NAME, GGML
 
@@ -72,7 +72,7 @@ class GgmlDequantize(Operation):
             for begin in range(0, codes.size, ELEMENTS):
                 with np.errstate(all="ignore"):
                     out = _computed(values, codes, begin, *numbers)
-                made = as_bytes(out) if target.name == "float32" else encode(out, target)
+                made = encode(out, target)
                 yield made[max(start - at, 0) : min(stop - at, len(made))]
                 at += len(made)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import frexp, inf, isfinite
+from math import frexp, fsum, inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import decode, encode, is_decoded
@@ -80,5 +80,5 @@ def mean_record(
     The mean has the type of the last record. Complex numbers are averaged by component.
     """
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
-    operation = WeightedSum(names[-1], names, shares, sum(shares))
+    operation = WeightedSum(names[-1], names, shares, fsum(shares))
     return Pending(operation, records, records[-1].length)

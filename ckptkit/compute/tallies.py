@@ -395,7 +395,9 @@ def _dot(values: Array) -> float:
     whole = len(values) // DOT * DOT
     rows, rest = values[:whole].reshape(-1, 1, DOT), values[whole:]
     sums = np.matmul(rows, rows.reshape(-1, DOT, 1)).reshape(-1)
-    return math.fsum([*sums.tolist(), float(np.dot(rest, rest))])  # as Python 3.12 sums
+    return math.fsum(
+        [*sums.tolist(), float(np.dot(rest, rest))]
+    )  # sum() depends on Python's version
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:

@@ -146,7 +146,7 @@ class Checkpoint:
 
     @property
     def unordered(self) -> bool:
-        """Whether an optimizer may number the weights in another order than the file."""
+        """True if an optimizer may number the weights in another order than the file."""
         return self.beside is not None and self.beside.unordered
 
     @property

@@ -151,7 +151,7 @@ class Delta:
 
     @property
     def is_proven(self) -> bool:
-        """Whether all changes have a checksum."""
+        """True if all changes have a checksum."""
         return all(each.checksum is not None for each in self.changes.values())
 
     @property

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import plural, quoted
+from ckptkit.core.text import flatten, plural, quoted, shell_command
 from ckptkit.quantized import Quantization
 
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
+
+DROPPED_BY_NAME = 4  # maximum number of weights that a command drops by name
 
 
 def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
@@ -32,8 +34,21 @@ def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
 
 
 def dequantize_hint(ck: Checkpoint) -> str:
-    """Return a hint: the command that dequantizes the checkpoint."""
-    return "dequantize it first: `ckptkit convert {where} {new} --dequantize bfloat16`"
+    """Return a hint: the command that dequantizes the checkpoint.
+
+    The command drops the weights that ckptkit cannot dequantize.
+    """
+    unread = quantized.find(ck).unread
+    if len(unread) > DROPPED_BY_NAME:
+        return unread[0].hint or "`ckptkit help quantized` lists what ckptkit dequantizes"
+    names = [name for group in unread for name in group.members]
+    drops = shell_command(
+        ("--dequantize", "bfloat16", *flatten(("--drop", each) for each in names))
+    )
+    command = f"`ckptkit convert {{where}} {{new}} {drops}`"
+    if unread:
+        return f"{command} writes the other tensors"
+    return f"dequantize it first: {command}"
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:

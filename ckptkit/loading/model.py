@@ -198,7 +198,7 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """Whether file and model have the same entries, with the same shapes."""
+        """True if file and model have the same entries, with the same shapes."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __repr__(self) -> str:

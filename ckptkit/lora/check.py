@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import fsum, sqrt
 from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
@@ -163,7 +163,7 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
         change = _norm(plan.adapter.modules[key])
         if change is None:
             continue
-        weight = sqrt(sum(_square(weights[name]) for name in names if name in weights))
+        weight = sqrt(fsum(_square(weights[name]) for name in names if name in weights))
         if change > weight > 0:
             large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
@@ -193,7 +193,7 @@ def _square(tensor: Tensor) -> float:
     import numpy as np
 
     pieces = stream_reusing_buffer(contiguous(tensor).locate())
-    return sum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
+    return fsum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:

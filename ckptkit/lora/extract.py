@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite, prod, sqrt
+from math import fsum, isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.api import Conversion, open_checkpoint
@@ -113,7 +113,7 @@ class _Difference:
     @cached_property
     def square(self) -> float:
         """The square of the norm."""
-        return sum(float((block * block).sum()) for _, block in self.blocks())
+        return fsum(float((block * block).sum()) for _, block in self.blocks())
 
     def product(self, other: Array, *, turned: bool = False) -> Array:
         """Return the matrix times `other`, or with `turned` the transposed matrix times `other`."""

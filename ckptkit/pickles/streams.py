@@ -140,7 +140,7 @@ class Trace:
 
     @property
     def is_proved(self) -> bool:
-        """Whether all steps may be written back. Files inside byte strings are not considered."""
+        """True if all steps may be written back. Files inside byte strings are not considered."""
         steps = all(call.kind in (*judge.WRITTEN, judge.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
         return steps and whole and all(judge.out_of_place(name) is None for name in self.values)

@@ -304,7 +304,7 @@ def _differences(
     other = {ours[name]: facts for name, facts in _others(diff, a, b, ours, theirs)}
     differences = {ours[name]: found for name, found in diff.changed if _is_float(a, ours[name])}
     compared = [
-        moved.Compared(share.place, state, differences.get(number))
+        moved.ComparedTensor(share.place, state, differences.get(number))
         for number, (share, state) in enumerate(zip(made.shares, found, strict=True))
         if state != UNCOMPARED
     ]
@@ -328,7 +328,7 @@ def _is_float(seen: PageFile, number: int) -> bool:
     return seen.shares[number].row.tensor.dtype.kind in ("float", "complex")
 
 
-def _part(part: moved.Moved) -> dict[str, Any]:
+def _part(part: moved.MovedPart) -> dict[str, Any]:
     """Return a part of the model as JSON values."""
     return {
         "label": escape(part.label),

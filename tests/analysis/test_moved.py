@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptkit.analysis.diff import compare
-from ckptkit.analysis.moved import Compared, Moved, layers, parts
+from ckptkit.analysis.moved import ComparedTensor, MovedPart, layers, parts
 from tests.analysis.made import tensor
 
 A = {
@@ -19,15 +19,16 @@ A = {
 B = {**A, "l.0.x.w": [3.0, 5.0], "l.0.x.b": [3.0], "l.1.x.b": [2.5]}
 
 
-def compared(a: dict[str, list[float]], b: dict[str, list[float]]) -> list[Compared]:
+def compared(a: dict[str, list[float]], b: dict[str, list[float]]) -> list[ComparedTensor]:
     ours, theirs = ({key: tensor(*each) for key, each in side.items()} for side in (a, b))
     changed = dict(compare(ours, theirs).changed)
     return [
-        Compared(key, "changed" if key in changed else "same", changed.get(key)) for key in ours
+        ComparedTensor(key, "changed" if key in changed else "same", changed.get(key))
+        for key in ours
     ]
 
 
-def by_label(found: list[Moved]) -> dict[str, float | None]:
+def by_label(found: list[MovedPart]) -> dict[str, float | None]:
     return {each.label: each.relative for each in found}
 
 
@@ -63,14 +64,16 @@ def test_numbers_that_are_not_finite() -> None:
 
 
 def test_other_differences_come_first_and_names_without_a_module() -> None:
-    found = layers([*compared(A, B), Compared("w", "missing"), Compared("", "unexpected")])
+    found = layers(
+        [*compared(A, B), ComparedTensor("w", "missing"), ComparedTensor("", "unexpected")]
+    )
     assert (found[0].label, found[0].states) == ("(root)", {"missing": 1, "unexpected": 1})
     assert found[0].relative == 0.0 and found[0].pattern == "*"
 
 
 def test_experts_belong_to_their_block() -> None:
     names = [f"l.{n}.experts.{m}.w" for n in range(2) for m in range(3)]
-    (found,) = layers(Compared(name, "same") for name in names)
+    (found,) = layers(ComparedTensor(name, "same") for name in names)
     assert found.label == "l.{0..1}.experts.{0..2}"
     assert found.blocks == (("l.0", 0.0), ("l.1", 0.0))
 

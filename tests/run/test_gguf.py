@@ -376,6 +376,10 @@ def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # 
     done = command(*words, "--keys", "output_norm.*")
     assert done.exit_code == 2
     assert "--dequantize bfloat16 --keep 'output_norm.*'`?" in done.stderr
+    done = command("average", source, source, tmp_path / "mean.pth")
+    assert "--drop blk.0.ffn_up.weight` writes the other tensors" in done.stderr
+    done = command("lora", "check", source)  # `check` is no source whose suffix a DST could have
+    assert done.exit_code != 0 and "did you mean" not in done.stderr
     done = command("show", source, "blk.0.ffn_up.weight")
     assert "its elements have the unknown dtype ggml type 155" in done.stderr
 

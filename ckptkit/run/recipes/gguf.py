@@ -20,9 +20,10 @@ from ckptkit.compute.operation import stream
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import flatten, quoted, shell_command, shown, some
+from ckptkit.core.text import quoted, shown, some
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits.quantized import refuse_unread as refuse
+from ckptkit.edits.quantized_names import dequantize_hint
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
 RECIPES = "gguf-"  # prefix of the recipe names
@@ -35,7 +36,6 @@ VARIANTS = {
 ALIASES = {"t5encoder": "t5"}
 # Weights that only GGUF files have: scaling factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_NAMED = 4  # weights that a hint names
 # Matrices of one row, from which converters of 2024 dropped the first dimension.
 ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
@@ -87,14 +87,10 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
 
 def refuse_unread(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError if a weight cannot be dequantized, while it has the file's name."""
-    found = quantized.find(checkpoint)
     try:
-        refuse(checkpoint, found)
+        refuse(checkpoint, quantized.find(checkpoint))
     except UnsupportedError as error:
-        if len(found.unread) <= _NAMED:
-            drops = shell_command(flatten(("--drop", each.name) for each in found.unread))
-            command = f"ckptkit convert {{where}} {{new}} --dequantize bfloat16 {drops}"
-            error.hint = f"`{command}` writes the other tensors, under the names of the file"
+        error.hint = f"{dequantize_hint(checkpoint)}, under the names of the file"
         raise
 
 
