@@ -37,6 +37,7 @@ _COLLINEAR = 0.9995  # above this cosine, slerp is linear
 _SMALLEST = 1e-7  # smaller sums of magnitudes are not rescaled
 _AT_ONCE = 1 << 17  # elements per step: fits the caches, and keeps numpy calls long
 _SAMPLED = 1 << 18  # elements in the sample for a guess, at most a sixteenth of all
+_FEWEST_SPOTS = 8  # of a sample
 _SPOT = 1 << 11  # adjacent elements in a sample
 
 
@@ -279,8 +280,9 @@ class Merge(Operation):
             for number, density in enumerate(self.densities)
             if 0 < density < 1 and length
         }
-        if length >= 16 * _SAMPLED and all(map(starts_anywhere, extent.inputs)):
-            for at in range(0, length - _SPOT, length // (_SAMPLED // _SPOT)):
+        spots = min(_SAMPLED, length // 16) // _SPOT
+        if spots >= _FEWEST_SPOTS and all(map(starts_anywhere, extent.inputs)):
+            for at in range(0, length - _SPOT, length // spots):
                 for base, *others in self._inputs(extent, at, at + _SPOT):
                     for number, search in searches.items():
                         search.sample(others[number] - base)
@@ -369,7 +371,9 @@ class _MagnitudeSearch:
 
         codes = np.concatenate(self.waiting)
         place = int(len(codes) * (1 - self.goal / length))
-        ends = max(place - len(codes) // 200, 0), min(place + len(codes) // 200, len(codes) - 1)
+        # At least three standard deviations of the number of codes below the limit.
+        margin = max(len(codes) // 200, int(1.5 * len(codes) ** 0.5))
+        ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
         self.interval = low, high + (1 << self.unused)
         self._begin()

@@ -64,13 +64,19 @@ def test_a_sampled_limit_gives_the_same_merge(tmp_path, monkeypatch, dtype):
         save_file({"w": (base + change).to(dtype)}, tmp_path / f"{name}.safetensors")
         files.append(tmp_path / f"{name}.safetensors")
     made = []
-    for sampled in (1 << 20, 1 << 9):
-        monkeypatch.setattr(merging, "_SAMPLED", sampled)
+    taken = []
+    sample = merging._MagnitudeSearch.sample
+    monkeypatch.setattr(
+        merging._MagnitudeSearch, "sample", lambda *args: (taken.append(args), sample(*args))
+    )
+    for fewest in (1 << 30, 8):
+        assert not taken
+        monkeypatch.setattr(merging, "_FEWEST_SPOTS", fewest)
         monkeypatch.setattr(merging, "_SPOT", 1 << 5)
         monkeypatch.setattr(merging, "_AT_ONCE", 1 << 8)
         merged = ckptkit.merge(files[1:], method="ties", base=files[0], density=[0.3, 0.6])
         made.append(merged.weights["w"].torch())
-    assert torch.equal(*made) and not torch.equal(made[0], base.to(dtype))
+    assert taken and torch.equal(*made) and not torch.equal(made[0], base.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
