@@ -4,14 +4,12 @@ between."""
 from __future__ import annotations
 
 import itertools
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from ckptkit.compute import numbers as floats
-from ckptkit.compute.numbers import FLOATS, decode, encode, is_decoded
+from ckptkit.compute.numbers import FLOATS, Cast, decode, encode, is_decoded
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import UnsupportedError
 
@@ -80,21 +78,18 @@ def test_float16_that_numpy_converts_only_where_it_must() -> None:
     assert_same(torch.from_numpy(decode(negative, BY_NAME["float16"])), -exact)
 
 
-@pytest.mark.parametrize("last", [0x7BFF, 0x7C00, 0x7E00], ids=["largest", "infinite", "nan"])
-@pytest.mark.parametrize("small", [0x0001, 0x03FF, 0x8001, 0x83FF])
-@pytest.mark.parametrize("extra", [0, 1])
-def test_float16_is_looked_up_where_many_are_small(
-    last: int, small: int, extra: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One in 256 numbers below the normal ones is the most that is computed; zeros are not."""
-    codes = np.resize(np.array([0x0000, 0x8000, 0x0400, 0x8400, 0x3C00], "<u2"), 1024)
-    codes[: 4 + extra] = small
-    codes[-1] = last
-    table = Mock(wraps=floats._half_values)
-    monkeypatch.setattr(floats, "_half_values", table)
-    found = decode(codes.tobytes(), BY_NAME["float16"])
-    assert np.array_equal(found.view("u4"), codes.view("f2").astype("f4").view("u4"))
-    assert table.called == (extra == 1 or last != 0x7BFF)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("float16", "float32"), ("float16", "bfloat16"), ("bfloat16", "float16")],
+)
+@pytest.mark.parametrize("most", [0.0, 1.0], ids=["looked up", "computed"])
+def test_every_code_of_two_bytes(source: str, target: str, most: float) -> None:
+    """If most codes are normal numbers, these are computed, and the others are looked up."""
+    most_code = {0.0: 0, 1.0: {"float16": 0x3C00, "bfloat16": 0x3F80}[source]}[most]
+    codes = np.concatenate([np.full(1 << 18, most_code), np.arange(1 << 16)]).astype("<u2")
+    numbers = torch.from_numpy(codes.view("<i2")).view(getattr(torch, source))
+    found = Cast(source, target).of(codes.data.cast("B"))
+    assert_same(in_torch(found, target), numbers.to(getattr(torch, target)))
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS))
