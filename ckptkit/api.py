@@ -87,12 +87,14 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
     """Open a checkpoint. Read only headers, no tensors, and do not import torch.
 
     `source` is the path or URL of a file or folder, the bytes of a file, a binary file object, a
-    mapping in memory (a state_dict), or a Checkpoint. Pass :class:`Options` as an object or by
-    name. ``key`` selects the entry with the weights (``"model"``, ``"ema.generator"``). ``parts``
-    and ``copies`` control how the files of several ranks are assembled.
+    mapping in memory (a state_dict), or a Checkpoint. Pass the options as one :class:`Options`
+    object or as keyword arguments. ``key`` selects the entry with the weights (``"model"``,
+    ``"ema.generator"``). If the source is a folder with the files of several ranks, ``parts`` and
+    ``copies`` control how the files are combined.
 
-    Raises InputError if the source is not a checkpoint, and MissingFileError (a FileNotFoundError)
-    if it does not exist. ``with ckptkit.open(path) as ck`` closes the files at the end.
+    ``with ckptkit.open(path) as ck`` closes the files at the end of the block. Raises InputError if
+    the source is not a checkpoint. Raises MissingFileError (a FileNotFoundError) if the source does
+    not exist.
     """
     options = made(options, changes)
     if isinstance(source, Checkpoint):
@@ -144,13 +146,14 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 def recover(source: Source, *, unverified: bool = False) -> Recovered:
     """Return the intact tensors of a damaged file as a checkpoint, and the list of lost entries.
 
-    A tensor is intact if its bytes match the checksum in the file. A format without checksums only
-    records offsets and lengths. If an offset or length is wrong, the bytes of a tensor may be
-    shifted. The warnings of the checkpoint list unproven facts, such as whether all tensors are
-    from the same save. With `unverified`, tensors that cannot be verified are kept too.
+    A tensor is intact if its bytes match the checksum in the file. If the format has no checksums,
+    the file only records offsets and lengths. If an offset or length is wrong, `recover` may read
+    the bytes of a tensor from the wrong position. The warnings of the checkpoint list unproven
+    facts, such as whether all tensors are from the same save. With `unverified`, `recover` also
+    keeps tensors that it cannot verify.
 
-    Raises CorruptError if no tensor is intact, and UnsupportedError if `recover` does
-    not support the format.
+    Raises CorruptError if no tensor is intact. Raises UnsupportedError if `recover` does not
+    support the format.
     """
     arguments.flags(unverified=unverified)
     is_path = isinstance(source, (str, os.PathLike))
@@ -161,19 +164,19 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
 def save(
     checkpoint: Source, path: PathLike | IO[bytes], options: Options | None = None, **changes: Any
 ) -> Conversion:
-    """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
+    """Write a checkpoint to `path`, in the format of its suffix or in the format ``format``.
 
-    `path` can also be a binary file object, such as io.BytesIO. `save` writes one file to the
-    object, in ``format`` or else in the format of `checkpoint`.
+    `path` can also be a binary file object, such as io.BytesIO. In this case, the default format is
+    the format of `checkpoint`, and the output must be one file.
 
     `checkpoint` is a Checkpoint, any source that `open` accepts, or a mapping of torch tensors,
     numpy arrays, tensors of checkpoints and plain values, nested to any depth. Tensors that share
-    memory still share it in the output. `save` completes the plan before it writes anything, and
-    `path` appears complete or not at all. Pass options as an object or by name, as in
-    ``save(ck, path, force=True)``.
+    memory still share memory in the output. `save` plans the complete output before it writes the
+    first byte. An incomplete output never appears at `path`. Pass the options as one
+    :class:`Options` object or as keyword arguments: ``save(ck, path, force=True)``.
 
-    Raises OutputExistsError (a FileExistsError) without ``force``, and OutputError if it cannot
-    write the output.
+    Raises OutputExistsError (a FileExistsError) if `path` exists, unless ``force``. Raises
+    OutputError if `save` cannot write the output.
     """
     options = made(options, changes)
     checkpoint = opened(checkpoint)
@@ -224,14 +227,17 @@ def convert(
     options: Options | None = None,
     **changes: Any,
 ) -> Conversion:
-    """Read `source`, apply the steps in order, write `destination` (``in_place``: the source).
+    """Read `source`, apply the steps in order, and write the result to `destination`.
 
-    Pass :class:`Options` as an object or by name. With ``keep_format`` (the default), a destination
-    without a suffix, or with the suffix of the source, gets the format of the source, and a small
-    change in place writes only the changed bytes. Without ``keep_format``, the file is always
-    rewritten. If the destination is a folder, the output goes into it.
+    Pass the options as one :class:`Options` object or as keyword arguments. With ``in_place``,
+    `convert` changes the source and needs no `destination`. If `destination` is a folder, the
+    output becomes a file in this folder.
 
-    Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.
+    ``keep_format`` is true by default. If `destination` has no suffix, or the suffix of the source,
+    the output then has the format of the source. A small change with ``in_place`` then writes only
+    the changed bytes. Without ``keep_format``, `convert` always rewrites the complete file.
+
+    Raises UnsupportedError for a single rank's file, unless ``part_only``.
     """
     options = made(options, changes)
     if options.in_place:

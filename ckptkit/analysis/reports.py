@@ -39,11 +39,11 @@ def inspect(
     digest: bool = False,
     stored: bool = False,
 ) -> InspectFile:
-    """Return the contents of a checkpoint: FILE of ``ckptkit inspect --json``.
+    """Return the contents of a checkpoint, like the object FILE of ``ckptkit inspect --json``.
 
-    `keys` are globs of the tensors to list. With `digest`, the tensors are read and digested. Each
-    quantized weight is one tensor, unless `stored`. The schema is that of ``ckptkit help --schema
-    inspect``.
+    `keys` are globs of the tensors to list. With `digest`, `inspect` reads the tensors and computes
+    their digests. With `stored`, a quantized weight is listed as the tensors in the file, not as
+    one tensor. ``ckptkit help --schema inspect`` prints the schema.
     """
     arguments.flags(digest=digest, stored=stored)
     globs = arguments.texts("keys", keys)
@@ -63,9 +63,10 @@ def stats(
     all: bool = False,
     stored: bool = False,
 ) -> StatsFacts:
-    """Return statistics of the values of tensors: the object of ``ckptkit stats --json``.
+    """Return statistics of the values of tensors, like ``ckptkit stats --json``.
 
-    `keys` are globs of names. Reads all weights, or with `all` all tensors of the file.
+    `keys` are globs of tensor names. `stats` reads all weights, or with `all` all tensors of the
+    file.
     """
     arguments.flags(all=all, stored=stored)
     globs = arguments.texts("keys", keys)
@@ -84,7 +85,10 @@ def digest(
     keys: str | Iterable[str] = (),
     all: bool = False,
 ) -> DigestFile:
-    """Return digests of tensors, equal in all formats: FILE of ``ckptkit digest --json``."""
+    """Return digests of tensors, like the object FILE of ``ckptkit digest --json``.
+
+    A tensor has the same digest in every file format.
+    """
     arguments.flags(all=all)
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
@@ -95,9 +99,10 @@ def digest(
 
 
 def verify(source: Source, *, values: bool = False, key: str | None = None) -> VerifyFile:
-    """Check that a file or folder is complete and undamaged: FILE of ``ckptkit verify --json``.
+    """Check that a file or folder is complete and undamaged, like ``ckptkit verify --json``.
 
-    Reads all bytes. With `values`, NaN and infinite elements are findings too.
+    `verify` reads all bytes and returns the object FILE. With `values`, NaN and infinite elements
+    are findings too.
     """
     arguments.flags(values=values)
     found = verification.verify(file_of(source), Options(key=key), values=values)
@@ -105,11 +110,11 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> V
 
 
 def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | ScanFailed]:
-    """Return the code that loading the files of a path would run: each FILE of ``ckptkit scan
-    --json``.
+    """List the code that loading a file or folder would run, like ``ckptkit scan --json``.
 
-    Runs nothing. An unreadable file has an ``error`` instead of a verdict. `trust` contains globs
-    of classes and functions that may be called.
+    `scan` runs nothing. It returns one object FILE for each file. An unreadable file has an
+    ``error`` instead of a verdict. `trust` contains globs of classes and functions that may be
+    called.
     """
     found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
     return [cast("ScanFile | ScanFailed", listed(json_facts.scanned(each))) for each in found]

@@ -81,22 +81,32 @@ Entry: TypeAlias = (
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """A tree of plain values with lazy tensors, and its origin.
+    """A tree of plain values and tensors. The elements of a tensor are read on first use.
 
-    Contents. ``extras`` are the strings that a container stores beside the tree (safetensors'
-    ``__metadata__``). ``globals`` are all classes and functions that the pickles of the file name.
-    ``logical`` are the weights of quantized tensors (:mod:`ckptkit.quantized`). ``companions`` are
-    files (name and bytes) that belong beside the weights in a folder.
+    Contents:
 
-    Reading. ``format`` is the name of the source format. ``origin`` belongs to that format. ``key``
-    names the entry with the weights. ``part_only`` accepts a single rank's file. ``part`` is the
-    shard that the file contains, or None for a file that seems complete. If the caller named a
-    folder and the source is a file in it, ``folder`` is that folder. ``beside`` are the entries
-    that were separate files in that folder. ``about`` describes the layout of a folder. ``words``
-    are command-line options with which a command reads the same folder.
+    - ``root``: the tree.
+    - ``extras``: the strings of the file beside the tree (safetensors' ``__metadata__``).
+    - ``globals``: all classes and functions that the pickles of the file name.
+    - ``logical``: the quantized weights that the tree contains as dequantized tensors.
+    - ``companions``: files (name and bytes) that belong beside the weights in a folder.
 
-    Messages. ``warnings`` come from readers and transforms. ``notes`` describe the changes of
-    transforms, and ``reports`` those of rule steps.
+    Source:
+
+    - ``format``: the name of the file format. ``origin`` contains data that only this format uses.
+    - ``key``: the path of the entry with the weights.
+    - ``part_only``: true to accept a single rank's file.
+    - ``part``: the shard that the file contains. None if the file seems complete.
+    - ``folder``: the folder that the caller named, if the source is a file in this folder.
+    - ``beside``: the entries that were separate files in this folder.
+    - ``about``: a description of the layout of a folder.
+    - ``words``: the command-line options with which a command reads the same folder.
+
+    Messages:
+
+    - ``warnings``: the warnings of readers and transforms.
+    - ``notes``: the changes that transforms made.
+    - ``reports``: the changes that rule steps made.
     """
 
     root: Node
@@ -138,7 +148,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file, read-only.
+        """The state_dict: a read-only mapping from names to tensors, in the order of the file.
 
         Raises UsageError if the checkpoint has no state_dict.
         """
@@ -200,13 +210,13 @@ class Checkpoint:
         return (*(() if self.key is None else ("--key", self.key)), *self.words)
 
     def with_key(self, key: str | None) -> Checkpoint:
-        """Return this checkpoint with the entry `key` as its weights."""
+        """Return a checkpoint whose weights are the entry at the dotted path `key`."""
         return replace(self, key=key)
 
     def __getitem__(self, key: Any) -> Entry:
-        """Return an entry, by one of `keys` or by the dotted path of a nested value.
+        """Return the entry with the key `key` at the root, or at the dotted path `key`.
 
-        Raises UnknownNameError (a KeyError).
+        Raises UnknownNameError (a KeyError) if the entry does not exist.
         """
         try:
             if isinstance(self.root, dict) and isinstance(key, str) and key in self.root:
@@ -252,7 +262,7 @@ class Checkpoint:
         return True
 
     def keys(self) -> list[Any]:
-        """Return the keys of the entries at the root, in the order of the file."""
+        """Return the keys of the root, in the order of the file."""
         return [key for key, _ in children(self.root)]
 
     def items(self) -> list[tuple[Any, Entry]]:
@@ -267,27 +277,27 @@ class Checkpoint:
             return default
 
     def with_value(self, path: str, value: object) -> Checkpoint:
-        """Return this checkpoint with `value` at the dotted `path`, replaced or added.
+        """Return a checkpoint in which the entry at the dotted `path` is `value`.
 
-        `value` is anything that `ckptkit.save` accepts: plain values, torch tensors, numpy arrays,
+        `value` is any value that `ckptkit.save` accepts: plain values, torch tensors, numpy arrays,
         tensors of checkpoints, and containers of these.
         """
         made: Checkpoint = hooks.call("set", self, path, value)
         return made
 
     def without(self, path: str) -> Checkpoint:
-        """Return this checkpoint without the entry at the dotted `path`."""
+        """Return a checkpoint without the entry at the dotted `path`."""
         made: Checkpoint = hooks.call("drop", self, arguments.text("path", path))
         return made
 
     def map(self, function: Callable[..., Any], keys: str | Iterable[str] = "*") -> Checkpoint:
-        """Return this checkpoint with `function` applied to the weights that match a glob.
+        """Return a checkpoint with `function` applied to the weights that match a glob of `keys`.
 
-        `function` receives a torch tensor on the CPU and returns a tensor or a numpy array. It must
-        return equal results for equal tensors, because it is called twice for each weight. The
-        first call finds the shape of the result: it receives a meta tensor, or the weight if
-        `function` fails on meta tensors. The second call happens when the checkpoint is written.
-        Only one weight at a time is in memory.
+        `function` receives a torch tensor on the CPU and returns a tensor or a numpy array. ckptkit
+        calls `function` twice for each weight, so `function` must return equal results for equal
+        tensors. The first call finds the shape of the result. It passes a meta tensor, or the
+        weight if `function` fails on meta tensors. The second call happens when the checkpoint is
+        written. Only one weight at a time is in memory.
         """
         made: Checkpoint = hooks.call("map", self, function, keys)
         return made
@@ -330,7 +340,7 @@ class Checkpoint:
         return f"{where}: {count}, {parameters:,} parameters, {size(nbytes)}{place}"
 
     def close(self) -> None:
-        """Close the source. Tensors that were not read yet can no longer be read."""
+        """Close the files. Unread tensors can no longer be read."""
         if self.source is not None:
             self.source.close()
 

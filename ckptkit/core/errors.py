@@ -18,11 +18,12 @@ NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch r
 
 
 class CkptkitError(Exception):
-    """Base of every error that ckptkit raises on purpose.
+    """Base class of every error that ckptkit raises on purpose.
 
-    ``where`` is the file and ``hint`` is the advice. Callers may fill in both while the exception
-    propagates. In a hint, ``{where}`` becomes the file and ``{new}`` a name for a new file beside
-    it. ``code`` identifies the failure for programs. Its default is the ``code`` of the class.
+    ``where`` is the file and ``hint`` is the advice. Callers may set both attributes while the
+    exception propagates. In a hint, ``{where}`` becomes the file, and ``{new}`` becomes a name for
+    a new file beside it. ``code`` identifies the failure for programs. The default is the ``code``
+    of the class.
     """
 
     exit_code = 3
@@ -143,7 +144,7 @@ class InputError(CkptkitError):
 
 
 class PathError(InputError):
-    """The path is not a regular file, or leads out of its folder."""
+    """The path is not a regular file, or points outside its folder."""
 
     code = "path"
 
@@ -173,13 +174,13 @@ class CorruptError(FormatError):
 
 
 class AmbiguousError(InputError, ValueError):
-    """Readers could interpret the input in two ways, or the request matches several entries."""
+    """The input has two possible interpretations, or the request matches several entries."""
 
     code = "ambiguous"
 
 
 class SeveralError(AmbiguousError):
-    """A folder contains several checkpoints, listed in `files`."""
+    """A folder contains several checkpoints. The attribute `files` lists them."""
 
     code = "several-checkpoints"
     files: tuple[str, ...] = ()
@@ -192,7 +193,7 @@ class CollisionError(AmbiguousError):
 
 
 class UnsafeGlobalError(InputError):
-    """The output would call a global that is not allowlisted."""
+    """The output would call a class or function that is not allowlisted."""
 
     code = "unsafe-global"
 
@@ -222,27 +223,27 @@ class DeviceError(InputError, RuntimeError):
 
 
 class ModelError(InputError, RuntimeError):
-    """A model class cannot be imported or built, or the weights do not fit it."""
+    """ckptkit cannot import or build a model class, or the weights do not fit the model."""
 
     code = "model"
 
 
 class OutputError(CkptkitError):
-    """The output could not be written; the destination is unchanged."""
+    """ckptkit could not write the output. The destination is unchanged."""
 
     code = "output"
     exit_code = 4
 
 
 class InputChangedError(OutputError, InputError):
-    """The input changed while it was read; nothing is written."""
+    """The input changed while ckptkit read it. Nothing is written."""
 
     code = "input-changed"
     exit_code = InputError.exit_code
 
 
 class VerifyError(OutputError):
-    """The bytes written differ from the bytes read."""
+    """The output was read back, and its bytes differ from the bytes of the input."""
 
     code = "verify"
 

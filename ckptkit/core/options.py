@@ -25,32 +25,49 @@ LAYOUT = ("objects", "ties", "all", "shard_size", "ranks", "extras", "sidecars",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of `open`, `save` and `convert`; each has a default.
+    """The options of `open`, `save` and `convert`. Each option has a default.
 
-    Reading. ``key``: the entry of the weights. ``part_only``: accept a single rank's file.
-    ``parts``: a file that describes how the tensors of a folder are sharded. ``copies``: how to
-    treat replicated tensors: compare their checksums (``compare``), read and compare them
-    (``check``), or use the first copy even if copies differ (``first``).
+    Options for reading:
 
-    Output. ``format``: name of the output format; None: from the suffix. ``keep_format``: a
-    destination without a suffix, or with that of the source, gets the format of the source; a file
-    that differs in a few bytes is edited in place. ``in_place``: overwrite the source. ``objects``:
-    ``keep``, ``drop`` or ``error`` for Python objects other than tensors and plain values.
-    ``ties``: how to store tensors that share memory in a format without views: once, with a note
-    (``alias``), or one copy each (``duplicate``). ``all``: write the whole tree, not only the
-    weights. ``shard_size``: the maximum size of a shard, in bytes or as "5GB"; a larger tensor gets
-    a separate shard; None: the default of the format. ``ranks``: the number of parts of a
-    model-parallel format. ``extras``: keep values that a safetensors header cannot express in its
-    metadata. ``sidecars``: copy configuration and tokenizer files from folder to folder.
-    ``strict``: raise UsageError for a no-op step.
+    - ``key``: path of the entry with the weights.
+    - ``part_only``: accept a single rank's file.
+    - ``parts``: path of a file that describes how the tensors of a folder are sharded.
+    - ``copies``: treatment of replicated tensors. ``compare`` compares their checksums. ``check``
+      reads and compares their bytes. ``first`` uses the first copy even if copies differ.
 
-    Writing. ``force``: replace an existing destination. ``dry_run``: make the plan and write
-    nothing. ``check``: compare tensors with the checksums in their file; raise CorruptError for a
-    damaged tensor. ``verify``: read the output back and compare it before it gets its final name.
-    ``durable``: flush the output to disk. ``allow_expand``: allow an output many times larger than
-    its source. ``executor``: runs the tasks; its workers must have access to the same files.
-    ``fork``: allow forked processes for computed bytes. ``progress``: a function that receives the
-    bytes written since its last call, and the total.
+    Options for the output:
+
+    - ``format``: name of the output format. None: the format of the suffix.
+    - ``keep_format``: keep the format of the source if the destination has no suffix, or the suffix
+      of the source. Edit in place if only a few bytes change.
+    - ``in_place``: overwrite the source.
+    - ``objects``: ``keep``, ``drop`` or ``error`` for Python objects other than tensors and plain
+      values.
+    - ``ties``: treatment of tensors that share memory, if the format has no views. ``alias`` stores
+      the bytes once and records the other names. ``duplicate`` stores a copy for each name.
+    - ``all``: write the complete tree, not only the weights.
+    - ``shard_size``: maximum size of a shard, in bytes or as "5GB". A larger tensor gets a separate
+      shard. None: the default of the format.
+    - ``ranks``: number of ranks in a model-parallel format.
+    - ``extras``: store values that safetensors cannot express in the metadata of the
+      file.
+    - ``sidecars``: copy configuration and tokenizer files from folder to folder.
+    - ``strict``: raise UsageError for a step that is a no-op.
+
+    Options for writing:
+
+    - ``force``: replace an existing destination.
+    - ``dry_run``: plan the output and write nothing.
+    - ``check``: compare tensors with the checksums in their file. Raise CorruptError for a damaged
+      tensor.
+    - ``verify``: read the output back and compare its bytes before the output gets its final name.
+    - ``durable``: flush the output to disk.
+    - ``allow_expand``: allow an output that is many times larger than its source.
+    - ``executor``: a concurrent.futures.Executor for the tasks. Its workers must have access to the
+      same files.
+    - ``fork``: allow forked processes for computed bytes.
+    - ``progress``: a function that receives two numbers: the bytes written since its last call, and
+      the total.
     """
 
     key: str | None = None

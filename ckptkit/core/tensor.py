@@ -40,7 +40,12 @@ class Count(int):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Storage:
-    """`record.length` bytes, the device from which they were saved, and their CRC-32 if known."""
+    """A block of bytes that tensors view.
+
+    - ``record``: the location and the length of the bytes.
+    - ``device``: the device from which the storage was saved.
+    - ``crc32``: the CRC-32 of the bytes, or None if it is unknown.
+    """
 
     record: Final[Record]
     device: Final[str] = "cpu"
@@ -49,6 +54,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of the storage."""
         return self.record.length
 
     def __repr__(self) -> str:
@@ -80,14 +86,16 @@ class TypedStorage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Tensor:
-    """A strided view of a storage. `shape`, `stride` and `offset` are in elements.
+    """A strided view of a storage. `shape`, `stride` and `offset` are numbers of elements.
 
-    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. A
-    tensor with a ``layout`` other than ``strided`` (``sparse_coo``, ``nested``...) consists of
-    several tensors: ``storage`` is then the storage of the values, and ``stride`` is empty. If
-    ``conj`` or ``neg`` is set, the stored elements must still be conjugated or negated.
+    - ``storage`` is None for a meta tensor.
+    - ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
+    - ``layout`` is ``strided``, ``sparse_coo``, ``nested``... A tensor that is not ``strided``
+      consists of several tensors. Its ``storage`` contains the values, and its ``stride`` is empty.
+    - ``conj`` and ``neg`` are lazy flags, as in torch. If one is true, the elements in the storage
+      are not conjugated or negated yet.
 
-    Elements are read on demand: ``t[0:3, :, 5]`` and ``t.numpy()`` return numpy arrays, and
+    ckptkit reads elements on demand. ``t[0:3, :, 5]`` and ``t.numpy()`` return numpy arrays, and
     ``t.torch()`` returns a torch tensor.
     """
 
@@ -120,8 +128,8 @@ class Tensor:
     def numpy(self) -> Array:
         """Read the elements into a numpy array.
 
-        bfloat16 and 8-bit floats become the types of ml_dtypes.
-        Raises TensorError if numpy cannot represent the tensor.
+        bfloat16 and 8-bit floats become dtypes of the package ml_dtypes. Raises TensorError if
+        numpy cannot represent the tensor.
         """
         array: Array = hooks.call("numpy", self)
         return array
@@ -134,7 +142,7 @@ class Tensor:
     def __getitem__(self, index: object) -> Array:
         """Read some elements by a numpy index: integers, slices, ``...`` and None.
 
-        Only the bytes of these elements, and the gaps below 64 KiB between them, are read.
+        Only the bytes of these elements, and gaps below 64 KiB between them, are read.
         """
         found: Array = hooks.call("elements", self, index)
         return found
@@ -179,23 +187,27 @@ class Tensor:
 
     @property
     def device(self) -> str:
+        """Name of the device from which the tensor was saved, or ``meta``."""
         return "meta" if self.storage is None else self.storage.device
 
     @property
     def numel(self) -> Count:
-        """Number of elements, as an attribute or, as in torch, a method: ``t.numel()``."""
+        """Number of elements. ``t.numel`` and, as in torch, ``t.numel()`` both work."""
         return Count(prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements when contiguous; for other layouts, the bytes of the values."""
+        """Number of bytes of the elements. If `layout` is not ``strided``, only of the values."""
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(prod(self.shape))
 
     @property
     def is_contiguous(self) -> bool:
-        """True if elements are in row-major order without gaps; dimensions of 1 are ignored."""
+        """True if the elements are in row-major order without gaps.
+
+        Dimensions of size 1 are ignored.
+        """
         if self.layout != "strided":
             return False
         if 0 in self.shape or self.stride == contiguous_stride(self.shape):

@@ -41,13 +41,16 @@ def apply_delta(
     options: Options | None = None,
     **changes: Any,
 ) -> Conversion:
-    """Apply deltas in order to `base`; write `path`, or with ``in_place=True`` edit `base` itself.
+    """Apply deltas in order to `base`, and write the result to `path`.
 
-    `deltas` are folders and files of deltas, or a folder of deltas, which are applied up to version
-    `to`. `base_version` is the version of `base`, if the folder of `base` does not record a
-    version. Deltas without checksums are applied only if `unchecked`. Pass :class:`Options` as an
-    object or by name. Raises UsageError for a delta of another version, and CorruptError for a
-    damaged delta or a wrong base. After these errors, the destination is unchanged.
+    With ``in_place=True``, `apply_delta` edits `base` itself. `deltas` are folders and files of
+    deltas, or one folder that contains deltas. `to` is the last version to apply. If the folder of
+    `base` does not record its version, pass it as `base_version`. ckptkit applies deltas without
+    checksums only if `unchecked`. Pass the options as one :class:`Options` object or as keyword
+    arguments.
+
+    Raises UsageError if a delta applies to another version. Raises CorruptError for a damaged delta
+    or a wrong base. After these errors, the destination is unchanged.
     """
     found = read_all(deltas, to)
 
@@ -281,8 +284,8 @@ class Position:
 def verify_delta(base: Source, deltas: Paths) -> Position:
     """Find the version of a checkpoint in a chain of deltas by comparing checksums.
 
-    Reads the tensors that the deltas change, and writes nothing. To detect the version before the
-    first delta, applies that delta.
+    `verify_delta` reads the tensors that the deltas change, and writes nothing. To detect the
+    version before the first delta, it applies the first delta in memory.
     """
     found = [each for each in read_all(deltas) if each.encoding != WHOLE]
     if not found or any(each.version is None or not each.is_proven for each in found):

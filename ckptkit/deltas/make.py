@@ -96,14 +96,19 @@ def delta(
     whole: bool = False,
     **options: Any,
 ) -> Made:
-    """Write the folder `path`: a delta from the weights of `old` to those of `new`.
+    """Write the folder `path`: a delta from the weights of `old` to the weights of `new`.
 
-    `old` and `new` must have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest),
-    ``overwrite`` (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4
-    GiB or more. The default base version is the version that the folder of `old` records, else
-    `version` - 1, or 0 without `version`. The default version is the base version + 1. With
-    `whole`, `new` is written as a complete version. `options` are those of :func:`ckptkit.save`. If
-    the format cannot store the difference, raises UsageError and writes nothing.
+    `old` and `new` must have the same names, dtypes and shapes. `encoding` is one of these:
+
+    - ``xor``: the smallest delta.
+    - ``overwrite``: a delta that can be applied twice.
+    - ``auto``: ``overwrite``, or ``xor`` if a tensor has 4 GiB or more.
+
+    If `base_version` is not given, the base version is the first of these that exists: the version
+    that the folder of `old` records, `version` - 1, or 0. If `version` is not given, the version is
+    the base version + 1. With `whole`, `delta` writes `new` as a complete version. `options` are
+    those of :func:`ckptkit.save`. If the format cannot store the difference, `delta` raises
+    UsageError and writes nothing.
     """
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),
@@ -355,8 +360,8 @@ def squash_delta(
 ) -> Made:
     """Combine consecutive `deltas` into one delta.
 
-    Without `base`, all deltas must be ``xor``, and their frames are joined. With `base`, the deltas
-    are applied, and a new delta is computed. Raises UsageError for deltas that are not consecutive.
+    Without `base`, all deltas must be ``xor``. With `base`, ckptkit applies the deltas to the base
+    and computes a new delta. Raises UsageError for deltas that are not consecutive.
     """
     found = read_all(deltas)
     if not found:

@@ -381,10 +381,10 @@ def _fit(
 def doctor(
     source: Source, *, model: nn.Module | str | None = None, key: str | None = None
 ) -> DoctorReport:
-    """Return why a file does not load, and the commands that help: ``ckptkit doctor --json``.
+    """Return why a file does not load, and the commands that help, like ``ckptkit doctor --json``.
 
     `model` is the torch.nn.Module for the weights, or the name of a class: ``package.module:Class``
-    or ``path/to/file.py:Class``. The class is imported and built.
+    or ``path/to/file.py:Class``. `doctor` imports the class and builds the model.
     """
     from ckptkit.analysis.reports import file_of, listed
     from ckptkit.core import arguments

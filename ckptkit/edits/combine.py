@@ -82,10 +82,10 @@ AVERAGED = (
 
 @checked
 def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None) -> Checkpoint:
-    """Return weights whose floating-point elements are the means of all checkpoints, in float64.
+    """Return the mean of the floating-point weights of all checkpoints, computed in float64.
 
-    ``weight`` lists the weights of the checkpoints; their sum need not be 1. Integer and bool
-    buffers, such as the number of batches, come from the last checkpoint, as in
+    ``weight`` contains one factor for each checkpoint. ckptkit divides by the sum of the factors.
+    Integer and bool buffers, such as ``num_batches_tracked``, come from the last checkpoint, as in
     torch.optim.swa_utils. Dtypes, devices and order come from the last checkpoint too. The result
     contains only weights. Raises UsageError if names or shapes differ.
     """
@@ -163,8 +163,9 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
 def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """Join the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
-    Raises CollisionError if two checkpoints contain the same name, unless ``last_wins``. Raises
-    UsageError for weights with different quantization.
+    Raises CollisionError if two checkpoints contain the same name. With ``last_wins``, the tensor
+    of the last checkpoint is used instead. Raises UsageError if the checkpoints are quantized
+    differently.
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
@@ -205,12 +206,12 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
 
 @edit
 def ema(ck: Checkpoint) -> Checkpoint:
-    """Return the averaged weights that a training loop stored with the trained ones.
+    """Return the averaged weights (EMA) that a training loop stored beside the trained weights.
 
-    For torch's ``AveragedModel``, the counter and the prefix ``module.`` are removed. For other
-    averaged weights, wrapper prefixes that the trained weights lack are removed. A list of tensors
-    (``shadow_params``) gets the names of the trained parameters. Raises UsageError if the file has
-    no such entry.
+    For torch's ``AveragedModel``, `ema` removes the counter and the prefix ``module.``. For other
+    averaged weights, `ema` removes wrapper prefixes if the trained weights do not have them. If the
+    averaged weights are a list (``shadow_params``), `ema` gives the tensors the names of the
+    trained parameters. Raises UsageError if the file has no averaged weights.
     """
     ck.require_complete()
     quantized_names.refuse(ck, None, _NOT_AVERAGED)

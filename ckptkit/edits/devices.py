@@ -50,11 +50,12 @@ Device: TypeAlias = Any  # a name, or a torch.device
 def remap(
     ck: Checkpoint, devices: Device | Mapping[Any, Any], *, device_values: bool = False
 ) -> Checkpoint:
-    """Change all device tags to the device `devices`, or only the tags in a mapping.
+    """Change the device tags of all tensors to `devices`, or only the tags in a mapping old -> new.
 
-    This has the same effect as ``map_location`` during loading. ``meta`` stays unless a mapping
-    names it. ``torch.device`` values in the tree are listed, and changed if `device_values` is
-    true. Raises UsageError for an invalid device.
+    The effect is the same as that of ``map_location`` during loading. Tensors on ``meta`` stay
+    unchanged unless a mapping contains ``meta``. A warning lists the ``torch.device`` values in the
+    tree. With `device_values`, `remap` changes these values too. Raises UsageError for an invalid
+    device.
     """
     places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):

@@ -44,14 +44,20 @@ DEFAULT = "*"  # the glob of the dtype for all other weights
 
 @edit
 def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
-    """Cast floating-point weights: all of them, or those whose names match a glob.
+    """Cast all floating-point weights, or only the weights whose names match a glob.
 
-    `dtypes` is one dtype, or glob -> dtype in any order. ``*`` is the default, and other globs
-    override it (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized
-    weights stay unchanged. Tensors on one storage are cast together. If tensors on one storage get
-    different dtypes, they get separate storages, with a warning. Raises UsageError for an unknown
-    dtype, for a glob that matches nothing, for two globs with different dtypes for one name, and
-    for a glob that matches codes or scales of quantized weights.
+    `dtypes` is one dtype, or a mapping from globs to dtypes. In a mapping, ``*`` is the default,
+    and any other glob overrides the default: ``{"*": "bfloat16", "*norm*": "float32"}``. The order
+    does not matter. Integer, bool, complex and quantized weights stay unchanged. Tensors that share
+    a storage still share a storage after the cast. If tensors of one storage get different dtypes,
+    they get separate storages, with a warning.
+
+    Raises UsageError in these cases:
+
+    - A dtype is unknown.
+    - A glob matches nothing.
+    - Two globs with different dtypes match the same name.
+    - A glob matches codes or scales of quantized weights.
     """
     weights = ck.required
     rules = _rules(dtypes, weights)
@@ -283,10 +289,11 @@ def on(
 
 @edit
 def compact(ck: Checkpoint) -> Checkpoint:
-    """Shorten every storage to the parts that tensors of the whole tree span.
+    """Remove the bytes of storages that no tensor uses.
 
-    Tensors that overlap or touch stay on one storage, so views and ties are kept. A fully used
-    storage stays unchanged. A storage that the file references as a whole stays unchanged too.
+    Tensors that overlap or touch stay on one storage, so views and tied weights are kept. A storage
+    stays unchanged if tensors use all its bytes, or if the checkpoint contains the storage itself
+    as a value.
     """
     uses: dict[int, _Use] = {}
     for leaf in nodes(ck.root):

@@ -254,9 +254,12 @@ def strip_prefix(
 ) -> Checkpoint:
     """Remove leading prefixes from the names of the weights.
 
-    Each prefix is removed once, in any order of nesting. If a prefix ends in a letter or digit, a
-    dot is added: ``_orig_mod`` means ``_orig_mod.``. `key` lists the dotted paths of the mappings
-    to edit instead of the weights. Raises CollisionError, UsageError.
+    ckptkit removes each prefix at most once from a name. Several prefixes of a name may be in any
+    order. If a prefix ends in a letter or digit, ckptkit adds a dot: ``_orig_mod`` means
+    ``_orig_mod.``. `key` lists dotted paths of dicts. If `key` is given, `strip_prefix` edits these
+    dicts instead of the weights.
+
+    Raises CollisionError if two names become equal, and UsageError for an empty prefix.
     """
     given = tuple(map(_whole_part, prefix)) or ("module.",)
     if "" in given:
@@ -332,11 +335,12 @@ def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
 def add_prefix(
     ck: Checkpoint, prefix: str = "module.", key: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """Add `prefix` to the names of the weights, or of the mappings at the dotted paths `key`.
+    """Add `prefix` to the names of the weights, or to the keys of the dicts `key` (dotted paths).
 
-    As in `strip_prefix`, if the prefix ends in a letter or digit, a dot is added. ``_metadata``
-    becomes the ``_metadata`` of a module that contains this module. Raises CollisionError,
-    UsageError.
+    If the prefix ends in a letter or digit, ckptkit adds a dot, as in `strip_prefix`. ``_metadata``
+    changes as if the model became a submodule of another module.
+
+    Raises CollisionError if two names become equal, and UsageError for an empty prefix.
     """
     prefix = _whole_part(prefix)
     if not prefix:
@@ -357,11 +361,14 @@ def rename(
     mapping: Names | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Rename the weights in `mapping` to their new names, and all other weights by `substitutions`.
+    """Rename weights by `mapping` (old -> new names), and the weights not in it by `substitutions`.
 
-    `mapping` may be a function from each old name to its new one. A substitution is a regular
-    expression and its replacement. Substitutions are applied in order with :func:`re.sub`. Raises
-    UsageError for a missing name or a bad expression, and CollisionError.
+    `mapping` may also be a function that returns the new name for an old name. A substitution is a
+    regular expression and its replacement. `rename` applies the substitutions in order with
+    :func:`re.sub`.
+
+    Raises UsageError for a missing name or an invalid expression. Raises CollisionError if two
+    names become equal.
     """
     (target,) = targets_of(ck, ())
     if callable(mapping):
@@ -523,9 +530,12 @@ def select(
 ) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (default: all), and none of `drop`.
 
-    ``*`` matches dots too. Other entries stay, but optimizers lose the dropped parameters. If the
-    parameters of an optimizer cannot be identified, the optimizer is dropped with a warning. Raises
-    UsageError for a glob that matches nothing, unless it is in `drop` and `missing_ok` is true.
+    ``*`` matches dots too. Entries other than the weights stay. The state of the dropped parameters
+    is also removed from optimizers. If ckptkit cannot identify the parameters of an optimizer, it
+    drops the optimizer with a warning.
+
+    Raises UsageError for a glob that matches nothing. With `missing_ok`, globs of `drop` may match
+    nothing.
     """
     (target,) = targets_of(ck, ())
     if missing_ok:

@@ -107,20 +107,21 @@ def merge(
     Args:
         method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
             ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
-        base: the base model of the fine-tuned models; for ``slerp`` the first of the two models.
-        weight: for each checkpoint a number, or glob -> number; 1 by default.
-        density: the fraction of the differences to keep, for methods that drop some.
-        scale: factor of the sum of the differences, 1 by default; for ``slerp`` the fraction of the
-            second model, 0.5; for ``passthrough`` a factor of all weights.
-        normalize: divide by the sum of the weights; by default as mergekit does.
+        base: the base model of the fine-tuned models. For ``slerp``, the first of the two models.
+        weight: for each checkpoint a number, or a mapping from globs to numbers. The default is 1.
+        density: the fraction of the differences to keep, for methods that drop differences.
+        scale: the factor of the sum of the differences. The default is 1. For ``slerp``, the
+            fraction of the second model, by default 0.5. For ``passthrough``, a factor of all
+            weights.
+        normalize: divide by the sum of the weights. The default is that of mergekit.
         rescale: scale the kept differences to the sum of all magnitudes.
-        layers: for ``passthrough``, ``START:STOP`` for each checkpoint; layers may repeat.
-        dtype: dtype of the computation; by default the dtype of the tensors.
-        seed: seed of the random choice of dare-ties and dare-linear.
+        layers: for ``passthrough``, ``START:STOP`` for each checkpoint. Layers may repeat.
+        dtype: the dtype of the computation. The default is the dtype of the tensors.
+        seed: the seed of the random choice of ``dare-ties`` and ``dare-linear``.
 
-    Elements equal those of mergekit 0.1.5 within one unit in the last place. The random choice of
-    dare-ties and dare-linear differs. Raises UsageError if names or shapes differ, and for
-    arguments that a method does not use.
+    Elements equal those of mergekit 0.1.5 within one unit in the last place. Exception:
+    ``dare-ties`` and ``dare-linear`` choose random elements, which differ from those of mergekit.
+    Raises UsageError if names or shapes differ, and for an argument that the method does not use.
     """
     given = several(checkpoints)
     models = [model(each, given) for each in given]

@@ -119,9 +119,9 @@ class Optimizer(NamedTuple):
 def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     """Key the optimizer state of a checkpoint by ``names`` or by ``numbers``.
 
-    Names come from the optimizer itself (``param_names``, torch 2.6 and later), else from the
-    weights in their order. The shapes of the states must fit in exactly one way. Raises UsageError
-    if the shapes fit in no way, or in more than one way.
+    If the optimizer contains names (``param_names``, torch 2.6 and later), ckptkit uses these
+    names. Otherwise, ckptkit compares the shapes of the states with the weights in order. Raises
+    UsageError unless exactly one assignment of names fits the shapes.
     """
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)

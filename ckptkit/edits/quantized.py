@@ -49,12 +49,17 @@ _CONFIG = ("quantization_config", "quantization", "compression_config")
 def dequantize(
     ck: Checkpoint, dtype: DTypeLike | None = None, missing_ok: bool = False
 ) -> Checkpoint:
-    """Dequantize every quantized weight to `dtype`, bit-exactly like its own library.
+    """Dequantize every quantized weight to `dtype`, bit-exactly like the library of its method.
 
-    The default dtype is the dtype in the model's configuration, else the dtype that the file
-    records, else float16 (GPTQ, AWQ) or bfloat16. torch's own quantized tensors become float32.
-    Codes, scales, and tensors that only quantized inference needs are dropped. Raises UsageError if
-    nothing is quantized, unless `missing_ok`, and UnsupportedError for an unreadable weight.
+    The default dtype is the first of these that exists:
+
+    - the dtype in the configuration of the model
+    - the dtype that the file records
+    - float16 for GPTQ and AWQ, bfloat16 for all other methods
+
+    torch's own quantized tensors become float32. `dequantize` drops codes, scales, and tensors that
+    only quantized inference needs. Raises UsageError if no weight is quantized, unless
+    `missing_ok`. Raises UnsupportedError if ckptkit cannot dequantize a weight.
     """
     out_dtype = None if dtype is None else target(dtype)
     own = dequantized(ck, out_dtype or dtypes.BY_NAME["float32"])

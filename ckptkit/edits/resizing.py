@@ -27,11 +27,16 @@ def resize(
 ) -> Checkpoint:
     """Resize the weights that match `keys`, and tensors tied to them, to `rows` rows.
 
-    New rows are the ``mean`` of the old ones, ``zeros``, or ``normal``: random numbers with the
-    mean and standard deviation of each column, seeded by `seed`. If `rows` is smaller, the last
-    rows are removed. ``vocab_size`` in config.json is updated if it equals the old number of rows.
-    Raises UsageError for a glob that matches nothing, and UnsupportedError for a tensor without
-    rows or a quantized tensor.
+    `fill` determines the elements of new rows:
+
+    - ``mean``: the mean of the old rows.
+    - ``zeros``: zeros.
+    - ``normal``: random numbers with the mean and standard deviation of each column, from `seed`.
+
+    If `rows` is smaller than the old number of rows, `resize` removes the last rows. If
+    ``vocab_size`` in config.json equals the old number of rows, `resize` updates it. Raises
+    UsageError for a glob that matches nothing. Raises UnsupportedError for a tensor without rows
+    and for a quantized tensor.
     """
     if fill not in FILLS:
         raise UsageError(f"cannot fill rows with {fill!r}", hint=f"use one of {', '.join(FILLS)}")

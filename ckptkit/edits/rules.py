@@ -287,14 +287,16 @@ def apply_rules(
     keys: str | Sequence[str] = (),
     reports: bool = False,
 ) -> Checkpoint:
-    """Rearrange the weights by `rules`: one line or several, ``LEFT -> RIGHT``.
+    """Rename and rearrange the weights by `rules`: one line or several, each ``LEFT -> RIGHT``.
 
-    `keep` contains globs of keys to keep if no rule matches them, or ``"rest"`` for all. Sizes that
-    do not follow from rules and shapes come from `args`, `sizes`, and `config`: the configuration
-    of the model, by default config.json beside the checkpoint. `reverse` runs the rules backwards.
-    `keys` are the paths of mappings to edit instead of the weights. With `reports`, the `reports`
-    of the result describe the effect of each rule. Raises UsageError for a wrong rule, and
-    TensorError if the tensors do not fit.
+    `keep` contains globs: ckptkit keeps a key that matches a glob but no rule. ``"rest"`` keeps all
+    such keys. If ckptkit cannot infer a size from the rules and shapes, it takes the size from
+    `args`, `sizes` or `config`. `config` is the configuration of the model, by default the file
+    config.json beside the checkpoint. With `reverse`, the rules are applied from right to left.
+    `keys` are the paths of dicts to edit instead of the weights. With `reports`, the ``reports`` of
+    the result describe the effect of each rule.
+
+    Raises UsageError for a wrong rule. Raises TensorError if a shape does not fit a rule.
     """
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)

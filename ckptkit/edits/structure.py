@@ -30,9 +30,10 @@ OWN_RECORD = "ckptkit"  # key in the metadata of safetensors, see formats/record
 
 @edit
 def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
-    """Return the entry at the dotted path `key` as its own checkpoint.
+    """Return the entry at the dotted path `key` as a separate checkpoint.
 
-    For several paths, return the first that exists. Raises UsageError if none exists.
+    If `key` lists several paths, `extract` returns the entry of the first path that exists. Raises
+    UsageError if no path exists.
     """
     root, found = ck.require_complete().root, None
     for each in key:
@@ -176,9 +177,10 @@ def bare(ck: Checkpoint) -> Checkpoint:
 
 @edit
 def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
-    """Return ``{key: root, **beside}``. `key` is one plain key; dots are part of it.
+    """Return the checkpoint ``{key: root, **beside}``.
 
-    Raises UsageError if `key` is empty or one of `beside`.
+    `key` is one key of a dict. A dot in `key` does not make a nested dict. Raises UsageError if
+    `key` is empty or also a key of `beside`.
     """
     if not key:
         raise UsageError("key is empty", hint=f"e.g. {typed_value('key', 'state_dict')}")

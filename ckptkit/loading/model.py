@@ -56,14 +56,16 @@ def diff(
     rtol: float | None = None,
     keys: Iterable[str] = (),
 ) -> reports.Diff:
-    """Return the differences of a checkpoint from another one, or from a model.
+    """Return the differences between a checkpoint and another checkpoint, or a model.
 
     `other` is a checkpoint, a ``torch.nn.Module``, or the name of a model class:
-    ``package.module:Class`` or ``path/to/file.py:Class``. The class is imported and built. `diff`
-    compares the elements of two checkpoints unless `values` is false: byte for byte, or with the
-    tolerances `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). A model has only keys and
-    shapes. With `all`, `diff` also compares all other entries. `keys` are globs: only tensors with
-    matching names or paths are compared.
+    ``package.module:Class`` or ``path/to/file.py:Class``. `diff` imports the class and builds the
+    model.
+
+    `diff` compares the elements of two checkpoints unless `values` is false. The elements must have
+    equal bytes, or differ by at most `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). For
+    a model, `diff` compares only keys and shapes. With `all`, `diff` also compares entries other
+    than the weights. `keys` are globs: `diff` compares only tensors whose name or path matches.
     """
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
@@ -236,23 +238,27 @@ def load_into(
     key: str | None = None,
     assign: bool = False,
 ) -> LoadReport:
-    """Copy weights into `model`, on its devices and in its dtypes; `source` may be a loaded dict.
+    """Copy the weights of `source` into `model`, on its devices and in its dtypes.
 
-    Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped or added so that
-    most names match. For tied weights of the model, one name is enough. If the load hooks of a
-    module accept weights under other names, the module gets the weights under those names.
+    `source` is a checkpoint or a loaded dict. ckptkit strips or adds prefixes (``module.``,
+    ``_orig_mod.``...) so that most names match the model. For tied weights of the model, the source
+    needs only one of the names. If the load hooks of a module accept weights under other names,
+    `load_into` passes these weights to the module.
 
-    If torch would only copy the bytes, several threads read the bytes directly into the parameters.
-    If a module has its own loading code, about 1 GiB of the file is in memory at once, or the
-    largest module if that is larger. If code of the model reads the state_dict, the whole file is
-    in memory. If the file fails in the middle, the model stays partly filled. With `assign`, the
-    tensors of the file replace those of the model, on the CPU and in their own dtypes. Use `assign`
-    to fill a model on the meta device.
+    Several threads read bytes directly into contiguous parameters. torch copies all other tensors
+    in groups of about 1 GiB, or of one module if that is larger. If the model has load hooks, or
+    modules with their own loading code, torch copies all tensors at once. The complete file is then
+    in memory. If reading fails in the middle, the model stays partly filled.
 
-    If `strict`, raises ModelError if a key is missing, unexpected or has another shape. Raises
-    ModelError, before it copies anything, if values would not fit the dtypes of the model. Raises
-    ModelError for a model on the meta device without `assign`, and for codes of quantized weights
-    if the model has floats.
+    With `assign`, the tensors of the file replace the tensors of the model. The new tensors are on
+    the CPU and have the dtypes of the file. Use `assign` to fill a model on the meta device.
+
+    Raises ModelError in these cases:
+
+    - `strict`: a key is missing or unexpected, or a tensor has another shape.
+    - `strict`: a value does not fit the dtype of the model. Nothing is copied.
+    - The model is on the meta device, and `assign` is false.
+    - The file has quantized weights, and the model has floats.
     """
     arguments.flags(strict=strict, assign=assign)
     arguments.module("model", model)

@@ -334,21 +334,22 @@ def load(
 ) -> Any:
     """Return the weights of a file, folder or Checkpoint, name -> torch tensor, like torch.load.
 
-    Tensors on the CPU are mapped, as with ``torch.load(mmap=True)`` and safetensors. Their bytes
-    are read from the file on first use, and writing to a tensor changes only the memory. Do not
-    change the file while its tensors are in use. :func:`ckptkit.save` replaces it safely.
-    Overwriting or truncating the file, as ``torch.save`` to the same path does, ends the process
-    with a bus error and loses the file.
+    Tensors on the CPU are memory-mapped, as with ``torch.load(mmap=True)`` and safetensors. The
+    first use of a tensor reads its bytes from the file. Writing to a tensor changes only the
+    memory. Do not change the file while its tensors are in use. If you overwrite or truncate the
+    file, for example by ``torch.save`` to the same path, the process ends with a bus error and the
+    content of the file is lost. :func:`ckptkit.save` to the same path is safe.
 
-    ``mmap=False`` reads everything into memory first. `load` also reads a tensor into memory if the
-    tensor must be computed, is not in a local file, or does not begin at an address divisible by
-    its element size. `load` does not verify checksums; `ckptkit verify` does.
+    With ``mmap=False``, `load` reads everything into memory first. `load` also reads a tensor into
+    memory if the tensor must be computed, is not in a local file, or does not begin at an address
+    divisible by its element size. `load` does not verify checksums. `ckptkit verify` does.
 
     `map_location` accepts the same values as ``torch.load``. `key` selects the entry with the
-    weights. Tensors that share memory still share it, and an OrderedDict keeps its ``_metadata``.
-    `whole` returns the tree: plain values, and a :class:`ckptkit.core.tree.Object` for each object
-    of another class. Raises UsageError if there are no weights, and DeviceError for a missing
-    device.
+    weights. Tensors that share memory in the checkpoint also share memory after `load`. An
+    OrderedDict keeps its ``_metadata``. With `whole`, `load` returns the complete tree, not only
+    the weights. In the tree, an object of any other class is a :class:`ckptkit.core.tree.Object`.
+
+    Raises UsageError if there are no weights. Raises DeviceError if this machine lacks the device.
     """
     arguments.flags(whole=whole, mmap=mmap)
     ck = open_checkpoint(path, key=key)

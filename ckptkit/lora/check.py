@@ -67,10 +67,11 @@ def check_lora(
     target: str | None = None,
     component: str | None = None,
 ) -> LoraReport:
-    """Return the problems of an adapter: alone, with `base`, and for a `target` (``vllm``).
+    """Return the problems of an adapter.
 
-    `component` selects one component of a pipeline. Raises UsageError if the file is not an
-    adapter.
+    If `base` is given, ckptkit also compares the adapter with the base. If `target` is ``vllm``,
+    ckptkit also checks whether vLLM can load the adapter. `component` selects one component of a
+    pipeline. Raises UsageError if the file is not an adapter.
     """
     if target not in (None, *TARGETS):
         raise UsageError(f"target {target!r} is not one of {quoted(TARGETS)}")

@@ -70,11 +70,13 @@ def convert_lora(
 ) -> Conversion:
     """Write an adapter in another layout: ``peft`` (a folder), ``diffusers``, ``kohya``, ``comfy``.
 
-    `base` resolves which underscores in kohya names were dots. `component` selects one component of
-    a pipeline; for an adapter of peft, it names the component that the adapter changes. `alpha`
-    applies to adapters without a scale. With `bake`, the scale is multiplied into the factors, for
-    readers that ignore scales. Raises UnsupportedError if the layout cannot store the adapter, and
-    AmbiguousError for ambiguous names. In both cases, nothing is written.
+    Underscores in kohya's names can represent dots. The names of `base` show which underscores do.
+    `component` selects one component of a pipeline. For an adapter of peft, `component` names the
+    component that the adapter changes. `alpha` is the alpha of adapters without a scale. With
+    `bake`, ckptkit multiplies the scale into the factors, for programs that ignore scales.
+
+    Raises UnsupportedError if the layout cannot store the adapter, and AmbiguousError for ambiguous
+    names. After these errors, nothing is written.
     """
     if to not in LAYOUTS:
         raise UsageError(f"to {to!r} is not one of {some(LAYOUTS)}")

@@ -158,13 +158,13 @@ def extract_lora(
     options: Options | None = None,
     **changes: Any,
 ) -> ExtractReport:
-    """Write the folder `path`: an adapter of peft that approximates `tuned` from `base`.
+    """Write a peft adapter to the folder `path` that approximates the difference `tuned` - `base`.
 
-    Each changed matrix gets an adapter of `rank`, or of the rank of its difference if that is
-    lower. A convolution with a kernel larger than 1 gets `conv_rank`. Tensors of the modules in
-    `save_modules` are stored completely. Only one tensor is in memory at a time. Raises
-    UnsupportedError for a difference that no adapter can store, and NothingToDoError if nothing
-    differs.
+    For each changed matrix, the adapter has `rank`, or the rank of the difference if that is lower.
+    For a convolution with a kernel larger than 1, `conv_rank` applies instead. The tensors of the
+    modules in `save_modules` are stored completely. Only one tensor is in memory at a time. Raises
+    UnsupportedError for a difference that no adapter can store. Raises NothingToDoError if no
+    tensor differs.
     """
     save_modules = texts("save_modules", save_modules)
     if not count("rank", rank) or count("conv_rank", conv_rank) == 0:
@@ -289,8 +289,8 @@ def resize_lora(
 ) -> ExtractReport:
     """Write an adapter with matrices of at most `rank`, in the same layout and dtypes.
 
-    Each change ``s B A`` becomes its best approximation of that rank, with the scale 1. Raises
-    UnsupportedError for adapters other than plain LoRA.
+    Each weight update ``s B A`` becomes its best approximation of that rank, with the scale 1.
+    Raises UnsupportedError for adapters other than plain LoRA.
     """
     import_numpy()
     import numpy as np

@@ -80,15 +80,20 @@ def merge_lora(
     sub: Sequence[tuple[str, str]] = (),
     strict: bool = False,
 ) -> Checkpoint:
-    """Return `base` with the changes of adapters added. The values are computed during the write.
+    """Return `base` with the weight updates of adapters added. `save` computes the values.
 
-    `weight` multiplies the changes of each adapter. If an adapter changes only one of a tied
-    embedding and head, `tied` is ``untie`` or ``keep``. With ``base_is="residual"``, the base is
-    the residual of an initialization such as PiSSA. `component` selects the modules of one
-    component of a pipeline. `alpha` applies to files without a scale. `dtype` is the dtype of the
-    result; the base is cast to `dtype` first. `sub` contains substitutions for names of modules.
-    With `strict`, unknown fields of a configuration are errors. Raises UnsupportedError, with the
-    name of the adapter, if an adapter cannot be merged.
+    Args:
+        weight: a factor for the updates of each adapter. The default is 1.
+        tied: ``untie`` or ``keep``, if an adapter changes only the embedding or only the head, and
+            these are tied. ``untie`` gives the head its own matrix. ``keep`` changes both.
+        base_is: ``residual`` if the base is the residual of an initialization such as PiSSA.
+        component: the component of a pipeline whose modules are merged.
+        alpha: the alpha of the training, for files that contain no scale.
+        dtype: the dtype of the result. The base is cast to this dtype before the merge.
+        sub: substitutions for module names, each a regular expression and its replacement.
+        strict: raise an error for an unknown field in a configuration.
+
+    Raises UnsupportedError, with the name of the adapter, if ckptkit cannot merge an adapter.
     """
     for name, value, words in (
         ("tied", tied, ("untie", "keep")),
