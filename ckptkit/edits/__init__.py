@@ -1,8 +1,8 @@
-"""List all edits. An edit is a typed function from Checkpoint to Checkpoint.
+"""List all edits. An edit is a typed function that takes and returns a Checkpoint.
 
-The entry of an edit in `EDITS` defines the option of `convert`, the command, the recipe step, the
-fix of `doctor` and the public name. `convert` applies edits in the order of this list. Uses core,
-compute, pickles, quantized and rules.
+For each edit, an entry in `EDITS` defines the option of `convert`, the command, the recipe step,
+the fix of `doctor` and the public name. `convert` applies edits in the order of `EDITS`. This
+package uses core, compute, pickles, quantized and rules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ Step: TypeAlias = "Callable[[Checkpoint], Checkpoint]"
 class Option:
     """One argument of an edit.
 
-    ``kind`` selects the parser of command line words (`cli.options.KINDS`) and of recipe values
-    (`run.recipes.KINDS`). ``convert`` is the name of the option in `convert`, if that name differs;
-    "" if `convert` has no such option. ``convert_help`` is the help of that option. ``recipe`` is
-    the key in the dict of a recipe step. It is "" if the value of the step is this argument, and
-    None if recipes cannot set the argument.
+    - ``kind`` selects two parsers: the parser of command line words (`cli.options.KINDS`) and the
+      parser of recipe values (`run.recipes.KINDS`).
+    - ``convert`` is the name of the option in `convert`, if that name differs. If `convert` has no
+      such option, ``convert`` is "".
+    - ``convert_help`` is the help of the option in `convert`.
+    - ``recipe`` is the key in the dict of a recipe step. If the value of the step is this argument
+      itself, ``recipe`` is "". If recipes cannot set the argument, ``recipe`` is None.
     """
 
     parameter: str
@@ -37,7 +39,7 @@ class Option:
     convert: str | None = None
     convert_help: str = ""
     recipe: str | None = ""
-    dest: str = ""  # parameter name of the command function; default: `parameter`
+    dest: str = ""  # parameter of the command function; if empty, `parameter`
     choices: tuple[str, ...] = ()
     default: str | None = None  # shown by --help
     required: bool = False
@@ -46,18 +48,18 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: name in recipes, function, and command line interface."""
+    """An edit with its name in recipes, its function, and its command line interface."""
 
     word: str
-    place: str  # the function, as "module:name"
+    place: str  # module and name of the function, as "module:name"
     options: tuple[Option, ...] = ()
-    about: str = ""  # one line for the manual; first line of the command's help
+    about: str = ""  # the manual's line, and the first line of --help
     in_convert: bool = False
     command: str = ""
-    help: str = ""  # help of the command below the first line
-    examples: tuple[str, ...] = ()  # arguments of the command
-    needs: str = ""  # the usage error if the command gets none of its options
-    several: str = ""  # with several SRC, "first" or "last" is the first argument
+    help: str = ""  # text of --help below the first line
+    examples: tuple[str, ...] = ()  # arguments of the command, one example each
+    needs: str = ""  # usage error of the command without any option
+    several: str = ""  # "first" or "last", if the command accepts several SRC
     has_key: bool = False  # the command has --key, the path of the weights
     reads_parts: bool = False  # the command has the options for distributed checkpoints
     fixed: Mapping[str, Any] | None = None  # arguments that every recipe passes

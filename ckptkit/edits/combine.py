@@ -1,8 +1,8 @@
-"""Combine checkpoints: average their weights, join their tensors; extract averaged (EMA) weights.
+"""Average weights of several checkpoints, join their tensors, or extract averaged (EMA) weights.
 
-These functions refuse adapters. An adapter (LoRA, LoHa, LoKr...) contains factors of updates to the
-weights of a base model. Adapter tensors are useless among the tensors of a model. The mean of
-factors is not the mean of the updates.
+`average`, `join` and `ema` raise UnsupportedError for an adapter. An adapter (LoRA, LoHa, LoKr...)
+contains no weights of a model. An adapter contains factors, and products of these factors are
+updates to the weights of a base model. The mean of the factors is not the mean of the updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from ckptkit.edits.quantized_names import refuse_mixture
 from ckptkit.edits.structure import bare, extract
 
 CONFIG = "adapter_config.json"  # of peft
-# Names of factors in peft, diffusers, kohya and LyCORIS, after the name of the module.
+# Names of adapter factors in peft, diffusers, kohya and LyCORIS. A name starts with the name of the
+# module.
 _FACTOR = re.compile(
     r"(.*?)[._](lora_(A|B|down|up|mid|embedding_A|embedding_B|magnitude_vector)"
     r"|lora(_linear_layer)?\.(down|up)|hada_[wt][12](_[ab])?|lokr_[wt][12](_[ab])?)"
@@ -50,7 +51,7 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
     The hint is the command that merges the adapter into one of the `others`.
     """
     names = ck.required.nodes
-    seen = None  # a factor whose base weight is not in the checkpoint
+    seen = None  # the reason for calling the checkpoint an adapter
     for name in names:
         found = _FACTOR.fullmatch(name)
         bases = (f"{found[1]}.base_layer.weight", f"{found[1]}.weight") if found else ()
@@ -107,8 +108,9 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     last = bare(checkpoints[-1])
     rows = _rows([*checkpoints[:-1], last])
     taken: list[str] = []  # names of tensors that are not averaged
-    new: dict[int, Tensor] = {}  # by the id of the tensor of the last checkpoint
-    storages: dict[object, Storage] = {}  # by inputs: weights tied in all inputs stay tied
+    new: dict[int, Tensor] = {}  # keys: ids of tensors of the last checkpoint
+    # Weights that are tied in all inputs have the same key, so their means share a storage.
+    storages: dict[object, Storage] = {}
     for name, row in rows.items():
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
             taken.append(name)
@@ -177,7 +179,7 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
     parts = [bare(ck) for ck in checkpoints]
     joined: dict[Node, Node] = {}
     modules: dict[Node, Node] = {}
-    owners: dict[str, list[int]] = {}  # indices of the checkpoints that have a name
+    owners: dict[str, list[int]] = {}  # name -> indices of the checkpoints that contain the name
     for number, part in enumerate(parts):
         node = part.root
         assert isinstance(node, dict)
@@ -185,7 +187,7 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
         modules.update(module_versions(node) or {})
         for name in map(str, node):
             owners.setdefault(name, []).append(number)
-    alike: dict[tuple[int, ...], list[str]] = {}  # checkpoint indices -> their names
+    alike: dict[tuple[int, ...], list[str]] = {}  # indices -> names in all of these checkpoints
     for name, numbers in owners.items():
         if len(numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(name)
@@ -239,7 +241,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
 _NO_MEAN = "the mean of its factors is not the mean of the weight updates"
 _NO_MODEL = "`ema` extracts the weights of whole models"
 _NOT_AVERAGED = "training averages floats, so these are not its averaged weights"
-_COUNTER = "n_averaged"  # the counter in torch.optim.swa_utils.AveragedModel, which wraps a model
+_COUNTER = "n_averaged"  # a buffer of torch.optim.swa_utils.AveragedModel
 
 
 def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
@@ -255,7 +257,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
         trained = set()
     while True:
         names = found.weights
-        # A wrapper prefix that all names have.
+        # Find a prefix of a wrapper that all names start with.
         prefix = next((p for p in WRAPPERS if all(name.startswith(p) for name in names)), None)
         if prefix is None:
             return found
@@ -265,7 +267,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
 
 
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
-    """Give the tensors of a list the names of the trained weights."""
+    """Return a checkpoint in which the tensors of a list have the names of the trained weights."""
     weights = ck.required
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
     trained = [

@@ -1,4 +1,4 @@
-"""Read and change the config.json of a model, which is written next to the checkpoint."""
+"""Read and change config.json, the configuration file of a model next to its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ckptkit.quantized.group import parsed, read_json_of
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the configuration that earlier edits made, or config.json next to the weights.
+    """Return the configuration of the model as a dict.
 
-    Return an empty dict if there is no configuration.
+    If an earlier edit set a configuration, return that configuration. Otherwise, return the content
+    of the config.json next to the weights, or an empty dict if that file is missing.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     folder: Folder | None = checkpoint.folder
@@ -24,7 +25,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Set the configuration of the checkpoint; writing to a folder also writes config.json."""
+    """Set the configuration of the checkpoint. An output folder then contains it as config.json."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
     data = text.encode("utf-8", "surrogatepass")
@@ -34,9 +35,9 @@ def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint
 def with_changes(
     checkpoint: Checkpoint, changes: Mapping[str, Any], *, instead_of: Iterable[Any] | None = None
 ) -> Checkpoint:
-    """Change values of the configuration, with a note; do nothing without a configuration.
+    """Change values of the configuration and add a note. Without a configuration, do nothing.
 
-    If `instead_of` is given, only values listed in `instead_of` are changed.
+    If `instead_of` is given, change only values that `instead_of` contains.
     """
     config = config_of(checkpoint)
     old = None if instead_of is None else [*instead_of]

@@ -1,9 +1,12 @@
-"""Change the device tags of tensors; no device is needed and no tensor is read.
+"""Change the device tags of tensors without reading tensors and without a GPU.
 
-A device occurs in three places: in the tag of a storage, in an argument of the calls that rebuild
-tensors without a storage (``_rebuild_wrapper_subclass``...), and in ``torch.device`` values of
-configurations. ``map_location`` of ``torch.load`` changes the first two. `remap` changes the third,
-which is user data, only on request.
+A checkpoint contains devices in three places:
+- the device tag of a storage
+- an argument of a call that rebuilds a tensor without a storage (``_rebuild_wrapper_subclass``...)
+- a ``torch.device`` value in user data, such as a configuration
+
+``map_location`` of ``torch.load`` changes storages and rebuild calls. `remap` does the same, and
+also changes ``torch.device`` values on request.
 """
 
 from __future__ import annotations
@@ -23,24 +26,25 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
 from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
 
-# Devices that torch can restore to, and the names that vendors give to `privateuseone`.
+# Device types on which torch.load can put tensors. The last four are vendors' names for
+# `privateuseone`.
 DEVICES = (
     "cpu", "cuda", "mps", "meta", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "vulkan",
     "privateuseone",
     "npu", "mlu", "musa", "gcu",
 )  # fmt: skip
-# torch cannot restore to `cpu:0`.
+# torch.load cannot put tensors on `cpu:0`, only on `cpu`.
 _VALID = re.compile(rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?")
 
 _DEVICE = Global("torch", "device")
-# Position of the device among the arguments of a call (torch/_utils.py).
+# Index of the device argument of each function in torch/_utils.py.
 _POSITIONS = {
     "_rebuild_wrapper_subclass": 6,
     "_rebuild_device_tensor_from_numpy": 2,
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-# The arguments of these calls are function, class, arguments[, state].
+# The arguments of these functions are (function, class, arguments[, state]).
 _FROM_TYPE = ("_rebuild_from_type_v2", "_rebuild_from_type")
 
 Device: TypeAlias = Any  # a name, or a torch.device
@@ -117,11 +121,11 @@ def remap(
 
 
 def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
-    """Return a warning if device tags change for tensors that torch keeps on the CPU.
+    """Return a warning if `table` changes the device tag of tensors that torch keeps on the CPU.
 
-    These tensors are the states of random number generators, and ``step`` of Adam (unless ``fused``
-    or ``capturable``). If other tensors have other tags, the warning shows how to change only those
-    tags.
+    torch keeps two kinds of tensors on the CPU: the states of random number generators, and
+    ``step`` of Adam (unless ``fused`` or ``capturable``). If some tensors have other device tags,
+    the warning names the options that change only the other tags.
     """
     target = table.get("cpu")
     if target is None:
@@ -143,7 +147,8 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
 
 
 def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
-    """Return whether torch keeps a tensor on the CPU: the step of Adam, a generator state."""
+    """Return True for the ``step`` of Adam and for states of random number generators on the
+    CPU."""
     if tensor.storage is None or tensor.storage.device != "cpu":
         return False
     names = [key for key in path if isinstance(key, str)]
@@ -154,7 +159,8 @@ def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
 
 
 def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
-    """Replace the storage of a leaf; `storages` maps the id of the old storage to the new one."""
+    """Replace the storage of a leaf. `storages` maps the id of each old storage to its new
+    storage."""
     if isinstance(leaf, Tensor) and id(leaf.storage) in storages:
         return leaf.over(storages[id(leaf.storage)])
     if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:
@@ -163,7 +169,7 @@ def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
 
 
 class _DevicePlaces:
-    """All storages, rebuild calls and ``torch.device`` values of a tree, and their devices."""
+    """The storages, rebuild calls and ``torch.device`` values of a tree, with their devices."""
 
     def __init__(self, root: Node) -> None:
         self.storages: dict[int, Storage] = {}
@@ -187,7 +193,7 @@ class _DevicePlaces:
 
 
 def _name(device: object) -> str:
-    """Return the name of a device, given as a name or a torch.device."""
+    """Return the name of a device. `device` is a name or a torch.device."""
     return str(arguments.device("a device", device))
 
 
@@ -204,7 +210,8 @@ def check_device(device: str) -> str:
 
 
 def _text(node: Node) -> str:
-    """Return ``cuda:1`` for this string and for ``torch.device('cuda', 1)``."""
+    """Return the name of a device: ``cuda:1`` for ``torch.device('cuda', 1)`` and for
+    ``"cuda:1"``."""
     args = node.args if isinstance(node, Object) and isinstance(node.args, tuple) else (node,)
     return ":".join(str(each) for each in args if isinstance(each, (str, int)))
 
@@ -215,7 +222,8 @@ def _device(device: str) -> Object:
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
-    """Return (arguments, position of the device) of a rebuild call; None for other objects."""
+    """Return (arguments, index of the device argument) of a rebuild call, or None for other
+    objects."""
     made, args = node.callable, node.args
     is_nested = isinstance(made, Global) and made.name in _FROM_TYPE
     if is_nested and isinstance(args, tuple) and len(args) > 2:

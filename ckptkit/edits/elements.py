@@ -1,8 +1,8 @@
-"""Change elements of tensors: cast them, drop unused bytes, apply a function of the caller.
+"""Cast tensors, drop the unused bytes of storages, and apply functions to tensors.
 
-Casting and compacting replace whole storages, so views stay views and tied weights stay tied. This
-module computes and reads nothing: a new storage only describes how to compute it
-(:mod:`ckptkit.compute`).
+`cast` and `compact` replace complete storages. Therefore, views stay views and tied weights stay
+tied. The functions of this module read no elements. A new storage contains only the operation of
+:mod:`ckptkit.compute` that computes its bytes later.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.edits import quantized_names
 
-# Calls whose result has the dtype of their tensor arguments. Calls that are not listed have a dtype
-# argument.
+# Rebuild functions of torch whose result has the dtype of the tensor arguments. All other rebuild
+# functions have a dtype argument.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
                "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
 
 
-DEFAULT = "*"  # the glob of the dtype for all other weights
+DEFAULT = "*"  # the glob whose dtype applies to all other weights
 
 
 @edit
@@ -65,7 +65,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     quantized_names.refuse(
         ck, hits, "codes are not numbers to cast, and scales must keep their bits"
     )
-    targets: dict[int, DType] = {}  # by the id of the tensor
+    targets: dict[int, DType] = {}  # id of a tensor -> new dtype
     left: list[str] = []
     for name, node in weights.nodes.items():
         target = next((dtype for pattern, dtype in rules if pattern.match(name)), None)
@@ -77,7 +77,8 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
         if _is_fixed(node, tensor, target):
             left.append(name)
             continue
-        # A sparse tensor contains tensors of its own dtype: its values.
+        # The values of a sparse tensor are an inner tensor of the same dtype, so cast the inner
+        # tensor too.
         inner = (as_tensor(each) for call in _calls(node) for each in _parts(call))
         same = (each for each in inner if each is not None and each.dtype == tensor.dtype)
         targets.update((id(each), target) for each in (tensor, *same))
@@ -110,7 +111,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
 def _rules(
     dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
-    """Return (pattern, dtype) pairs, the default last."""
+    """Return (pattern, dtype) pairs. The pair for all other weights is the last."""
     given = {DEFAULT: dtypes}
     if isinstance(dtypes, Mapping):
         given = dict(arguments.mapping("dtypes", dtypes))
@@ -165,7 +166,8 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _calls(node: Node) -> Iterator[Object]:
-    """Yield the calls that rebuild a tensor and its inner tensors, each once, outermost first."""
+    """Yield each call that rebuilds a tensor or one of its inner tensors once, the outermost
+    first."""
     waiting = [node] if isinstance(node, Object) else []
     seen: set[int] = set()
     while waiting:
@@ -186,12 +188,15 @@ def _parts(call: Object) -> Iterator[Node]:
 
 
 class _Cast:
-    """Replace each tensor by its cast version; share one new storage per (storage, dtype pair)."""
+    """A function for `rebuild` that casts tensors.
+
+    Cast tensors with the same old storage, old dtype and new dtype share one new storage.
+    """
 
     def __init__(self, targets: Mapping[int, DType]) -> None:
         self._targets = targets
         self._storages: dict[tuple[int, str, str], Storage] = {}
-        # Old and new dtype of the first tensor on each storage.
+        # Map the id of each storage to the old and new dtype of the first tensor on the storage.
         # `_split` contains storages whose tensors have several old or new dtypes.
         self._users: dict[int, tuple[DType | None, DType | None]] = {}
         self._split: set[int] = set()
@@ -224,20 +229,19 @@ class _Cast:
 
     @property
     def split(self) -> set[int]:
-        """Ids of the storages with tensors of several dtypes: cast differently, or only some
-        cast."""
+        """The ids of cast storages whose tensors have several old dtypes, or several new dtypes."""
         return self._split & {storage for storage, _, _ in self._storages}
 
 
 @edit
 def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
-    """Replace each element x of the weights that match a glob by an expression of x.
+    """Replace each element x of the weights that match a glob by the value of an expression.
 
     `expressions` maps globs to ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``. Expressions are
-    computed in float32 (for float64 weights in float64) and rounded to the dtype of the weight.
-    Tied weights stay tied. Raises UsageError for another expression, a glob that matches nothing,
-    two globs that match one name, and quantized weights; TensorError for a tensor that is not a
-    strided float one.
+    computed in float32, or in float64 for float64 weights. The result is rounded to the dtype of
+    the weight. Tied weights stay tied. Raises UsageError for any other expression, for a glob that
+    matches nothing, for a name that matches two globs, and for quantized weights. Raises
+    TensorError for a tensor that is not a strided floating-point tensor.
     """
     weights = ck.required
     for given in expressions.values():
@@ -276,9 +280,9 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
 def on(
     storage: Storage, like: Tensor, dtype: DType | None = None, offset: int | None = None
 ) -> Tensor:
-    """Return `like` on another storage.
+    """Return a tensor on `storage` with the shape and stride of `like`.
 
-    The code lists all fields, because `dataclasses.replace` is 1.5x slower.
+    This code passes every field, because `dataclasses.replace` is 1.5x slower.
     """
     where = like.offset if offset is None else offset
     return Tensor(
@@ -320,7 +324,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
 
 
 class _Use:
-    """The byte spans of the tensors on a storage, and their alignment."""
+    """The byte ranges that tensors use of a storage, and the alignment of these ranges."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -338,9 +342,12 @@ class _Use:
             self._spans.append((start, start + length))
 
     def parts(self) -> list[tuple[int, Storage]] | None:
-        """Return (start in bytes, new storage) of each part to keep; None to keep the storage."""
+        """Return (start in bytes, new storage) for each byte range to keep.
+
+        If the storage must stay unchanged, return None.
+        """
         unit, old = self._unit, self.storage
-        joined: list[list[int]] = []  # spans, those that overlap or are adjacent merged
+        joined: list[list[int]] = []  # byte ranges, merged if they overlap or are adjacent
         for start, end in sorted(
             (start // unit * unit, min(-(-end // unit) * unit, old.nbytes))
             for start, end in self._spans
@@ -367,11 +374,12 @@ Function = Callable[..., Any]
 
 @edit
 def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = "*") -> Checkpoint:
-    """Apply `function`, from tensor to tensor, to the weights that match a glob of `keys`.
+    """Apply `function` to the weights that match a glob of `keys`.
 
-    A function with two parameters gets (name, tensor). It is called when the result is read or
-    written. Tied weights stay tied. Raises UsageError for a glob that matches nothing, or that
-    matches codes of quantized weights.
+    `function` takes a tensor and returns a tensor. If `function` has two parameters, it takes the
+    name and the tensor. ckptkit calls `function` when the result is read or written. Tied weights
+    stay tied. Raises UsageError for a glob that matches nothing, and for a glob that matches codes
+    of quantized weights.
     """
     arguments.function("function", function)
     has_name = arguments.takes_two(function)

@@ -7,7 +7,8 @@
     lm_head.weight equal=model.embed_tokens.weight       bytes are equal
     * finite                                             no NaN, no infinities
 
-A name is a glob; the conditions hold for each tensor that it matches.
+The first word of a line is a glob. All conditions must hold for each tensor whose name matches the
+glob.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, par
 
 
 class ExpectationError(TensorError):
-    """An expectation about the tensors fails."""
+    """The error for tensors that do not fulfill an expectation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One line: a glob, and conditions on the matching tensors."""
+    """An expectation: a glob, and conditions on the tensors whose names match."""
 
     text: str
     glob: str
@@ -51,7 +52,7 @@ _WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Parse one line of expectations. Raises RuleError."""
+    """Parse one expectation, such as ``"lm_head.weight exists"``. Raises RuleError."""
     glob, _, rest = text.strip().partition(" ")
     if not glob:
         raise RuleError("an expectation starts with a name or a glob")
@@ -92,14 +93,15 @@ _WORDS = (*_BARE, "count", "shape", "dtype", "equal")
 
 
 class Expectations:
-    """Several expectations that are checked together."""
+    """A list of expectations, and the configuration that contains their sizes."""
 
     def __init__(self, lines: list[str], config: Config = None) -> None:
         self.parsed = [parse_expectation(line) for line in lines]
         self.config = config
 
     def failures(self, checkpoint: Checkpoint) -> Iterator[str]:
-        """Yield the expectations that fail. Reads tensors only for `equal` and `finite`."""
+        """Yield a message for each expectation that fails. Read elements only for `equal` and
+        `finite`."""
         config = self.config
         if config is None:
             config = rules.lazily(checkpoint)
@@ -123,7 +125,7 @@ Value = Callable[[Given], int | None]
 
 
 def _values(config: Config) -> Value:
-    """Return a function that evaluates a size; the function returns None for the size ``_``."""
+    """Return a function that evaluates a size. For the size ``_``, the function returns None."""
 
     def value(given: Given) -> int | None:
         side = Side(("x",))

@@ -1,9 +1,9 @@
-"""Edit names: strip and add prefixes, rename, select; update ``_metadata`` accordingly.
+"""Strip and add prefixes of names, rename weights, and select weights by name.
 
-All four edit the dict that contains the weights, and the ``_metadata`` that torch sets on a
-state_dict. ``_metadata`` maps the path of each module (``""``, ``layer1``, ``layer1.0``) to the
-version of that module's layout. A pickled module is replaced by its state_dict, because names
-inside a pickled module are attributes of the user's classes.
+The edits change the keys of the state_dict, and the ``_metadata`` that torch sets on a state_dict.
+``_metadata`` maps the path of each module (``""``, ``layer1``, ``layer1.0``) to a dict with a
+version number. The edits replace a pickled module by its state_dict, because names inside a pickled
+module are attributes of the user's classes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 def paths_of(mapping: Node) -> Paths | None:
-    """Return the ``_metadata`` of a state_dict; None if there is none with string keys."""
+    """Return the ``_metadata`` of a state_dict, or None without a ``_metadata`` with string
+    keys."""
     paths = module_versions(mapping)
     if paths is None or not all(isinstance(path, str) for path in paths):
         return None
@@ -56,7 +57,7 @@ def paths_of(mapping: Node) -> Paths | None:
 
 
 def with_paths(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
-    """Return `entries` as a dict of the type of `old`, with the edited ``_metadata`` of `old`."""
+    """Return a dict of the type of `old` with `entries` and the edited ``_metadata`` of `old`."""
     if not isinstance(old, OrderedMapping):
         return dict(entries)
     paths = paths_of(old)
@@ -76,9 +77,9 @@ def stripped_paths(
 ) -> Paths:
     """Strip prefixes from the paths of ``_metadata``.
 
-    If two paths become equal (``""`` and ``module``), the entry of the inner module is kept. The
-    parent of a prefix (``a`` of ``a.b.``) is dropped, unless `kept` contains a name below that
-    parent.
+    If two paths become equal (such as ``""`` and ``module``), keep the entry of the inner module.
+    Drop the path of each parent module of a prefix (``a`` for the prefix ``a.b.``), unless `kept`
+    contains a name in that parent module.
     """
     on_the_way = set(flatten(map(_parents, prefixes)))
     depth: dict[str, int] = {}
@@ -95,7 +96,8 @@ def stripped_paths(
 
 
 def prefixed_paths(paths: Paths, prefix: str) -> Paths:
-    """Add `prefix` to the paths of ``_metadata``, and add entries for its modules as torch does."""
+    """Add `prefix` to the paths of ``_metadata``. Also add an entry for each module in the
+    prefix."""
     inside = prefix.rpartition(".")[0]
     parts = inside.split(".") if inside else []
     found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
@@ -105,7 +107,8 @@ def prefixed_paths(paths: Paths, prefix: str) -> Paths:
 
 
 def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
-    """Keep the root and the paths of ``_metadata`` that have a name below them."""
+    """Return the entries of ``_metadata`` for the root, and for each module that contains a
+    name."""
     live = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -116,11 +119,13 @@ def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
 
 
 def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
-    """Rename the paths of ``_metadata`` like the keys; drop ambiguous ones and add them to `lost`.
+    """Rename the module paths of ``_metadata`` like the keys of the weights.
 
-    The new path of a module is the path of its parameters. A module without parameters follows its
-    submodules, if the submodules kept their last component. A module without parameters and
-    submodules follows its parent.
+    `names` maps old to new keys. If a module has parameters, their new keys determine the new path
+    of the module. If a module has only submodules, the new paths of the submodules determine the
+    new path of the module. However, a submodule whose last path component changed has no influence.
+    A module without parameters and submodules stays in its parent module. If a new path is
+    ambiguous, drop the entry and add the old path to `lost`.
     """
     votes: dict[str, set[str]] = defaultdict(set)  # module -> new paths of its parameters
     for old, new in names.items():
@@ -152,11 +157,11 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
 
 
 def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
-    """Move the paths of ``_metadata`` like the keys; `pairs` are (source key, new key).
+    """Move the entries of ``_metadata`` like the keys. `pairs` contains (source key, new key).
 
-    If a module is made from several modules with equal entries, it gets that entry. If the entries
-    differ, the entry is dropped and the path is added to `lost`. New parent modules get the entry
-    that torch gives them. Modules without keys keep their entry.
+    If a new module has keys from several old modules with equal entries, the new module gets that
+    entry. If the entries of the old modules differ, add the path of the new module to `lost`. A new
+    parent module gets ``{"version": 1}``, as in torch. A module without keys keeps its entry.
     """
     sources: dict[str, set[str]] = defaultdict(set)
     before, after = {""}, {""}  # modules with keys
@@ -182,7 +187,8 @@ def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str])
 
 
 def same_versions(one: Node, other: Node) -> bool:
-    """Return whether two entries of ``_metadata`` are equal; False for dicts with other values."""
+    """Return True if two entries of ``_metadata`` are equal dicts of ints, floats, bools, strings
+    and None."""
     if one is other:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
@@ -207,8 +213,7 @@ class EditedDict:
     """A dict whose keys an edit changes.
 
     ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
-    module. ``names`` lists only the keys of weights; ``{"epoch": 3, "fc.weight": ...}`` also has a
-    key without a weight.
+    module. ``names`` contains the keys of weights, so ``{"epoch": 3, "fc.weight": ...}`` has one.
     """
 
     path: Path
@@ -218,11 +223,11 @@ class EditedDict:
 
     @property
     def place(self) -> str:
-        """Text for messages: `` of model`` for the path ``model``, empty for the root."""
+        """The path as a part of messages: `` of model`` for the path ``model``, "" for the root."""
         return f" of {join(self.path)}" if self.path else ""
 
     def renamed(self, names: Mapping[str, str], edit_metadata: Callable[[Paths], Paths]) -> Node:
-        """Return the dict with new keys, in the same order. Raises CollisionError."""
+        """Return the dict with new keys in the order of the old keys. Raises CollisionError."""
         new: dict[Node, Node] = {}
         for key, value in self.entries.items():
             name = names.get(key, key)
@@ -240,7 +245,7 @@ class EditedDict:
 
 
 class NameChange(NamedTuple):
-    """A change of names: the new node for a dict, old -> new names, and notes for the user."""
+    """The new node for a dict whose names change, the old -> new names, and notes for the user."""
 
     target: EditedDict
     node: Node
@@ -409,19 +414,19 @@ def rename(
     return applied(ck, [NameChange(target, new_node, names, [note])], warnings)
 
 
-SECONDS = 20  # time limit for all names: a regular expression may take exponential time
+SECONDS = 20  # time limit for all names together
 
 
 def substituted(
     names: Iterable[str], pairs: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return old -> new names by substitution, and the patterns that changed no name."""
-    import regex  # like `re`, but with a time limit
+    """Return a dict from old to new names, and a list of the patterns that changed no name."""
+    import regex  # `regex` has a time limit
 
     compiled = []
     for pattern, replacement in pairs:
         try:
-            re.compile(pattern).sub(replacement, "")  # also checks the replacement
+            re.compile(pattern).sub(replacement, "")  # the call checks the replacement
             compiled.append((regex.compile(pattern), pattern, replacement))
         except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
             raise UsageError(
@@ -453,7 +458,7 @@ def substituted(
 
 @edit
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Tie new names to weights: `names` maps each new name to the name of an existing weight.
+    """Add a new name for a weight. `names` maps each new name to the name of an existing weight.
 
     Raises UsageError if the existing weight is missing, and CollisionError if the new name exists.
     """
@@ -474,9 +479,9 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
 @edit
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Drop tied names: `names` maps each name to drop to the weight with which it shares memory.
+    """Drop names of tied weights. `names` maps each name to drop to another name of the weight.
 
-    Missing names are ignored. Raises UsageError if the two weights are not tied.
+    Ignore names to drop that do not exist. Raises UsageError if two names in a pair are not tied.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}
@@ -508,7 +513,7 @@ def applied(
 
 
 def _swapped(ck: Checkpoint, changes: Sequence[NameChange]) -> tuple[dict[int, Node], list[str]]:
-    """Return new nodes by the ids of the old ones, and notes."""
+    """Return a dict from ids of old nodes to new nodes, and a list of notes."""
     swap: dict[int, Node] = {}
     names: dict[str, str] = {}
     notes: list[str] = []
@@ -566,14 +571,15 @@ def select(
     warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.edits.structure import drop_entry  # imported late: it imports more modules
+        from ckptkit.edits.structure import drop_entry  # rare, so imported late
 
         done = drop_entry(done, cut.dropped)
     return done
 
 
 def _matching(target: EditedDict, globs: Sequence[str], weights: Quantization) -> set[str]:
-    """Return the matching names; for a quantized weight, return the names of all its tensors."""
+    """Return the names that match a glob. If a quantized weight matches, return all names of its
+    tensors."""
     found: set[str] = set()
     names = [*target.names, *(group.name for group in weights.groups)]
     for glob in globs:
@@ -589,7 +595,8 @@ def _matching(target: EditedDict, globs: Sequence[str], weights: Quantization) -
 
 
 def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[EditedDict]:
-    """Yield the dict of the weights, or the dicts at the dotted paths `keys`."""
+    """Yield the dict of the weights if `keys` is empty. Otherwise, yield the dicts at the dotted
+    paths `keys`."""
     if not keys:
         weights = ck.required
         node = weights.node

@@ -1,4 +1,5 @@
-"""Merge models with a configuration file of mergekit (`mergekit.config` of mergekit 0.1.5)."""
+"""Merge models as described by a configuration file of mergekit (`mergekit.config` of version
+0.1.5)."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ _TOP = {"merge_method", "base_model", "models", "slices", "parameters", "dtype",
         "tokenizer_source"}  # fmt: skip
 _WORDS = {"weight": "weight", "density": "density", "lambda": "scale", "t": "scale",
           "scale": "scale"}  # fmt: skip
-_SWITCHES = {"normalize", "rescale", "int8_mask"}  # int8_mask saves memory; values do not change
+_SWITCHES = {"normalize", "rescale", "int8_mask"}  # int8_mask changes no values
 _DEFAULTS = {"weight": 1.0, "density": 1.0, "scale": 1.0}
 
 
 def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> Checkpoint:
-    """Return the merged model that a configuration describes; only headers are read.
+    """Return the merged model that a configuration describes. Read only the headers of the inputs.
 
-    The name of a model is a path, absolute or below `folder`: ``org/name`` is ``folder/org/name``
-    or ``folder/name``. Raises UsageError for an invalid configuration, UnsupportedError for other
-    methods, for modules, and for new tokenizers.
+    A model in the configuration is a path, or a path below `folder`. A model ``org/name`` can also
+    be at ``folder/name``. Raises UsageError for an invalid configuration. Raises UnsupportedError
+    for a method, a setting or a ``tokenizer_source`` that ckptkit does not support.
     """
     _check_keys(config, _TOP, "a merge")
     method = _NAMES.get(str(config.get("merge_method")))
@@ -90,7 +91,8 @@ def _based(
     *,
     is_slice: bool = False,
 ) -> list[Use]:
-    """Move the base to the front of the inputs; if the base is not an input, add it."""
+    """Return the inputs with the base model as the first. If no input is the base model, add an
+    input."""
     if method == PASSTHROUGH and len(uses) != 1:
         raise UsageError("passthrough needs exactly one model for each slice")
     if method == SLERP and len({id(each.model) for each in uses} | {id(base)}) != 2:
@@ -121,7 +123,8 @@ def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]])
 
 
 def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Return a function that returns the number for a name from the first table that sets one."""
+    """Return a function that returns a setting for a tensor name, from the first table with a
+    value."""
     for table in tables:
         _check_keys(table, {*_WORDS, *_SWITCHES}, "parameters")
 
@@ -137,9 +140,13 @@ def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
 
 
 def _value(setting: Any, name: str, at: float) -> float | None:
-    """Evaluate a setting for a name: a number, a gradient over the layers, or filtered values.
+    """Return the value of a setting for a tensor name, or None if no filter matches the name.
 
-    `at` is the position of the layer, from 0 to 1. Returns None if no filter matches.
+    A setting is one of:
+    - a number
+    - a list of numbers, interpolated over the layers; `at` is the position of the layer, 0 (first)
+      to 1 (last)
+    - a list of values with filters on the tensor name
     """
     if isinstance(setting, (int, float)):
         return float(setting)
@@ -157,7 +164,7 @@ def _value(setting: Any, name: str, at: float) -> float | None:
 
 
 def _path(name: str, folder: str) -> str:
-    """Return the path of a model. Raises UsageError if it does not exist."""
+    """Return the path of a model. Raises UsageError if the model does not exist."""
     tried = [name, os.path.join(folder, name), os.path.join(folder, name.rpartition("/")[2])]
     for path in tried:
         if os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Merge models with the methods of mergekit: means, task vectors, stacked layers."""
+"""Merge models with the methods of mergekit, such as means, task vectors and stacked layers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ from ckptkit.edits.combine import refuse_adapter
 from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.structure import bare
 
-# A number, or a dict from globs over names to numbers; "*" is the default.
+# A number, or a dict that maps globs for tensor names to numbers. "*" matches all other names.
 Setting = float | Mapping[str, float]
-# (weight, density or scale; name of the output tensor; position of its layer, 0 to 1) -> number.
+# A function that returns the value of a setting. Arguments: "weight", "density" or "scale", the
+# name of the output tensor, and the position of its layer from 0 (first) to 1 (last).
 Numbers = Callable[[str, str, float], float]
 _LAYER = re.compile(r"(.+?\.)(\d+)(\..+)")
 _FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w*)\.")
-# Fields of transformers configurations that contain the number of layers.
+# Names of the number of layers in configurations of transformers.
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A merge method with its settings. `base` is the model to subtract, for task vectors."""
+    """A merge method with its settings. If the method merges differences, `base` is the base
+    model."""
 
     name: str
     normalize: bool
@@ -67,7 +69,7 @@ class Method:
         dtype: DType | None,
         seed: int = 0,
     ) -> Method:
-        """Return the method `name`; None means the default of mergekit."""
+        """Return the method `name`. If a setting is None, use the default of mergekit."""
         return cls(
             name,
             name in (LINEAR, TIES) if normalize is None else normalize,
@@ -79,7 +81,8 @@ class Method:
 
 
 class Use(NamedTuple):
-    """One input: a model or a range of its layers, with weight, density and scale."""
+    """An input of a merge: a model or a range of its layers, and a function that returns its
+    settings."""
 
     model: Checkpoint
     numbers: Numbers
@@ -170,7 +173,7 @@ def _check_numbers(
     densities: Sequence[Setting] | None,
     ranges: Sequence[str],
 ) -> None:
-    """Raise UsageError for arguments that the method does not use, or that are missing."""
+    """Raise UsageError for missing arguments, and for arguments that the method does not use."""
     wrong = {
         "no models to merge": not models,
         f"{method} does not use a base": base is not None and method not in OF_DIFFERENCES,
@@ -192,7 +195,8 @@ def _check_numbers(
 
 
 def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoint:
-    """Return only the weights of a checkpoint. Refuse adapters and quantized weights."""
+    """Return only the weights of a checkpoint. Raises an error for adapters and quantized
+    weights."""
     why = "`merge` merges whole models"
     refuse_adapter(checkpoint, why, others)
     quantized_names.refuse(checkpoint, None, "codes and scales cannot be merged")
@@ -202,7 +206,7 @@ def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoi
 def _settings(
     what: str, given: Sequence[Setting] | None, models: Sequence[Checkpoint]
 ) -> list[Callable[[str], float]]:
-    """Return, for each model, a function from a tensor name to a number; the default is 1."""
+    """Return a function for each model. The function takes a tensor name and returns a number."""
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
@@ -221,7 +225,7 @@ def _setting(given: Setting) -> Callable[[str], float]:
 
 
 def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor]) -> None:
-    """Raise UsageError unless two models have the same names and shapes."""
+    """Raise UsageError if the names or shapes of two models differ."""
     ours = one.required.tensors
     odd = sorted(ours.keys() ^ held.keys())
     odd += [name for name in ours if name in held and ours[name].shape != held[name].shape]
@@ -240,7 +244,7 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
 
 
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
-    """Merge models with equal names, tensor by tensor. The base, if any, comes first."""
+    """Merge models with equal names. If the method has a base model, it is the first of `uses`."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
@@ -256,7 +260,7 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
 
 
 class _Merged:
-    """The tensors of the output, added one at a time."""
+    """A builder for the tensors of the output."""
 
     def __init__(self, how: Method) -> None:
         self.how = how
@@ -269,8 +273,8 @@ class _Merged:
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
     ) -> None:
-        """Merge `inputs` (the base first) with the numbers of each input; add the resulting
-        tensor."""
+        """Merge `inputs` and add the resulting tensor. If there is a base model, its tensor is the
+        first. `numbers` contains the settings of each input."""
         how, old = self.how, inputs[0]
         scale = numbers[0]("scale", name, at)
         if any(each.shape != old.shape for each in inputs):
@@ -302,7 +306,7 @@ class _Merged:
         )  # fmt: skip
 
     def of(self, reference: Checkpoint, models: int) -> Checkpoint:
-        """Return the reference with its tensors replaced by the merged ones."""
+        """Return `reference` with the merged tensors instead of its own tensors."""
         count = plural(len(self.tensors) - len(self.taken), "tensor")
         notes = [f"merged {count} of {plural(models, 'model')} by {self.how.name}"]
         if self.taken:
@@ -314,7 +318,7 @@ class _Merged:
 
 
 def _common(types: Sequence[DType]) -> DType:
-    """Return the result dtype of torch: the widest; float32 for float16 with bfloat16."""
+    """Return the widest dtype. For float16 and bfloat16 together, return float32 as torch does."""
     widest = max(types, key=lambda each: each.itemsize)
     others = {each.name for each in types if each.itemsize == widest.itemsize}
     return widest if len(others) == 1 else BY_NAME["float32"]
@@ -324,9 +328,9 @@ def _common(types: Sequence[DType]) -> DType:
 
 
 def _stack(names: Iterable[str]) -> tuple[str, int]:
-    """Return (prefix of the layers, such as ``model.layers.``; number of layers).
+    """Return the prefix of the layers, such as ``model.layers.``, and the number of layers.
 
-    The prefix is empty if there are no layers, or several stacks of equal size.
+    If there are no layers, or several lists of layers with equal length, the prefix is "".
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -338,7 +342,8 @@ def _stack(names: Iterable[str]) -> tuple[str, int]:
 
 
 def layers_of(model: Checkpoint) -> tuple[str, int]:
-    """Return (prefix, number of layers) of a model. Raises UsageError if it has no single stack."""
+    """Return (prefix, number of layers) of a model. Raises UsageError if the prefix is
+    ambiguous."""
     found = _stack(model.required.tensors)
     if not found[0]:
         raise UsageError("has no layers, or several stacks of layers", where=model.name)
@@ -346,9 +351,10 @@ def layers_of(model: Checkpoint) -> tuple[str, int]:
 
 
 def _places(names: Iterable[str]) -> Callable[[str], float]:
-    """Return a function that maps a name to its layer's position: 0 (first) to 1 (last).
+    """Return a function that maps a tensor name to a position of its layer from 0 to 1.
 
-    The position of names outside the layers is 0.
+    The first layer has the position 0, and the last layer has the position 1. For tensors outside
+    the layers, the function returns 0.
     """
     prefix, count = _stack(names)
 
@@ -365,9 +371,10 @@ def _share(number: int, count: int) -> float:
 
 
 def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
-    """Stack layer ranges of models; the ranges of one slice are merged.
+    """Stack layers of several models. If a slice has several layer ranges, merge the ranges first.
 
-    Outside the layers, embeddings come from the first slice, and all other tensors from the last.
+    Embeddings come from the first slice. All other tensors outside the layers come from the last
+    slice.
     """
     new = _Merged(how)
     reference = how.base or slices[0][0].model
@@ -390,7 +397,7 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
                 name = f"{target}{count + number}{rest}"
                 new.add(name, row, [use.numbers for use in uses], _share(number, length))
         count += length
-    outside: dict[str, list[str]] = {}  # model -> names outside the layers copied from it
+    outside: dict[str, list[str]] = {}  # model -> its tensors outside the layers
     for uses, is_first in ((slices[0], True), (slices[-1], False)):
         held = [use.model.required.tensors for use in uses]
         for name in held[0]:
@@ -407,7 +414,8 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
 
 
 def _layer(use: Use, prefix: str, number: int) -> dict[str, Tensor]:
-    """Map the names of the tensors of a layer, without the prefix and number, to the tensors."""
+    """Return the tensors of a layer by name. The names do not contain the prefix and layer
+    number."""
     start = f"{prefix}{use.start + number}."
     tensors = use.model.required.tensors
     return {name[len(start) - 1 :]: tensors[name] for name in tensors if name.startswith(start)}

@@ -1,11 +1,13 @@
-"""Edit the state of optimizers: rename parameters, key them by names or numbers, drop them.
+"""Rename the parameters of optimizers, drop parameters, and key parameters by names or numbers.
 
-The optimizers of torch number their parameters in the order of the groups (see
-torch/optim/optimizer.py). FSDP and ``torch.distributed.checkpoint.state_dict`` save names and load
-by names. ``load_state_dict`` of torch matches parameters by their order. If the state of a dropped
-weight stayed, torch would load its moments into another parameter. Therefore, ckptkit drops the
-state of dropped weights and renumbers the other parameters. If the mapping of parameters to weights
-(`names_of`) is ambiguous, ckptkit drops the whole optimizer.
+The state_dict of a torch optimizer numbers the parameters in the order of the groups (see
+torch/optim/optimizer.py). FSDP and ``torch.distributed.checkpoint.state_dict`` save and load names
+instead of numbers.
+
+``load_state_dict`` of torch matches parameters by their order. If a checkpoint kept the optimizer
+state of a dropped weight, torch would load that state into another parameter. Therefore, ckptkit
+drops the optimizer state of dropped weights and renumbers the other parameters. If `names_of`
+cannot map the parameters to weights, ckptkit drops the complete optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
 from ckptkit.core.tree import Node, Path, children, join, like, rebuild, walk
 from ckptkit.core.weights import as_tensor, is_optimizer, locate, state_dicts
 
-_LISTS = ("params", "param_names")  # keys of a parameter group
+_LISTS = ("params", "param_names")  # keys of parameter lists in a group
 
 Names = Mapping[str, str]
 
@@ -30,13 +32,16 @@ Names = Mapping[str, str]
 def rename_parameters(
     root: Node, names: Names, edited: Iterable[Node]
 ) -> tuple[dict[int, Node], list[str]]:
-    """Rename parameters in the state of optimizers. Return new nodes by old ids, and notes.
+    """Rename the parameters of optimizers in the tree `root`.
 
-    `names` maps old to new names of weights; `edited` are the dicts that contained them. If several
-    optimizers and another dict have the same names, no optimizer is changed: it is unclear which
-    optimizer belongs to which weights. Raises CollisionError.
+    Return a dict from ids of old nodes to new nodes, and a list of notes. `names` maps old to new
+    names of weights. `edited` contains the dicts of the renamed weights.
+
+    If the tree has several optimizers with these names, and another dict with the same names, no
+    optimizer changes. In this case, an optimizer may belong to the weights in the other dict.
+    Raises CollisionError if two parameters get the same name.
     """
-    found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, new entries, number of renamed)
+    found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, optimizer, renamed)
     for path, node in walk(root):
         if isinstance(node, dict) and is_optimizer(node):
             every = chain(_keys(node), chain.from_iterable(_lists(node)))
@@ -84,14 +89,14 @@ def _renamed(key: Node, names: Names) -> Node:
 
 
 NAMES, NUMBERS = "names", "numbers"
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # not in any optimizer
-_NO_SHAPE = "step"  # the only state tensor without the shape of its parameter
-_MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to try
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # no optimizer trains buffers
+_NO_SHAPE = "step"  # the only state tensor whose shape can differ
+_MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
 
 class Optimizer(NamedTuple):
-    """The state_dict of an optimizer, with its dotted path."""
+    """The state_dict of an optimizer, and its dotted path in the checkpoint."""
 
     path: str
     node: dict[Node, Node]
@@ -104,7 +109,8 @@ class Optimizer(NamedTuple):
 
     @property
     def own_names(self) -> list[Node]:
-        """The names of the parameters in the groups; empty unless all parameters have a name."""
+        """The names of the parameters in the groups. If any parameter has no name, the list is
+        empty."""
         names = self._all("params")
         if not all(isinstance(each, str) for each in names):
             names = self._all("param_names")
@@ -163,7 +169,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
 
 
 def read(path: str, node: Node) -> Optimizer:
-    """Read the state_dict of an optimizer. Raises UsageError if it is malformed."""
+    """Read the state_dict of an optimizer. Raises UsageError if the state_dict is malformed."""
     if not _is_plain(node):
         raise UsageError(f"{path} is a pickled object, not a state_dict")
     groups, state = node["param_groups"], node["state"]
@@ -184,7 +190,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
-    """Return the list `word` of a group; an empty list if the group lacks `word`."""
+    """Return the list with the key `word` in a group, or an empty list without this key."""
     found = group.get(word)
     return found if isinstance(found, list) else []
 
@@ -192,9 +198,10 @@ def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
 def names_of(
     optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
 ) -> dict[Node, str]:
-    """Map each parameter of an optimizer to a weight name. Raises UsageError if it is ambiguous.
+    """Map each parameter of an optimizer to the name of a weight.
 
-    The mapping is ambiguous for `unordered` weights, unless the optimizer contains names.
+    Raises UsageError if the mapping is ambiguous. If the optimizer contains no names, the mapping
+    is always ambiguous for `unordered` weights.
     """
     params, own = optimizer.params, optimizer.own_names
     if own or not params:
@@ -211,7 +218,7 @@ def names_of(
             "which number belongs to which weight",
             hint=_HINT,
         )
-    known: list[tuple[str, Shape]] = []  # weights that may be parameters; tied weights once
+    known: list[tuple[str, Shape]] = []  # tied weights count once
     seen: set[object] = set()
     for name, node in weights.items():
         tensor = as_tensor(node)
@@ -219,7 +226,7 @@ def names_of(
             continue
         seen.add(memory_of(tensor))
         known.append((name, tensor.shape))
-    states = []  # for each parameter: the shapes of its state tensors
+    states = []  # shapes of the state tensors of each parameter
     for param in params:
         held = optimizer.state.get(param)
         entries = held.items() if isinstance(held, dict) else ()
@@ -236,22 +243,23 @@ def names_of(
 
 
 def may_be_parameter(name: str, tensor: Tensor) -> bool:
-    """Return whether an optimizer may train this weight."""
+    """Return True for float and complex tensors, except for the buffers of batch norm."""
     return tensor.dtype.kind in ("float", "complex") and name.rpartition(".")[2] not in BUFFERS
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Return a key that is equal for tied tensors."""
+    """Return a dict key. Tied tensors have equal keys."""
     if tensor.storage is None:
         return id(tensor)
     return id(tensor.storage), tensor.offset, tensor.shape
 
 
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
-    """Return the index of the shape that belongs to each state, or why there is no single answer.
+    """Match each state to a shape. Return the indices of the shapes, or a message if that is
+    ambiguous.
 
-    States and shapes are in the same order, but some shapes may have no state. A state without
-    tensors fits any shape.
+    `states` contains the possible shapes of each parameter. The states and `shapes` are in the same
+    order, but some shapes may have no state. A state without tensors matches any shape.
     """
     spare = len(shapes) - len(states)
     if spare < 0:
@@ -262,8 +270,8 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     def fits(i: int, skipped: int) -> bool:
         return not states[i] or shapes[i + skipped] in states[i]
 
-    # ways[i][n]: the number of ways to place states i, i + 1, ... if n shapes were skipped before;
-    # 2 means several.
+    # ways[i][n] is the number of ways to match the states from index i on, if n shapes were skipped
+    # before. The number 2 means two or more.
     ways = [[1] * (spare + 1)]
     for i in reversed(range(len(states))):
         row, later = [0] * (spare + 1), ways[-1]
@@ -281,12 +289,13 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     return places
 
 
-Parameters = Mapping[Node, str]  # key of a parameter in the optimizer -> name of its weight
+Parameters = Mapping[Node, str]  # key in the optimizer -> name of the weight
 
 
 @dataclass
 class Cut:
-    """Changes to optimizers: new nodes by old ids, entries to drop, notes and warnings."""
+    """Changes to optimizers. ``swap`` maps ids of old nodes to new nodes; ``dropped`` contains
+    paths."""
 
     swap: dict[int, Node] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
@@ -295,10 +304,10 @@ class Cut:
 
 
 def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
-    """Return the changes to optimizers if only the weights `kept` stay.
+    """Return the changes to optimizers after all weights except `kept` are dropped.
 
-    Optimizers of other weights do not change. Raises UsageError if an optimizer must be dropped and
-    is not in a dict.
+    Optimizers that belong to other weights do not change. Raises UsageError if an optimizer must be
+    dropped but is not the value of a dict entry.
     """
     made = Cut()
     if all(name in kept for name in _parameter_names(ck)):
@@ -340,9 +349,9 @@ def _parameter_names(ck: Checkpoint) -> Iterator[str]:
 
 
 def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
-    """Return the parameters of an optimizer; None if the optimizer belongs to another entry.
+    """Return the parameters of an optimizer, or None if the optimizer belongs to other weights.
 
-    Raises UsageError if the owner is ambiguous.
+    Raises UsageError if the optimizer may belong to several state_dicts.
     """
     weights = ck.required
     fitting: dict[int, Parameters] = {}
@@ -366,7 +375,7 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
 
 
 def _default(root: Node) -> int | None:
-    """Return the id of the weights that are selected without a key."""
+    """Return the id of the state_dict that ckptkit selects without a key."""
     try:
         found = locate(root)
     except AmbiguousError:
@@ -375,10 +384,10 @@ def _default(root: Node) -> int | None:
 
 
 def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameters:
-    """Return the parameters of the weights that stay.
+    """Return the parameters whose weights are in `kept`.
 
-    Raises UsageError if only one of two tied weights is dropped: the order of the parameters may
-    then change.
+    Raises UsageError if only one of two tied weights is dropped, because the order of the
+    parameters may then change.
     """
     memories = {
         name: memory_of(tensor)
@@ -393,7 +402,7 @@ def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameter
 
 
 def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
-    """Drop the parameters that are not in `left`. Raises UsageError if none is left."""
+    """Drop the parameters that are not in `left`. Raises UsageError if no parameter is left."""
     if not left:
         raise UsageError("none of its parameters is kept")
     keys: dict[Node, Node] = {}  # old -> new
@@ -415,7 +424,8 @@ def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
 
 
 def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
-    """Drop an optimizer. If it is in a list, drop the list: positions identify its items."""
+    """Drop an optimizer. If the optimizer is an item of a list, drop the complete list, because
+    dropping one item would change the positions of the others."""
     node, entry = ck.root, path[:0]
     for depth, key in enumerate(path):
         if isinstance(node, dict):

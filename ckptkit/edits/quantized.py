@@ -1,10 +1,10 @@
-"""Dequantize weights to floating point, and quantize them.
+"""Dequantize weights to floating point, and quantize floating-point weights.
 
-Quantization to block-wise FP8 and MXFP4 rounds to nearest and needs no calibration data. The
-quantized tensors of torch are dequantized as scale * (code - zero point), per tensor or per
-channel. The quantized layers of torch pack weight and bias into one value:
-``fc._packed_params._packed_params = (weight, bias)``. After dequantization the names are
-``fc.weight`` and ``fc.bias``, as before quantization.
+Quantization to block-wise FP8 and MXFP4 rounds to nearest, so no calibration data is needed.
+torch's own quantized tensors are dequantized as scale * (code - zero point), per tensor or per
+channel. A quantized layer of torch stores its weight and bias as a tuple:
+``fc._packed_params._packed_params = (weight, bias)``. Dequantization writes ``fc.weight`` and
+``fc.bias``, the names before quantization.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def target(name: DTypeLike) -> DType:
 
 def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None) -> Checkpoint:
     read = tuple(group for group in found.groups if group.layout is not None)
-    # A GGUF weight is a single tensor that a later step may still drop; writers refuse it.
+    # Do not raise an error for GGUF weights yet, because a later step may drop these tensors. If no
+    # step drops the tensors, writing raises the error.
     if any(group.family != GGUF for group in found.unread):
         refuse_unread(ck, found)
     found = replace(found, groups=read)
@@ -121,7 +122,7 @@ def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None
         notes.append(f"dropped {count} with their codes and scales: {quoted(parts)}")
     if found.serving:
         notes.append(f"dropped tensors that only quantized inference uses: {quoted(found.serving)}")
-    # Drop the metadata strings that describe quantized tensors.
+    # Drop the safetensors metadata that describes quantized tensors.
     extras = without(ck.extras, {*_HEADERS, *(group.name for group in found.groups)})
     if "tensor_names" in ck.extras:
         extras = {key: text for key, text in extras.items() if '"_type"' not in text}
@@ -131,7 +132,8 @@ def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
-    """Raise UnsupportedError with the first weight of a layout that ckptkit cannot read."""
+    """Raise UnsupportedError if ckptkit cannot dequantize a weight. The message names the first
+    weight."""
     if not found.unread:
         return
     first = found.unread[0]
@@ -144,7 +146,7 @@ def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
 
 
 def _without_quantization(ck: Checkpoint) -> Checkpoint:
-    """Remove the quantization from config.json, with a warning."""
+    """Remove the quantization settings from config.json and add a warning."""
     config = config_of(ck)
     if not quantization_of(config) and not any(key in config for key in _CONFIG):
         return ck
@@ -161,7 +163,7 @@ def _without_quantization(ck: Checkpoint) -> Checkpoint:
 
 KINDS = ("fp8-block", "mxfp4")
 SOURCES = ("float32", "bfloat16", "float16", "float64")
-# Modules that the libraries do not quantize: embeddings, heads, routers.
+# Names of embeddings, heads and routers. The quantization libraries do not quantize these modules.
 KEPT = frozenset({
     "embed", "embed_tokens", "embeddings", "word_embeddings", "tok_embeddings", "wte", "wpe",
     "shared", "lm_head", "head", "output", "gate", "router", "classifier", "score",
@@ -170,12 +172,13 @@ KEPT = frozenset({
 
 @edit
 def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
-    """Quantize the matrices of layers to codes and scales: ``fp8-block`` or ``mxfp4``.
+    """Quantize the weight matrices of layers. `kind` is ``"fp8-block"`` or ``"mxfp4"``.
 
-    ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv`` (DeepSeek, transformers), or
-    ``X.weight_packed`` and ``X.weight_scale`` (compressed-tensors). Embeddings, heads, routers and
-    matrices whose shape is not divisible by the block size stay. Raises UsageError for weights that
-    are already quantized, and if there is no matrix to quantize.
+    For ``fp8-block``, ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv``, as in DeepSeek
+    and transformers. For ``mxfp4``, ``X.weight`` becomes ``X.weight_packed`` and
+    ``X.weight_scale``, as in compressed-tensors. Embeddings, heads and routers stay unchanged.
+    Matrices whose shape is not divisible by the block size also stay unchanged. Raises UsageError
+    if a weight is already quantized, or if there is no matrix to quantize.
     """
     if kind not in KINDS:
         raise UsageError(f"cannot quantize to {kind!r}", hint=f"use one of {', '.join(KINDS)}")
@@ -217,7 +220,7 @@ def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
 
 
 def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Quantize a matrix; yield (name, tensor) of its codes and of its scales."""
+    """Quantize a matrix. Yield (name, tensor) for the codes, then (name, tensor) for the scales."""
     rows, columns = tensor.shape
     if kind == "fp8-block":
         parts = [
@@ -239,7 +242,8 @@ def _contiguous(storage: Storage, dtype: DType, shape: Shape) -> Tensor:
 
 
 def _settings(kind: str, left: list[str]) -> dict[str, Any]:
-    """Return the quantization_config for config.json; `left` are the weights not quantized."""
+    """Return the quantization_config for config.json. `left` contains the names of the matrices
+    that stay floating point."""
     modules = [name.removesuffix(".weight") for name in left]
     if kind == "fp8-block":
         return {
@@ -259,21 +263,22 @@ def _settings(kind: str, left: list[str]) -> dict[str, Any]:
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
-_STATE = "state"  # path component of an object's state
-_PACKING = ("_packed_params", "_packed_weight", _STATE)  # the module path ends before these
+_STATE = "state"  # last path component of the state of a pickled object
+_PACKING = ("_packed_params", "_packed_weight", _STATE)  # path components after the module path
 _PACKER = "PackedParamsBase"
 
 
 def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
-    """Dequantize the quantized tensors of torch to `dtype`; return None if there are none.
+    """Dequantize the quantized tensors of torch to `dtype`. Without such tensors, return None.
 
-    Results are bit-identical to torch's ``dequantize()`` followed by rounding to `dtype`. Weights
-    packed with a bias join the other weights under the name of their layer. Tensors without an
-    affine scheme stay, with a warning. Raises TensorError for an invalid scale or zero point,
-    CollisionError.
+    Results are bit-identical to torch's ``dequantize()`` followed by rounding to `dtype`. If a
+    layer packs its weight and bias, the result contains both under the name of the layer. Tensors
+    whose quantization is not affine stay unchanged, and a warning counts these tensors. Raises
+    TensorError for an invalid scale or zero point. Raises CollisionError if two weights get the
+    same name.
     """
     swap: dict[int, Node] = {}
-    olds: Counter[str] = Counter()  # number of tensors by their old dtype
+    olds: Counter[str] = Counter()  # old dtype -> number of tensors
     left = 0
     for node in nodes(ck.root):
         if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
@@ -317,7 +322,7 @@ def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: No
 
 
 class _Layer(NamedTuple):
-    """A packed layer: the path of its tuple in the weights, its name, and its tensors by name."""
+    """A layer that packs its weight and bias. ``path`` is the path of the tuple in the weights."""
 
     path: Path
     name: str
@@ -330,12 +335,12 @@ class _Layer(NamedTuple):
 
 
 def _layers(weights: Weights) -> Iterator[_Layer]:
-    """Yield the packed layers, with names that no other layer or weight has."""
+    """Yield the packed layers with unique names."""
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]
-        # The name before packing is preferred. If another tensor has that name, the unique name is
-        # used.
+        # Prefer the layer's name before quantization. If another tensor has that name, use
+        # `unique`.
         before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
         unique = ".".join(part for part in parts if part != _STATE)
         found.append((path, before, unique, tensors))
@@ -349,9 +354,10 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
 
 
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
-    """Yield (path, {"weight": ..., "bias": ...}) of the outermost tuples that pack one weight.
+    """Yield (path, {"weight": ..., "bias": ...}) for each outermost tuple that contains one weight.
 
-    The bias is optional. A tied layer is yielded for each of its paths.
+    A tuple without a bias yields only the weight. A layer with several paths is yielded for each
+    path.
     """
     inside: set[int] = set()
     holder: Object | None = None
@@ -365,7 +371,8 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
         inside |= nested
         tensors = [part for part in parts if as_tensor(part) is not None]
         chosen = [part for part in tensors if _kind(part) == "quantized"]
-        # The state of a packer object has the weight as its first tensor, quantized or not.
+        # In the state of a packed parameter object, the weight is the first tensor. This weight
+        # need not be quantized.
         if not chosen and holder is not None and holder.state is node:
             chosen = tensors[:1] if str(holder.global_).endswith(_PACKER) else []
         if len(chosen) == 1:
@@ -375,7 +382,7 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
 
 
 def _parts(path: Path) -> Iterator[str]:
-    """Yield the parts of the dotted names in a path."""
+    """Split each dotted name of a path at the dots, and yield the components."""
     return flatten(key_text(key).split(".") for key in path)
 
 
@@ -385,7 +392,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """Flatten nested lists and tuples; return the items in order, and the ids of the containers."""
+    """Flatten nested lists and tuples. Return the items, and the ids of the nested containers."""
     found: list[Node] = []
     nested: set[int] = set()
     waiting = list(reversed(root))
@@ -400,14 +407,15 @@ def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
 
 
 def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
-    """Replace packed layers in the weights by their tensors; in a module, append them."""
+    """Return the weights with the tensors of packed layers instead of the packed layers. For a
+    pickled module, append the tensors to the state_dict."""
     if weights.is_module:
         packed = flatten(layer.named() for layer in layers)
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
     by_key: dict[Node, list[_Layer]] = defaultdict(list)
     for layer in layers:
         by_key[layer.path[0]].append(layer)
-    # A packed layer also has an entry fc._packed_params.dtype = torch.qint8. It is dropped.
+    # Drop the entry fc._packed_params.dtype = torch.qint8 of each packed layer.
     dtypes = {f"{key.rpartition('.')[0]}.dtype" for key in by_key}
     pairs: list[tuple[str, Node]] = []
     for key, node in weights.node.items():

@@ -1,4 +1,4 @@
-"""Keep the tensors of a quantized weight together under renames; refuse arithmetic on them."""
+"""Rename all tensors of a quantized weight together, and raise an error for arithmetic on codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptkit.quantized import Quantization
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-DROPPED_BY_NAME = 4  # maximum number of weights that a command drops by name
+DROPPED_BY_NAME = 4  # maximum number of weights to drop in a suggested command
 
 
 def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
-    """Raise UsageError if one of these tensors (None: of all) is a part of a quantized weight.
+    """Raise UsageError if a tensor in `names` belongs to a quantized weight.
 
-    The message ends with `what`, the reason.
+    If `names` is None, check all tensors. The message ends with the reason `what`.
     """
     found = quantized.find(ck)
     group = next(found.touching(found.by_member if names is None else names), None)
@@ -34,7 +34,7 @@ def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
 
 
 def dequantize_hint(ck: Checkpoint) -> str:
-    """Return a hint: the command that dequantizes the checkpoint.
+    """Return a hint with the command that dequantizes the checkpoint.
 
     The command drops the weights that ckptkit cannot dequantize.
     """
@@ -52,7 +52,7 @@ def dequantize_hint(ck: Checkpoint) -> str:
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if the quantization of the checkpoints, or of any weight, differs."""
+    """Raise UsageError if checkpoints, or two weights of the same name, differ in quantization."""
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:
@@ -89,7 +89,7 @@ def _mixed(ck: Checkpoint, what: str) -> UsageError:
 def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
     """Rename all tensors of a quantized weight if `names` renames one of them.
 
-    Return all new names, and the checkpoint with its quantization metadata renamed too. Raises
+    Return all new names, and the checkpoint with the new names in its quantization metadata. Raises
     UsageError if the new names do not have the suffixes that mark a quantized weight.
     """
     found = quantized.find(ck)
@@ -104,7 +104,8 @@ def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str,
 
 
 def _stem(group: QuantizedWeight, stem: str, names: Mapping[str, str]) -> str:
-    """Return the new module path of a quantized weight. Raises UsageError if its tensors differ."""
+    """Return the new module path of a quantized weight. Raises UsageError if `names` moves the
+    tensors of the weight to different modules."""
     stems = set()
     for member in group.members:
         rest = member[len(stem) :]
@@ -126,7 +127,7 @@ def _stem(group: QuantizedWeight, stem: str, names: Mapping[str, str]) -> str:
 
 
 def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Rename weights in the metadata strings that describe quantized weights."""
+    """Rename weights in the safetensors metadata that describes quantized weights."""
     import json
 
     new = {moved.get(key, key): text for key, text in metadata.items()}
@@ -146,7 +147,8 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
 
 
 def with_members(found: Quantization, hits: set[str]) -> set[str]:
-    """Add the other tensors of each quantized weight that is selected by its name or codes."""
+    """If `hits` contains the name or the codes of a quantized weight, add all tensors of the
+    weight."""
     whole = (group for group in found.groups if group.parts[0] in hits or group.name in hits)
     return hits.union(*(group.members for group in whole))
 

@@ -1,4 +1,4 @@
-"""Apply tensor rules to a checkpoint; read config.json; check names and shapes (``--like``)."""
+"""Apply tensor rules to a checkpoint, read config.json, and check names and shapes (``--like``)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from ckptkit.rules.planner import (
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-# Rules take sizes of the model from the config.json next to a checkpoint.
+# Reading config.json, which contains sizes of the model for rules.
 
 
 CONFIG_NAME = "config.json"
-BYTES = 1 << 20  # maximum bytes of config.json
-ARCHITECTURE = "general.architecture"  # GGUF key; its value is the prefix of the other keys
+BYTES = 1 << 20  # maximum size of config.json in bytes
+ARCHITECTURE = "general.architecture"  # key of the architecture in GGUF files, such as "llama"
 
 
 def read(path: str) -> Mapping[str, Any]:
@@ -57,7 +57,8 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
-    """Read config.json next to a checkpoint; None if there is none. Raises UsageError."""
+    """Read the config.json next to a checkpoint. Return None if the file is missing. Raises
+    UsageError."""
     folder = _folder(source)
     try:
         if folder is None or CONFIG_NAME not in folder:
@@ -68,7 +69,7 @@ def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
 
 
 def is_beside(source: ByteSource | Folder | None) -> bool:
-    """Return whether there is a config.json next to a checkpoint."""
+    """Return True if there is a config.json next to a checkpoint."""
     folder = _folder(source)
     return folder is not None and CONFIG_NAME in folder
 
@@ -76,15 +77,16 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
     """Return a function that reads the configuration when it is called.
 
-    The configuration is the config.json that an earlier edit set on the checkpoint, else the
-    config.json next to the file.
+    If an earlier edit set a config.json on the checkpoint, the function returns the content of that
+    config.json. Otherwise, the function reads the config.json next to the file.
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
 
 
 def metadata(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the architecture metadata of a GGUF file; keys have no architecture prefix."""
+    """Return the GGUF metadata of the architecture. Remove the prefix (such as ``llama.``) of the
+    keys."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     prefix = f"{root.get(ARCHITECTURE)}."
     return {
@@ -122,18 +124,18 @@ def _number(found: dict[str, Any]) -> Any:
     return found
 
 
-# `--like`: the output must have the names and shapes of another checkpoint.
+# With `--like`, the output must have the names and shapes of another checkpoint.
 
 
-Shapes = Mapping[str, Shape | None]  # None: the shape is unknown
+Shapes = Mapping[str, Shape | None]  # None for an unknown shape
 
 
 class UnlikeError(TensorError):
-    """Names or shapes differ from the expected ones."""
+    """The error for weights with other names or shapes than expected."""
 
 
 def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoint:
-    """Return the checkpoint if its weights have exactly these names and shapes.
+    """Return the checkpoint if its weights have exactly the expected names and shapes.
 
     Raises UnlikeError.
     """
@@ -155,15 +157,16 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
     return checkpoint
 
 
-# Quantized weights under rules. A rename of one tensor renames all tensors of the weight. A layout
-# change must move whole blocks, and must result in the codes and scales of one weight.
+# Rules for quantized weights. If a rule renames one tensor of a quantized weight, rename all
+# tensors of the weight. If rules rearrange a quantized weight, each target must contain complete
+# blocks, and must belong to a quantized weight of the same method.
 
 
 def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
-    """Return new names of kept tensors that belong to a quantized weight with a renamed tensor.
+    """Return the new names of tensors that no rule matches but whose quantized weight is renamed.
 
-    Also return the checkpoint with its quantization metadata renamed. Raises UsageError as
-    `quantized_names.rename_together` does.
+    Also return the checkpoint with the new names in its quantization metadata. Raises UsageError if
+    the new names do not have the suffixes that mark a quantized weight.
     """
     moved = {made.sources[0]: name for name, made in outcome.made.items() if made.is_moved}
     names, known = quantized_names.rename_together(ck, moved)
@@ -172,7 +175,8 @@ def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Ch
 
 
 def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target]) -> None:
-    """Raise UsageError if a rule splits blocks of a quantized weight or separates its scales."""
+    """Raise UsageError if a rule splits blocks of a quantized weight, or separates codes and
+    scales."""
     found = quantized.find(ck)
     if not found:
         return
@@ -183,7 +187,7 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
             if not _is_whole(target, group, shapes):
                 problem = "would cut its blocks"
             else:
-                # ckptkit must recognize the new tensors as the same kind of quantized weight.
+                # The new tensors must be a quantized weight of the same method.
                 new = known.get(name)
                 is_same = new is not None and new.family == group.family
                 has_layout = new is not None and new.layout is not None
@@ -194,8 +198,8 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
 
 
 def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
-    """Return whether the target copies only runs of whole blocks of the weight's tensors."""
-    if group.family == "gguf":  # copies that split blocks were refused earlier
+    """Return True if `target` copies only complete blocks of the quantized weight."""
+    if group.family == "gguf":  # `_new` already checked GGUF blocks
         return True
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
@@ -206,7 +210,8 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 
 
 def _rows(group: QuantizedWeight, source: str) -> int:
-    """Return the height of a block in rows of this tensor; 0 if the rows must stay together."""
+    """Return the number of rows in a block of this tensor. If all rows must stay together, return
+    0."""
     layout = group.layout
     if not isinstance(layout, Blocks):
         return 0
@@ -219,7 +224,8 @@ def _rows(group: QuantizedWeight, source: str) -> int:
 
 
 def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
-    """Return whether a copy is one run of matrices, or of blocks of `rows` rows."""
+    """Return True if a copy is contiguous and contains only complete matrices, or complete blocks
+    of `rows` rows."""
     dims = normal(copy.dims)
     if len(dims) > 1 or any(read != written for _, read, written in dims):
         return False
@@ -242,14 +248,14 @@ class RuleResult:
     taken: Taken
     how: str = "moved"
     bytes: int = 0
-    forms: set[str] = field(default_factory=set)  # "shape dtype" of the tensors made
+    forms: set[str] = field(default_factory=set)  # shapes and dtypes of the target tensors, as text
 
 
 @dataclass(slots=True)
 class RulesReport:
-    """The changes that one step of rules made."""
+    """The changes that one rules step of a recipe made."""
 
-    step: int  # number of the step in the recipe, from 1
+    step: int  # number of the step in the recipe, starting at 1
     keys: int
     kept: int
     made: int
@@ -261,9 +267,10 @@ class RulesReport:
 class RuleOptions(NamedTuple):
     """Options that all rule steps of a recipe share.
 
-    ``args`` are sizes given by the caller. With ``reports``, each step adds a `RulesReport` to the
-    checkpoint. ``meta`` is the metadata of another file, which replaces the metadata of the
-    checkpoint. ``dequantize`` is the dtype for the dequantize step.
+    - ``args`` contains sizes from the caller.
+    - If ``reports`` is true, each step adds a `RulesReport` to the checkpoint.
+    - ``meta`` is the metadata of another file and replaces the metadata of the checkpoint.
+    - ``dequantize`` is the dtype for the dequantize step.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
@@ -317,7 +324,7 @@ def step(
     keys: Sequence[str] = (),
     number: int = 1,
 ) -> Checkpoint:
-    """Apply the rules of one step; `number` is its position in the recipe, from 1."""
+    """Apply the rules of one recipe step. `number` is the number of the step, starting at 1."""
     given = options.config
     if given is None:
         given = lazily(checkpoint)
@@ -350,7 +357,7 @@ class _Step:
     config: Config
     number: int
     is_relaid: bool = False
-    extras: Mapping[str, str] | None = None  # metadata strings with new names, if they changed
+    extras: Mapping[str, str] | None = None  # changed safetensors metadata
     reports: list[RulesReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     relaid: dict[str, Target] = field(default_factory=dict)
@@ -398,10 +405,10 @@ class _Step:
     def _reversible(
         self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]
     ) -> str | None:
-        """Return why the step is not reversible; None if reversible, or if no option needs the
-        answer.
+        """Return the reason why the step is not reversible, or None if the step is reversible.
 
-        Raises NotReversibleError if the step is to run backwards.
+        If no option needs the answer, return None without a check. Raises NotReversibleError if the
+        step runs in reverse and is not reversible.
         """
         if not self.options.reverse and not self.options.reports:
             return None
@@ -416,27 +423,28 @@ class _Step:
 
 @dataclass
 class _DictBuilder:
-    """The new entries of one dict, built from the targets of the rules."""
+    """A builder for the new entries of one dict from the targets of the rules."""
 
     target: names.EditedDict
     tensors: dict[str, Tensor]
     outcome: RulesOutcome
-    following: Mapping[str, str]  # kept tensors renamed with the other tensors of their weight
+    following: Mapping[str, str]  # new names from `followers`
     pairs: list[tuple[str, str]] = field(default_factory=list)  # (old name, new name)
     is_relaid: bool = False
     warnings: list[str] = field(default_factory=list)
     _storages: dict[object, Storage] = field(default_factory=dict)
     _mixed: list[str] = field(default_factory=list)
     _arrays: list[str] = field(default_factory=list)
-    # Maps each view of memory to the ids of the nodes or storages made from that view. Several ids
-    # mean that the names are no longer tied.
+    # The keys identify elements of source tensors. The values are the ids of the new nodes or
+    # storages with these elements. If a value contains several ids, the names of the source are no
+    # longer tied.
     _used: dict[object, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.done = {taken.number: RuleResult(taken) for taken in self.outcome.taken}
 
     def entries(self) -> dict[Node, Node]:
-        """Return the new dict; its keys are in the order of their sources."""
+        """Return the new dict. The order of the new keys is the order of their source keys."""
         order = {key: number for number, key in enumerate(self.target.entries)}
         placed: list[tuple[int, Node, Node]] = []
         for name, made in self.outcome.targets.items():
@@ -477,7 +485,7 @@ class _DictBuilder:
         tensors = [self.tensors[key] for key in sources]
         first = tensors[0]
         self._check_alike(made.rule, sources)
-        # Targets made in the same way from the same memory share one storage.
+        # Targets with the same copies from the same elements share one storage.
         key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
         if key not in self._storages:
             self._storages[key] = self._new(made, first)
@@ -497,7 +505,8 @@ class _DictBuilder:
         return Tensor(storage, first.dtype, made.shape, stride, 0, grad, kind)
 
     def _check_alike(self, rule: int, sources: Sequence[str]) -> None:
-        """Raise TensorError unless all sources are strided and have the same dtype and device."""
+        """Raise TensorError if a source is not strided, or if the sources differ in dtype or
+        device."""
         first = self.tensors[sources[0]]
         for key in sources:
             tensor, node = self.tensors[key], self.target.entries[key]
@@ -523,7 +532,7 @@ class _DictBuilder:
         dtype = first.dtype
         length = dtype.nbytes(prod(made.shape))
         whole = first.storage
-        # A contiguous tensor that fills its storage keeps it.
+        # If a contiguous tensor fills its storage, keep the storage.
         is_plain = first.is_contiguous and not (first.offset or first.conj or first.neg)
         if made.is_moved and whole is not None and is_plain and whole.nbytes == length:
             return whole
@@ -540,7 +549,7 @@ class _DictBuilder:
                     hint = f"dequantize first: {typed('--dequantize bfloat16', 'dequantize')}"
                 raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
-        # Moving blocks does not change the byte order of the fields inside them.
+        # If a GGUF file is big-endian, the fields in moved blocks stay big-endian.
         is_swapped = dtype.block > 1 and whole is not None and whole.big_endian
         record = Arranged(records, copies, itemsize, length)
         return Storage(record, first.device, big_endian=is_swapped)
@@ -550,7 +559,7 @@ class _DictBuilder:
             self._used.setdefault(_view(self.tensors[source]), set()).add(storage)
 
     def notes(self) -> Iterable[str]:
-        """Yield notes on the changes."""
+        """Yield notes that describe the changes."""
         taken = [done.taken for done in self.done.values()]
         matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
         kept = len(self.outcome.kept)
@@ -561,7 +570,7 @@ class _DictBuilder:
                 yield f"rule {each.number} dropped {each.dropped:,} elements"
             if each.zeros:
                 yield f"rule {each.number} wrote {each.zeros:,} zeros"
-        # Find keys that were tied, and whose targets no longer share memory.
+        # Find source keys that were tied, and whose targets no longer share memory.
         by_view: dict[object, list[str]] = {}
         for key, tensor in self.tensors.items():
             by_view.setdefault(_view(tensor), []).append(key)
@@ -587,7 +596,8 @@ _ORDER = ("moved", "joined", "gathered", "transposed")
 
 
 def _check_optimizers(ck: Checkpoint) -> None:
-    """Raise UsageError if the tree has optimizer state, because that fits only the old layout."""
+    """Raise UsageError if the tree contains optimizer state, because the state has the old
+    layout."""
     for path, node in walk(ck.root):
         if not is_optimizer(node):
             continue

@@ -25,7 +25,7 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import from_python
 
-OWN_RECORD = "ckptkit"  # key in the metadata of safetensors, see formats/record.py
+OWN_RECORD = "ckptkit"  # reserved key in safetensors metadata, see formats/record.py
 
 
 @edit
@@ -56,7 +56,8 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
             where=ck.name,
             hint="use the path of a dict, list or tensor; `ckptkit inspect {where}` shows values",
         )
-    # The key of the weights below the new root; None if the weights are outside the new root.
+    # The key of the weights, relative to the new root. If the weights are outside the new root, the
+    # key is None.
     inner = None
     if ck.key is not None:
         weights, _ = find(ck.root, ck.key)
@@ -68,10 +69,10 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
 
 
 def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
-    """Set the entry at the dotted `path` to `value`; add the entry if it does not exist.
+    """Set the entry at the dotted `path` to `value`, or add a new entry.
 
     A new entry is added to the deepest existing dict on the path. Raises UsageError if the parent
-    of the path is not a dict or list, ArgumentError for a value that no file can store.
+    of the entry is not a dict or list. Raises ArgumentError for a value that no file can store.
     """
     new = from_python.node(value)
     holder, key, is_new = _place(ck, arguments.text("path", path))
@@ -86,7 +87,7 @@ def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
 
 
 def _place(ck: Checkpoint, path: str) -> tuple[Node, Node, bool]:
-    """Return (parent of the entry at `path`, key of the entry, whether the entry is new)."""
+    """Return (parent of the entry at `path`, key of the entry, True if the entry is new)."""
     if not path:
         raise UsageError("an entry needs a name")
     try:
@@ -140,7 +141,7 @@ def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = Fa
 
 @edit
 def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
-    """Set strings in the `extras` of the checkpoint; safetensors files store them as metadata.
+    """Set metadata strings of the checkpoint. safetensors files store these strings as metadata.
 
     Raises UsageError for the reserved name ``ckptkit``.
     """
@@ -152,9 +153,10 @@ def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
 
 @edit
 def bare(ck: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with only the weights; for a pickled module, its state_dict.
+    """Return a checkpoint whose root is the state_dict with the weights.
 
-    Raises UsageError if there are no weights.
+    A pickled module becomes its state_dict. Raises UsageError if the checkpoint contains no
+    weights.
     """
     weights = ck.require_complete().required
     others = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
