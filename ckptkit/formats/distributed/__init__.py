@@ -1,8 +1,8 @@
-"""Read folders to which several ranks wrote their shards of every tensor, as one checkpoint.
+"""Read a folder of rank files as one checkpoint. Each rank wrote its own shards of the tensors.
 
-:mod:`rank_files` reads the rank files of FSDP and tensor parallelism, whose pickles contain the
-offset and size of each shard. For the other layouts, a table (:mod:`table`) describes the rank of
-each file and how each tensor was split. A single shard is not a checkpoint.
+In rank files of FSDP and tensor parallelism, the pickles contain the offset and size of each shard.
+:mod:`rank_files` reads these files. For the other layouts, :mod:`table` describes how each tensor
+was split over the files. A single rank's file is not a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
-# File names that occur in folders of rank files, and also in other folders. If no file name in the
-# folder matches, no layout is imported.
+# Matches the names of rank files. It also matches some names in other folders. If it matches no
+# name in a folder, ckptkit does not import the layout modules.
 _SIGN = re.compile(
     r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 
-# Layouts in the order in which `_layout` tries them. A layout is imported when it is tried.
+# Modules of the layouts. `_layout` imports and tries one module after the other, in this order.
 _LAYOUTS = ("parts", "megatron", "llama", "pipeline", "fsdp_flat", "rank_files")
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether a layout matches the folder."""
+    """Return whether the folder has one of the layouts of rank files."""
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 
 def _layout(probe: Probe) -> ModuleType | None:
-    """Return the layout that matches the folder; with the option `parts`, the user's table."""
+    """Return the module of the folder's layout. If `parts` is set, this is :mod:`table`."""
     if probe.options.parts is not None:
         return import_module(f"{__name__}.table")
     if PARALLEL not in probe.kept:
@@ -44,7 +44,7 @@ def _layout(probe: Probe) -> ModuleType | None:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Return the complete checkpoint of all ranks. Raises the errors of the layout."""
+    """Return the complete checkpoint, merged from all ranks. Raises the errors of the layout."""
     layout = _layout(probe)
     assert layout is not None
     found: Checkpoint = layout.read(probe, PARALLEL.name)
@@ -52,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the records of every file that the layout reads."""
+    """Yield the zip records to verify, from every file that the layout reads."""
     from ckptkit.formats import whats_inside
 
     read(probe)

@@ -1,57 +1,74 @@
-"""Read DeepSpeed folders: training state to which each rank writes (ZeRO 0 to 3, universal).
+"""Read DeepSpeed folders: the training state of ZeRO stages 0 to 3, and universal checkpoints.
 
-    latest, latest_universal                           the name of the folder <tag>: global_step2
-    <tag>/mp_rank_00_model_states.pt                   stages 0 to 2: the model of rank 0
-    <tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt  stage 3: that of each rank
-    <tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt
-                                                       stages 1 to 3: each rank's weights, optimizer
-    <tag>/zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
-                                                       universal: one parameter, assembled
-    <tag>/zero/optimizer_state.pt
+A folder contains a subfolder ``<tag>``, such as ``global_step2``:
 
-All are torch.save files. Model, pipeline and expert parallelism write other names (``mp_rank_01``,
-``layer_*``, ``expert_*``). The files contain:
+* ``latest`` and ``latest_universal`` are text files that contain the name of the subfolder.
+* ``<tag>/mp_rank_00_model_states.pt`` contains the model of rank 0 (stages 0 to 2).
+* ``<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt`` contains the model of rank r (stage 3).
+* ``<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` contains the weights and the
+  optimizer of rank r (stages 1 to 3).
+* ``<tag>/zero/<name>/`` belongs to a universal checkpoint. It contains one complete parameter as
+  ``fp32.pt``, and its optimizer state as ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``.
+* ``<tag>/zero/optimizer_state.pt`` contains the optimizer settings of a universal checkpoint.
 
-    model_states   module           state_dict: in 16 bits if the run was; in stage 3 of empty
-                                    tensors, except buffers
-                   buffer_names     names in module
-                   param_shapes     [{name: torch.Size} for each group]; None in stage 0
-                   frozen_param_shapes, frozen_param_fragments
-                                    {name: torch.Size}, {name: tensor}, or None
-                   shared_params    {name: name of the same parameter}
-                   the arguments of save_checkpoint, and counters
-    optim_states   optimizer_state_dict
-        stages 1, 2    single_partition_of_fp32_groups [1-D tensor for each group],
-                       group_paddings [int], param_alignment_paddings [[int]],
-                       partition_count [int], base_optimizer_state
-        stage 3        fp32_flat_groups [1-D tensor for each group], partition_count,
-                       optimizer_state_dict
-        the last are   {"state": {group: {"exp_avg": 1-D tensor, ..., "step"}}, "param_groups"},
-                       or [state of group]
-    fp32.pt ...    {"param": tensor, ...}, or the tensor; of stage 3 a flat one
+All .pt files are torch.save files. With model, pipeline or expert parallelism, the files have other
+names: ``mp_rank_01``, ``layer_*``, ``expert_*``.
 
-With W ranks and c = ceil(elements / W):
+A model_states file contains these fields:
 
-- stages 1 and 2: the tensors of one group, concatenated over the ranks, are the group's
-  parameters in order. param_alignment_paddings gives the number of padding elements after each
-  parameter. Fewer than 2 W elements may follow at the end.
-- stage 3: the tensors of one rank, concatenated over the groups, contain c elements of each
-  parameter in order. A parameter is its elements concatenated over the ranks, cut to its size. The
-  fragments of frozen parameters, which have names, are split the same way.
+* ``module`` is a state_dict with the dtype of the run. In stage 3, all its tensors except buffers
+  are empty.
+* ``buffer_names`` is a list of names in ``module``.
+* ``param_shapes`` is a list that contains a dict {name: torch.Size} for each group. In stage 0 it
+  is None.
+* ``frozen_param_shapes`` is a dict {name: torch.Size} or None.
+* ``frozen_param_fragments`` is a dict {name: tensor} or None.
+* ``shared_params`` maps a name to the name of the same parameter.
+* The other fields are counters and the arguments of save_checkpoint.
 
-The optimizer's tensors are split the same way, padded or not.
-(deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py,
-checkpoint/ds_to_universal.py of 0.19.8)
+An optim_states file contains ``optimizer_state_dict`` with these fields in stages 1 and 2:
 
-The result is rank 0's model_states, with these entries replaced or added:
+* ``single_partition_of_fp32_groups`` is a list of one 1-D tensor for each group.
+* ``group_paddings`` is a list of integers.
+* ``param_alignment_paddings`` is a list of lists of integers.
+* ``partition_count`` is a list of integers.
+* ``base_optimizer_state`` is the optimizer state.
 
-    module             the state_dict, in full precision
-    module_<dtype>     the 16-bit state_dict of the run, if the folder has it (stages 1 and 2)
-    optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups",
-                       settings}
+In stage 3, it contains these fields:
 
-The fields that describe the split (param_shapes, paddings, slices) are dropped. Reading loads no
-tensor bytes. :mod:`zero_ranks` finds the files and assembles the tensors of the ranks.
+* ``fp32_flat_groups`` is a list of one 1-D tensor for each group.
+* ``partition_count`` is an integer or a list of integers.
+* ``optimizer_state_dict`` is the optimizer state.
+
+The optimizer state is a list with the state of each group, or {"state": {group: {"exp_avg": 1-D
+tensor, ..., "step"}}, "param_groups"}.
+
+``fp32.pt`` and the files of its optimizer state contain {"param": tensor, ...}, or only the tensor.
+After stage 3, the tensor is flat.
+
+Let W be the number of ranks.
+
+- In stages 1 and 2, concatenate the ranks' tensors of one group. The result contains the parameters
+  of the group in order. ``param_alignment_paddings`` gives the number of padding elements after
+  each parameter. Fewer than 2 W padding elements may follow at the end.
+- In stage 3, concatenate the tensors of one rank. The result contains ceil(elements / W) elements
+  of each parameter in order. To assemble a parameter, concatenate its elements from all ranks, and
+  remove the padding. Fragments of frozen parameters are split in the same way.
+
+The optimizer's tensors are split like the weights. They may lack the padding.
+
+Sources: deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py and
+checkpoint/ds_to_universal.py of 0.19.8.
+
+:func:`read` returns rank 0's model_states, and replaces or adds these entries:
+
+* ``module`` is the state_dict in full precision.
+* ``module_<dtype>`` is the 16-bit state_dict of the run, if the folder contains one (stages 1, 2).
+* ``optimizer`` is {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups"}, and the
+  optimizer settings.
+
+It drops the fields that describe the split (param_shapes, paddings, slices), and reads no tensor
+bytes. :mod:`zero_ranks` finds the files and assembles the tensors of the ranks.
 """
 
 from __future__ import annotations
@@ -95,12 +112,12 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
 _GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-# Fields that the result omits: the description of the split, and tensors moved to the state_dict.
+# Fields that `read` drops. They describe the split, or `read` moves their tensors to `module`.
 _DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)
 
 
 class Model:
-    """The model_states of rank 0: shapes and names of parameters, and its `module`."""
+    """The model_states of rank 0. They contain names and shapes of parameters, and `module`."""
 
     def __init__(self, states: Fields) -> None:
         self.states = states
@@ -111,14 +128,14 @@ class Model:
         names = states.items(BUFFERS) if BUFFERS in states else []
         self.buffer_names = [name for name in names if isinstance(name, str)]
         self.warnings: list[str] = []
-        self._cpu: dict[tuple[int, str], Storage] = {}  # keys: id of the storage, and dtype or ""
+        self._cpu: dict[tuple[int, str], Storage] = {}  # by id of the original storage, and dtype
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
     ) -> OrderedMapping:
         """Return the complete state_dict, in the order of the model.
 
-        `placeholders`: empty tensors in `module` only reserve names, as in stage 3.
+        Set `placeholders` for stage 3, in which `module` has empty tensors in place of weights.
         """
         module, found = self.module, dict[str, Node]()
         for name, made in parameters.items():
@@ -136,8 +153,8 @@ class Model:
         for name, same in self.states.names(SHARED).items():
             if isinstance(same, str) and same in found:
                 found[name] = _alias(found[same])
-        # Entries that are only in the module: aliases of a parameter, frozen parameters of stage 1,
-        # values that are not tensors.
+        # These entries are only in `module`. They are aliases of a parameter, frozen parameters of
+        # stage 1, or values that are not tensors.
         tensors = {name: as_tensor(node) for name, node in module.items()}
         known = {_place(each): name for name in found if (each := tensors.get(name)) is not None}
         taken, missing = [], []
@@ -179,7 +196,7 @@ class Model:
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU, like an assembled tensor."""
+        """Return the tensor with its storage on the CPU. Assembled tensors are also on the CPU."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -192,7 +209,11 @@ class Model:
         )  # fmt: skip
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """Return the frozen parameters, joined from one fragment per rank (not if `ranks` is 0)."""
+        """Return the frozen parameters by name.
+
+        Each of `ranks` ranks has a fragment of each parameter. If `ranks` is 0, the only fragment
+        is the complete parameter.
+        """
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
@@ -216,7 +237,10 @@ class Model:
         return made
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """Return ``{"module_<dtype>": 16-bit state_dict}``; empty if the run used other dtypes."""
+        """Return ``{"module_<dtype>": state_dict}`` with the dtype of the run.
+
+        If the parameters have the same dtype, return an empty dict.
+        """
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {
             old.dtype.name
@@ -228,7 +252,7 @@ class Model:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key. Tensors that view the same elements of one storage have equal keys."""
+    """Return a key that is equal for two tensors if they view the same elements of one storage."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
@@ -238,7 +262,7 @@ def _alias(node: Node) -> Node:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether this is the folder of a training state, or contains such folders."""
+    """Return whether the folder is a training state, or contains folders of training states."""
     if not probe.is_folder:
         return False
     if zero_ranks.is_tag(probe.names) or zero_ranks.tag_folders(probe.folder):
@@ -247,10 +271,11 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the headers of the training state that ``latest`` names, or of the only training state.
+    """Read the headers of the training state that ``latest`` names.
 
-    Raises AmbiguousError if there are several and no ``latest``, UnsupportedError for parallelism
-    other than data parallelism, CorruptError if files are missing or contradict each other.
+    Without ``latest``, the folder must contain only one training state; otherwise, this function
+    raises AmbiguousError. Raises UnsupportedError for model, pipeline and expert parallelism.
+    Raises CorruptError if files are missing or contradict each other.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -296,7 +321,7 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
 
 
 class Parts(NamedTuple):
-    """The assembled data of all ranks: tensors by name, the optimizer's state and settings."""
+    """Tensors by name, optimizer state and optimizer settings, assembled from all ranks."""
 
     parameters: dict[str, Tensor]
     frozen: dict[str, Tensor]
@@ -306,7 +331,7 @@ class Parts(NamedTuple):
 
 
 def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
-    """Read and assemble stages 1 to 3."""
+    """Read the rank files of ZeRO stages 1 to 3, and assemble their tensors."""
     if not files.optims:
         counts = model.states.integers(_RANKS) if _RANKS in model.states else ()
         files.check_complete(max(1, *counts))
@@ -325,7 +350,7 @@ def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
 
 
 def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) -> Parts:
-    """Read a universal checkpoint, whose parameters are complete."""
+    """Read a universal checkpoint. Its files contain complete parameters."""
     shapes = {} if files.parallel else merge_all(model.groups)
     zero = folder.sub(UNIVERSAL)
     skip = {*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
@@ -337,7 +362,7 @@ def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) 
 
 
 def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
-    """Return the frozen parameters; in stage 3 each rank has a fragment."""
+    """Return the frozen parameters by name. In stage 3, each rank has a fragment of each one."""
     if not model.frozen_shapes:
         return {}
     if -1 in files.models:
@@ -348,7 +373,7 @@ def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> d
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
-    """Return the optimizer's param_groups; parameter names replace the numbers of flat tensors."""
+    """Return the optimizer's param_groups, with parameter names in place of numbers."""
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]
@@ -365,7 +390,10 @@ def _groups(groups: Node, model: Model) -> list[Node]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the records of every file of the training state. Raises like `zero_ranks.find`."""
+    """Yield the zip records to verify, from every file of the training state.
+
+    Raises the errors of `zero_ranks.find`.
+    """
     folder = zero_ranks.find(probe.folder, probe.names)
     places = [(folder, "")]
     if UNIVERSAL in folder.folders():

@@ -1,29 +1,37 @@
 """Read flat parameters: the optimizer of FSDP1 from ``optimizer.state_dict()``, and fairscale.
 
-The optimizer has shards of flat parameters, without names or shapes:
+The optimizer of FSDP1 contains shards of parameters, without names or shapes:
 
-    use_orig_params=True    on each rank a 1-D shard of each parameter, empty if the rank has none
-    False                   one entry for each FSDP unit: the concatenated parameters of the unit,
-                            split into ceil(elements / ranks), the last shards padded
+* With use_orig_params=True, each rank has a 1-D shard of each parameter. The shard is empty if the
+  rank has no elements of the parameter.
+* With use_orig_params=False, each rank has one entry for each FSDP unit. The parameters of the unit
+  are concatenated, then split into shards of ceil(elements / ranks). The last shards are padded.
 
-The model's rank files contain the names and shapes, in the same order. No file records the units.
-The root comes first, then the wrapped modules. ckptkit tries the possible units, and reads the
-optimizer only if exactly one possibility matches the sizes.
+The model's rank files contain the names and shapes of the parameters, in the same order. No file
+records which parameters belong to which unit. The first unit contains the parameters of the root
+module. The next units are the wrapped modules. ckptkit tries the likely units. It reads the
+optimizer only if exactly one division into units matches the sizes.
 
-fairscale and metaseq (OPT) write model parts, each in shards of fully sharded data parallelism:
+fairscale and metaseq (OPT) split a model into model parts. Each model part is a set of shards of
+fully sharded data parallelism:
 
     <stem>-model_part-<M>-shard<S>.pt, <stem>-shard<S>.pt
 
-A file has ``model`` and ``shard_metadata``: {"param_metadata": [a dict for each wrapped module],
-"buffer_names"}. A module has its ``fsdp_path`` and
+Each file contains ``model`` and ``shard_metadata``, a dict with ``param_metadata`` and
+``buffer_names``. ``param_metadata`` is a list of dicts, one for each wrapped module:
 
-    params                        flat name: {"names", "shapes", "numels", "padding"}
-    shared_param_info             pairs of names below the module, which share a parameter
-    no_broadcast_optim_state      true: the first shard is complete
+* ``fsdp_path`` is the path of the module.
+* ``params`` maps the name of a flat parameter to {"names", "shapes", "numels", "padding"}.
+* ``shared_param_info`` lists pairs of names that share a parameter. The names are relative to the
+  module.
+* ``no_broadcast_optim_state`` is True if the first shard contains the complete parameter.
 
-or, until fairscale 0.4.0, ``is_flat``, ``param_names``, ``param_shapes``, ``param_numels`` and
-``num_padded``. Concatenated without their padding, the shards of a flat parameter contain the
-parameters with these names and shapes. Then the model parts are merged by the rules of metaseq.
+Until fairscale 0.4.0, the dict contains ``is_flat``, ``param_names``, ``param_shapes``,
+``param_numels`` and ``num_padded`` in place of ``params``.
+
+To restore the parameters, remove the padding of each shard and concatenate the shards. The result
+contains the parameters in the recorded order. Then ckptkit merges the model parts by metaseq's
+rules.
 
 Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
 fully_sharded_data_parallel.py.
@@ -61,21 +69,21 @@ from ckptkit.formats.distributed.table import (
 from ckptkit.formats.format import Probe
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-_LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # the path of an item in a ModuleList
+_LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # path of an item in a ModuleList
 
 
 class UnknownError(Exception):
-    """The split of the optimizer's state is unknown; the argument is the reason."""
+    """ckptkit cannot determine how the optimizer state was split. The argument is the reason."""
 
 
 State = dict[Node, Node]
-Unit = tuple[str, ...]  # the parameters of one entry of the state, in order
+Unit = tuple[str, ...]  # names of the parameters in one FSDP unit, in order
 
 
 def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> Node:
-    """Return the optimizer's state by parameter name, for ``load_state_dict``.
+    """Return the optimizer's state_dict, with parameter names in place of numbers.
 
-    Raises UnknownError if the split of the state cannot be determined.
+    Raises UnknownError if ckptkit cannot determine how the state was split.
     """
     shapes, replicas = _parameters(model)
     by_rank = {each.rank: each for each in ranks}
@@ -88,7 +96,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
             path = f"optimizer.{_STATE}.{number}.{key}"
-            # A rank that has no elements of a parameter has no entry for the parameter.
+            # If a rank has no elements of a parameter, it has no entry for the parameter.
             values = [
                 each._replace(root=entry.get(key))
                 for each, entry in zip(first, entries, strict=True)
@@ -109,16 +117,17 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
 
 def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
-    """Return the value that all ranks have. Raises CorruptError if they differ."""
+    """Return the value that all ranks have in common. Raises CorruptError if the values differ."""
     rooted = [each._replace(root={path: each.root}) for each in values]
     merged = Merger(rooted, joiner, {}).merged()
     return merged[path] if isinstance(merged, dict) else None
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
-    """Return the shape of each parameter (tied parameters once), and the ranks of each replica.
+    """Return the shape of each parameter, and a list of ranks for each replica of the model.
 
-    A replica is a complete copy of the model. Its ranks are in the order of their shards.
+    Only the first of several tied parameters is included. The ranks of a replica are in the order
+    of their shards.
     """
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
@@ -161,12 +170,12 @@ def _states(ranked: Ranked) -> dict[int, State]:
 
 
 def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
-    """Return the FSDP unit of each entry of the optimizer's state."""
+    """Return the FSDP unit of each entry in the optimizer state."""
     count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
     elements = {name: prod(shape) for name, shape in shapes.items()}
-    sizes = []  # elements of each flat shard, by entry and rank; 0 for scalars
+    sizes = []  # number of elements of each flat shard, by entry and rank; 0 for scalars
     for number in range(count):
         tensors = [[as_tensor(v) for v in each.get(number, {}).values()] for each in held]
         sizes.append([max((t.numel for t in row if t and t.shape), default=0) for row in tensors])
@@ -191,7 +200,11 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
 
 
 def _ways(names: list[str]) -> Iterator[list[Unit]]:
-    """Yield possible splits into units: one unit; or the root and each item of a ModuleList."""
+    """Yield possible divisions of the parameters into FSDP units.
+
+    The first division is a single unit. In the others, each item of a ModuleList is a unit, and the
+    root module is another unit.
+    """
     yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -209,7 +222,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """Split one entry of the optimizer's state; yield (parameter name, value)."""
+    """Split an optimizer entry of an FSDP unit. Yield (parameter name, value)."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -227,7 +240,7 @@ def _cut(
 
 
 def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
-    """Return the param_groups, with parameter names instead of numbers, in the model's order."""
+    """Return the param_groups. Replace numbers by parameter names in the order of the model."""
     if not isinstance(node, list):
         return node
     made = []
@@ -250,7 +263,7 @@ NAME = re.compile(
 )
 METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
-_OLD_NAMES = ("flat_param_0", "flat_param")  # name of a module's flat parameter until 0.4.0
+_OLD_NAMES = ("flat_param_0", "flat_param")  # names of flat parameters until fairscale 0.4.0
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
 TABLE = ParallelLayout(rows(
     (r".*\.version|.*_float_tensor|.*embed_positions\..*", SAME),
@@ -262,7 +275,7 @@ TABLE = ParallelLayout(rows(
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder contains shards with fairscale's metadata."""
+    """Return whether the folder contains fairscale shards with ``shard_metadata``."""
     found = sorted(filter(NAME.fullmatch, probe.names))
     if not found:
         return False
@@ -274,9 +287,9 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict of all model parts and shards.
+    """Return the state_dict, merged from all model parts and shards.
 
-    Raises CorruptError if the files are of several saves or incomplete.
+    Raises CorruptError if files are missing, or if the files are from several saves.
     """
     reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
     grid: dict[tuple[int, int], tuple[str, Fields]] = {}
@@ -307,7 +320,10 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 class Backing(NamedTuple):
-    """The parameters inside a flat parameter, in order; its shard ends in `padding` elements."""
+    """The contents of a flat parameter: names, shapes and sizes of its parameters, in order.
+
+    ``padding`` is the number of padding elements at the end of the shard.
+    """
 
     names: list[str]
     shapes: list[Shape]
@@ -316,9 +332,9 @@ class Backing(NamedTuple):
 
 
 def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
-    """Return the state_dict of one model part; the original parameters replace flat parameters.
+    """Return the state_dict of one model part. Replace flat parameters by the original parameters.
 
-    Buffers come from the first shard.
+    Buffers are taken from the first shard.
     """
     held = [fields.names("model") for _, fields in shards]
     modules: list[list[Fields]] = []
@@ -326,7 +342,9 @@ def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
         listed = fields.fields(METADATA).items(PARAMETERS)
         modules.append([Fields(each, f"{name}: {PARAMETERS}") for each in listed])
         if len(listed) < len(modules[0]):
-            raise FormatError(f"lists {len(listed):,} modules, another shard more", where=name)
+            raise FormatError(
+                f"lists {len(listed):,} modules, but another shard lists more", where=name
+            )
     made: dict[str, Node] = {}
     flat: set[str] = set()
     for index, module in enumerate(modules[0]):
@@ -366,7 +384,10 @@ def _prefix(module: Fields) -> str:
 
 
 def _share(made: dict[str, Node], module: Fields) -> None:
-    """Add the aliases of a module's shared parameters. Raises CorruptError if one is missing."""
+    """Add a module's shared parameters under their second names.
+
+    Raises CorruptError if `made` lacks a shared parameter.
+    """
     prefix = _prefix(module)
     for pair in module.node.get("shared_param_info") or ():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -380,7 +401,7 @@ def _share(made: dict[str, Node], module: Fields) -> None:
 
 
 def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str, Backing]:
-    """Return the flat parameters of a module, from the metadata of one shard."""
+    """Return the contents of each flat parameter of a module, from the metadata of one shard."""
     found: dict[str, Backing] = {}
     if "params" in module:
         params = module.fields("params")
@@ -403,7 +424,7 @@ def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str
 
 
 def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
-    """Return the parameters inside one flat parameter, by name."""
+    """Return the parameters that one flat parameter contains, by name."""
     names, shapes, sizes, _ = backing
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""Assemble tensors from the shards in several files, and compare replicated shards."""
+"""Join the shards of tensors from several files, and compare replicas of the same shard."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_n
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.meshes import LocalShard, Mesh, Piece, piece_of
 
-# Replicas of a shard in several files must be equal. If they differ, the files are of different
-# saves.
+# Several files can contain replicas of the same shard. The replicas must be equal. If replicas
+# differ, the files are from different saves.
 
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # policies for replicas
 CHOICES = (COMPARE, CHECK, FIRST)
-READ = 16 << 20  # maximum bytes to read of replicas without checksums
-SHOWN = 80  # maximum characters of a name in a message
+READ = 16 << 20  # maximum number of bytes to compare if replicas have no checksums
+SHOWN = 80  # maximum length of a name in a message
 
 
 class Replica(NamedTuple):
-    """A replicated tensor, as two files contain it. Both must be equal."""
+    """Two tensors from two files that must be equal."""
 
     name: str
     first: Tensor
@@ -38,24 +38,25 @@ class Replica(NamedTuple):
 
 
 class Copies:
-    """Compares replicas and counts the results. There are three policies:
+    """Compares replicas and counts the results. The policy is one of these:
 
-    * ``compare`` compares checksums. Without checksums, it compares the bytes of small tensors.
-    * ``check`` compares checksums. Without checksums, it compares the bytes of all tensors.
-    * ``first`` ignores differences and uses the first replica.
+    * ``compare`` compares checksums. If checksums are missing, it compares the bytes of tensors
+      until 16 MiB were read.
+    * ``check`` compares checksums. If checksums are missing, it compares the bytes of all tensors.
+    * ``first`` is like ``compare``, but raises no error for differences.
     """
 
     def __init__(self, policy: str = COMPARE) -> None:
         self.policy = policy
         self.left: list[Replica] = []  # replicas that were not compared
         self.equal = 0
-        self.passed: list[str] = []  # names of replicas that differ, with the policy `first`
+        self.passed: list[str] = []  # names of replicas that differ (only policy `first`)
         self._read = 0
 
     def same(self, copy: Replica, *, always: bool = True) -> bool | None:
-        """Return whether both tensors of a replica are equal; None if unknown.
+        """Return whether two replicas are equal. Return None if they were not compared.
 
-        If checksums are missing, `always` compares the bytes of tensors of any size.
+        If checksums are missing and `always` is set, compare the bytes of tensors of any size.
         """
         found = _by_checksum(copy.first, copy.other)
         if found is None and not always:
@@ -64,7 +65,10 @@ class Copies:
         return compare(copy.first, copy.other) is None if found is None and always else found
 
     def add(self, copy: Replica) -> None:
-        """Compare a replica. If it differs, raises CorruptError, except with policy ``first``."""
+        """Compare two replicas.
+
+        Unless the policy is ``first``, raises CorruptError if the replicas differ.
+        """
         same = self.same(copy, always=False)
         if same is None:
             self.left.append(copy)
@@ -87,7 +91,7 @@ class Copies:
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about replicas that differ, and about replicas that were not compared."""
+        """Yield a warning if replicas differ, and a warning if replicas were not compared."""
         if self.policy == CHECK and not (self.equal or self.passed):
             yield (
                 "no two ranks have the same tensor: ckptkit cannot verify that the files are of "
@@ -106,7 +110,10 @@ class Copies:
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
-    """Return whether the checksums of two equally shaped tensors are equal, None if unknown."""
+    """Return whether two tensors of the same shape are equal, according to their checksums.
+
+    Return None if the checksums cannot tell.
+    """
     one, other = a.storage, b.storage
     if one is None or other is None or one is other:
         return one is other
@@ -122,18 +129,18 @@ def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
     return False if whole else None
 
 
-# Tensors assembled from the shards in several files
+# Joining the shards of a tensor from several files
 
 
 class Held(NamedTuple):
-    """A block of a tensor, and the file that contains the block."""
+    """A shard of a tensor, and the file that contains the shard."""
 
     box: LocalShard
     file: str
 
 
 class Joiner:
-    """Assembles tensors from shards. Tensors assembled from the same bytes share a storage."""
+    """Joins the shards of tensors. Tensors that are joined from the same bytes share a storage."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -141,9 +148,9 @@ class Joiner:
         self._cpu: dict[int, tuple[Storage, Storage]] = {}
 
     def tensor(self, name: str, dtype: DType, shape: Shape, held: Iterable[Held]) -> Tensor:
-        """Return the tensor that consists of the blocks `held`.
+        """Return the tensor that consists of the shards `held`.
 
-        Raises CorruptError for a gap, an overlap, or replicas that differ.
+        Raises CorruptError if shards overlap, leave a gap, or differ from their replicas.
         """
         boxes: dict[tuple[Shape, Shape], Held] = {}
         for each in held:
@@ -172,7 +179,10 @@ class Joiner:
         tensors: Sequence[Tensor],
         copies: tuple[StridedCopy, ...],
     ) -> Tensor:
-        """Return the tensor that `copies` assemble; if it equals one source, return that source."""
+        """Return the tensor that `copies` assemble from the bytes of `tensors`.
+
+        If the only copy copies a complete tensor, return that tensor.
+        """
         if len(copies) == 1:
             (copy,) = copies
             tensor = tensors[copy.source]
@@ -192,7 +202,7 @@ class Joiner:
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU, like an assembled tensor."""
+        """Return the tensor with its storage on the CPU. Joined tensors are also on the CPU."""
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             return tensor
@@ -205,7 +215,7 @@ class Joiner:
         )  # fmt: skip
 
     def same(self, name: str, held: Sequence[tuple[Tensor, str]]) -> Tensor:
-        """Return the first of several tensors. Raises CorruptError if they differ."""
+        """Return the first of several replicas. Raises CorruptError if the replicas differ."""
         first, file = held[0]
         for other, place in held[1:]:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -218,8 +228,8 @@ class Joiner:
         return self.plain(first)
 
 
-# Merging the trees that ranks saved: shards are joined, and values that are equal on all ranks are
-# kept once. If values differ, the merge raises an error.
+# Each rank saved a tree of dicts, lists and values. Merging the trees joins the shards of each
+# tensor. All other values must be equal on all ranks.
 
 
 FLAT = "_flat_param"
@@ -227,7 +237,7 @@ _MIXED = "the files are of different saves"
 
 
 class Ranked(NamedTuple):
-    """The tree that a rank saved, and the file that contains it."""
+    """The tree that a rank saved, and the file that contains the tree."""
 
     rank: int
     file: str
@@ -235,7 +245,7 @@ class Ranked(NamedTuple):
 
 
 class Merger:
-    """Merges the trees of all ranks entry by entry. Errors name the entry and the files."""
+    """Merges the trees of all ranks, entry by entry. Errors name the entry and the files."""
 
     def __init__(self, ranks: Sequence[Ranked], joiner: Joiner, known: Mapping[int, Piece]) -> None:
         self.ranks = ranks
@@ -278,7 +288,8 @@ class Merger:
             return self._mapping(path, nodes)
         if isinstance(first, (list, tuple)):
             return self._sequence(path, nodes)
-        # Plain values must be equal. If other objects differ, the object of the first rank is used.
+        # Strings, bytes and numbers must be equal on all ranks. Other objects only need the same
+        # type: the first rank's object is used.
         plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
         for ranked, node in zip(self.ranks, nodes, strict=True):
             equal = type(node) is type(first) and (not plain or repr(node) == repr(first))
@@ -287,7 +298,7 @@ class Merger:
         return first
 
     def _pieces(self, path: Path, first: Piece, pieces: Sequence[Piece | None]) -> Node:
-        """Return the complete tensor. Raises CorruptError if the files contradict each other."""
+        """Join the ranks' shards of a tensor. Raises CorruptError if the shards do not match."""
         name = join(path)
         held: list[Held] = []
         for ranked, piece in zip(self.ranks, pieces, strict=True):

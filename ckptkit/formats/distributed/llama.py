@@ -1,13 +1,16 @@
-"""Read and write the shards of a Llama release of Meta: ``consolidated.<NN>.pth``, ``params.json``.
+"""Read and write Meta's releases of Llama: shards ``consolidated.<NN>.pth`` and ``params.json``.
 
-Before version 3 the embedding is split along its second dimension, so a shard is narrower than
-``dim``. Since version 3, the embedding is split along its first dimension. Version 4 has fused
-projections, all experts in one tensor, and an image encoder. The number of shards is the number of
-files. The ``wq`` tensors of all shards together have ``dim`` rows. :func:`layout` splits a model
-with Meta's names into such shards.
+Llama 1 and 2 split the embedding along its second dimension. A shard of this embedding has fewer
+than ``dim`` columns. Since Llama 3, the embedding is split along its first dimension. Llama 4 has
+fused projections, all experts in one tensor, and an image encoder. Each file is one shard. The
+``wq`` tensors of all shards together have ``dim`` rows. :func:`layout` splits a model with Meta's
+tensor names into such shards.
 
-Sources: fairscale's parallel layers in Meta's code; for version 4, transformers'
-convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such shards.
+Sources:
+
+* Meta's code for Llama uses the parallel layers of fairscale.
+* ``convert_llama4_weights_to_hf.py`` of transformers joins the shards of Llama 4.
+* ``convert_meta_to_dcp.py`` of torchtitan also joins the shards of Llama 4.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\
 
 
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
-    """Return the layout of all versions; since version 3, the embedding is split `by_rows`."""
+    """Return the layout of all versions of Llama.
+
+    Set `by_rows` if the embedding is split along its first dimension, as since Llama 3.
+    """
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
     experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
@@ -83,13 +89,16 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder has several shards, or lacks the first shard."""
+    """Return whether the folder contains any shard except the first."""
     found = set(filter(NAME.fullmatch, probe.names))
     return bool(found - {"consolidated.00.pth"})
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict with Meta's names. Raises CorruptError if shards do not match."""
+    """Return the merged state_dict, with Meta's tensor names.
+
+    Raises CorruptError if the shards do not match.
+    """
     folder, reader = probe.folder, reader_of(probe)
     text = params_text(folder)
     params = read_params(text)
@@ -107,7 +116,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))
     check_grid(parts, {TP: count}, {TP: "consolidated"})
     embedding = as_tensor(first.get("tok_embeddings.weight"))
-    # If a shard of the embedding is as wide as the model, the embedding is split by rows.
+    # If a shard of the embedding has `dim` columns, the embedding is split along its rows.
     by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
     merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
     _check_totals(merged.tensors, params)
@@ -122,7 +131,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def params_text(folder: Folder) -> bytes:
-    """Return the bytes of ``params.json``; empty if the file is missing."""
+    """Return the bytes of ``params.json``. Return b"" if the file is missing."""
     if PARAMS not in folder:
         return b""
     source = folder.open(PARAMS)
@@ -132,7 +141,7 @@ def params_text(folder: Folder) -> bytes:
 
 
 def read_params(text: bytes) -> dict[str, Any]:
-    """Parse ``params.json``. Return an empty dict if it is missing."""
+    """Parse the bytes of ``params.json``. Return an empty dict if `text` is empty."""
     found = strict_json.parse(text, PARAMS) if text else {}
     if not isinstance(found, dict):
         raise FormatError(f"{PARAMS} is not a JSON object")
@@ -141,13 +150,16 @@ def read_params(text: bytes) -> dict[str, Any]:
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
-    """Return the value of `key` if it is a positive integer, else None."""
+    """Return the value of `key` if the value is a positive integer, otherwise None."""
     found = params.get(key)
     return found if type(found) is int and found > 0 else None
 
 
 def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """Return ``dim`` from the parameters, or from the last norm, which every shard contains."""
+    """Return ``dim`` from ``params.json``, or from the size of the last norm.
+
+    Each shard contains the complete norm.
+    """
     norm = as_tensor(entries.get("norm.weight"))
     dim = integer(params, "dim")
     held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
@@ -157,7 +169,10 @@ def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None
 
 
 def _count_of(entries: Mapping[str, Node], dim: int | None) -> int:
-    """Return the number of shards, derived from the query projection; 0 if it is unknown."""
+    """Return the number of shards, according to the size of a query projection.
+
+    Return 0 if the number is unknown.
+    """
     query = as_tensor(entries.get("layers.0.attention.wq.weight"))
     output = as_tensor(entries.get("layers.0.attention.wo.weight"))
     if dim is None or output is None or len(output.shape) != 2:
@@ -191,16 +206,17 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a folder of ``consolidated.<NN>.pth`` and ``params.json``.
+    """Plan the files ``consolidated.<NN>.pth`` and ``params.json``.
 
-    Raises UsageError if the weights have other names, or if the dimension along which the embedding
-    is split is unknown.
+    Raises UnsupportedError if a tensor does not have one of Meta's names. Raises UsageError if
+    ckptkit does not know along which dimension to split the embedding.
     """
     count = ranks_of(options, LLAMA_PARTS.name)
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
-    # Split the embedding as in the input. Since version 3, params.json has the large vocabulary.
+    # Split the embedding along the same dimension as the input. If the dimension is unknown, use
+    # vocab_size: it is -1 in Llama 1 and 2, and at least 100,000 since Llama 3.
     recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
     by_rows = recorded != "1"
     if recorded not in ("0", "1"):

@@ -1,16 +1,21 @@
-"""Read and write Megatron-LM, ``--ckpt-format torch``: a folder per tensor, pipeline, expert rank.
+"""Read and write checkpoints of Megatron-LM with ``--ckpt-format torch``.
 
-    latest_checkpointed_iteration.txt                         a number, or "release"
-    iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt
+There is a folder for each combination of tensor, pipeline and expert rank:
 
-A name has PPP if there are several pipeline stages, and EEE if there are several expert ranks. Only
-the arguments in the files tell which number is which. A file has ``args`` (argparse.Namespace),
-``checkpoint_version``, ``iteration`` and ``model``; with virtual stages ``model0`` and so on. Each
-rank numbers its layers and experts from 0.
+* ``latest_checkpointed_iteration.txt`` contains a number, or "release".
+* ``iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt`` is the file of a rank.
 
-The merged model has Megatron's own names, flat, and keeps the padding rows of the vocabulary. The
-rows of query_key_value have the order of checkpoint_version 2 and later: head by head.
-:func:`layout` splits a model for tensor parallelism again.
+``TT`` is the tensor-parallel rank. If there are several pipeline stages, the name contains the
+number ``PPP`` of the stage. If there are several expert ranks, the name contains the rank ``EEE``.
+A name with two numbers is ambiguous. The arguments in the file show what its second number means.
+
+A file contains ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and ``model``.
+With virtual pipeline stages, it contains ``model0``, ``model1`` and so on in place of ``model``.
+Each rank numbers its layers and experts from 0.
+
+The merged model is a flat dict with Megatron's own tensor names. It includes the padding rows of
+the vocabulary. The rows of query_key_value are sorted by head, as since checkpoint_version 2.
+:func:`layout` splits a model for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ _FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
-_SPLIT = "distrib_optim.pt"  # beside the model: the optimizer, split over data-parallel ranks
+_SPLIT = "distrib_optim.pt"  # file of the distributed optimizer, in the same folder
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
 WORD = "embedding.word_embeddings.weight"
@@ -67,7 +72,7 @@ LEGACY = "language_model."
 
 
 def _rows(gated: int) -> tuple[LayoutRow, ...]:
-    """Return the rows for mcore, with its own layers or those of Transformer Engine."""
+    """Return the layout rows for mcore models, with or without layers of Transformer Engine."""
     return rows(
         (r".*\._extra_state.*", "drop: state of Transformer Engine, which each rank has"),
         (r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", SAME),
@@ -91,7 +96,7 @@ def _rows(gated: int) -> tuple[LayoutRow, ...]:
 
 
 def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
-    """Return the rows for the model classes before mcore."""
+    """Return the layout rows for the model classes before mcore."""
     return rows(
         (r".*\._extra_state.*", "drop: state of one rank"),
         (r".*(layernorm|norm)\.(weight|bias)", SAME),
@@ -107,13 +112,13 @@ def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The training arguments that describe the ranks. A missing argument is 1 or False."""
+    """The training arguments of Megatron-LM. The default of a missing argument is 1 or False."""
 
     values: Mapping[str, Node]
     version: float
 
     def number(self, *names: str) -> int | None:
-        """Return the first argument in `names` that is a positive integer, None without one."""
+        """Return the first of these arguments that is a positive integer, otherwise None."""
         for name in names:
             found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
@@ -125,7 +130,7 @@ class Arguments:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis (tensor, pipeline, expert parallelism)."""
+        """Return the sizes of tensor, pipeline and expert parallelism."""
         return {
             TP: self.number("tensor_model_parallel_size", "model_parallel_size") or 1,
             PP: self.number("pipeline_model_parallel_size") or 1,
@@ -134,7 +139,10 @@ class Arguments:
 
     @property
     def fused(self) -> str:
-        """Return how fused query, key and value rows are split, by the version of the file."""
+        """Return the line that describes how fused query, key and value rows are split.
+
+        The line depends on the file's checkpoint_version.
+        """
         if self.version >= 2:
             return ROWS
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
@@ -149,14 +157,14 @@ class Arguments:
 
 
 def arguments_of(root: Mapping[Node, Node]) -> Arguments:
-    """Return the Megatron arguments of a file. The file stores them as a Namespace or a dict."""
+    """Return the training arguments in a file. ``args`` is a Namespace or a dict."""
     version = root.get("checkpoint_version")
     number = float(version) if isinstance(version, (int, float)) else 0.0
     return Arguments(attributes(root.get("args")), number)
 
 
 def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
-    """Return the layout that the arguments describe."""
+    """Return the layout of a model that was trained with these arguments."""
     gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
     experts = arguments.number("num_experts")
     apart = arguments.number("expert_tensor_parallel_size")
@@ -177,7 +185,7 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether this is the folder of an iteration."""
+    """Return whether the folder is the folder of an iteration (``iter_<NNNNNNN>``)."""
     return any(FILE in probe.folder.sub(name) for name in _folders(probe))
 
 
@@ -187,10 +195,10 @@ def _folders(probe: Probe) -> list[str]:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the merged model, and the first rank's other entries, except its optimizer.
+    """Return the merged model, and the other entries of the first rank except its optimizer.
 
-    Raises CorruptError if the file of a rank is missing or from a different save, UnsupportedError
-    for tensors that no rule matches.
+    Raises CorruptError if a rank's file is missing or from a different save. Raises
+    UnsupportedError if the layout has no rule for a tensor.
     """
     folder, reader, names = probe.folder, RankReader(probe.folder), _folders(probe)
     roots = {name: _root(reader, folder, name) for name in names}
@@ -202,14 +210,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
         if arguments_of(root).sizes != sizes:
             raise CorruptError(
                 f"{name} has the sizes {arguments_of(root).sizes}, {names[0]} has {sizes}",
-                hint="the files are of two runs: move those of either run away",
+                hint="the files are from two runs: move the files of one run to another folder",
             )
         for key in ("iteration", "checkpoint_version"):
             if repr(root.get(key)) != repr(first.get(key)):
                 raise CorruptError(
                     f"{key} is {_text(root.get(key))} in {name}, {_text(first.get(key))} in "
                     f"{names[0]}",
-                    hint="the files are of two saves",
+                    hint="the files are from two saves",
                 )
         parts += _parts(name, root, sizes)
     sizes[VP] = 1 + max(part.at[VP] for part in parts)
@@ -248,7 +256,7 @@ def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
 
 
 def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> list[RankFile]:
-    """Return the shards in one file, one for each virtual stage."""
+    """Return the entries of one file, as one RankFile for each virtual pipeline stage."""
     found = _FOLDER.fullmatch(name)
     assert found is not None
     numbers = [int(number) for number in found.groups() if number is not None]
@@ -267,9 +275,9 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
 
 
 def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
-    """Return the entries of the first rank, except the model.
+    """Return the entries of the first rank, except model, optimizer and random state.
 
-    A plain dict of the arguments of the merged model replaces `args`.
+    Replace `args` by a dict with the arguments of the merged model.
     """
     kept = {
         key: node
@@ -286,7 +294,7 @@ def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str,
 
 
 def _is_plain(node: Node) -> bool:
-    """Return whether a value can be stored without the code of Megatron-LM."""
+    """Return whether torch can load a pickled value without Megatron-LM."""
     if isinstance(node, Global):
         return node.module == "torch"
     if isinstance(node, (list, tuple)):
@@ -302,9 +310,9 @@ def _text(node: Node) -> str:
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan the folder of an iteration, and the tracker beside it.
+    """Plan the folder of an iteration, and the file ``latest_checkpointed_iteration.txt``.
 
-    Raises UsageError if the checkpoint lacks Megatron's arguments.
+    Raises UsageError if the checkpoint lacks the training arguments of Megatron-LM.
     """
     count = ranks_of(options, MEGATRON_PARTS.name)
     root = checkpoint.root
@@ -333,7 +341,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _nested(part: OrderedMapping) -> dict[str, Node]:
-    """Return the nested dicts that the legacy classes save; layer names in them contain dots."""
+    """Return the tensors in nested dicts, as model classes before mcore save them.
+
+    The names of layers and final norms remain dotted.
+    """
     made: dict[str, Node] = {}
     for name, tensor in part.items():
         head, dot, rest = name.partition("layers.")

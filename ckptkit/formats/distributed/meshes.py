@@ -1,14 +1,14 @@
-"""Parse the shard of a DTensor or ShardedTensor in a rank's file, as torch 2.1 to 2.15 pickle it.
+"""Parse DTensors and ShardedTensors in a rank's file. Supports the pickles of torch 2.1 to 2.15.
 
-The pickles create both classes by ``_rebuild_wrapper_subclass`` with the dtype and shape of the
-whole tensor. Their states differ:
+To create either class, a pickle calls ``_rebuild_wrapper_subclass`` with the dtype and shape of the
+complete tensor. The states of the objects are:
 
-    DTensor          {"_local_tensor": tensor,
-                      "_spec": DTensorSpec(mesh, placements, shard_order...)}
-    ShardedTensor    (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag)
+* DTensor: {"_local_tensor": tensor, "_spec": DTensorSpec(mesh, placements, shard_order...)}.
+* ShardedTensor: (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag).
 
-A mesh is a tensor of ranks (until torch 2.9) or a layout over a list of ranks (since 2.10). The
-ranks are the only tensor bytes that this module reads. Attributes are a dict, or (dict, slots).
+Until torch 2.9, a mesh contains a tensor of ranks. Since torch 2.10, a mesh contains a list of
+ranks and a layout with sizes and strides. A pickle stores the attributes of an object as a dict, or
+as a tuple (dict, slots). This module reads no tensor bytes except the tensor of ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from ckptkit.core.tree import Node, Object, Pairs, Path, children
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 CLASSES = ("DTensor", "ShardedTensor")
 _KINDS = {**{kind: kind for kind in (REPLICATE, SHARD, STRIDED, PARTIAL)}, "_Partial": PARTIAL}
-_RANK_BYTES = 1 << 20  # maximum bytes of the tensor of ranks of a mesh
+_RANK_BYTES = 1 << 20  # maximum number of bytes in a mesh's tensor of ranks
 
-Runs = tuple[tuple[int, int], ...]  # sorted ranges of indices in one dimension: begin, end
+Runs = tuple[tuple[int, int], ...]  # sorted ranges (begin, end) of indices in one dimension
 
 
 class LocalShard(NamedTuple):
-    """A block of a whole tensor (its offset and size in each dimension), and its elements."""
+    """A rectangular block of a tensor, and a tensor with the elements of this block.
+
+    ``offsets`` and ``sizes`` give the block's location in each dimension of the complete tensor.
+    """
 
     offsets: Shape
     sizes: Shape
@@ -46,14 +49,14 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh: its shape, and its ranks in row-major order."""
+    """The shape and dimension names of a device mesh, and its ranks in row-major order."""
 
     shape: Shape
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
 
     def coordinates(self, rank: int) -> Shape:
-        """Return the coordinates of a rank. Raises CorruptError if the mesh does not contain it."""
+        """Return the coordinates of a rank. Raises CorruptError if the mesh lacks the rank."""
         if rank not in self.ranks:
             raise CorruptError(f"rank {rank:,} is not on its mesh of {len(self.ranks):,} ranks")
         place = self.ranks.index(rank)
@@ -63,7 +66,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a tensor on one mesh dimension. `dim` and `factor` are set if it is sharded."""
+    """Placement of a tensor on one mesh dimension.
+
+    A sharded placement has ``dim``, the tensor dimension. A strided shard also has ``factor``, the
+    split factor.
+    """
 
     kind: str
     dim: int = 0
@@ -72,11 +79,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """The part of a tensor in one rank's file; `shape` is the shape of the whole tensor.
+    """The shards of a tensor in one rank's file. `shape` is the shape of the complete tensor.
 
-    ``rank`` is None if the pickle omits the rank (DTensor until torch 2.9). ``ranks`` are the ranks
-    that have parts of the tensor. ``world`` is the number of ranks in the job; if unknown, the
-    length of ``ranks``.
+    ``rank`` is None if the pickle omits the rank (DTensor until torch 2.9). ``ranks`` lists the
+    ranks that have shards of the tensor. ``world`` is the total number of ranks. If that number is
+    unknown, ``world`` is the length of ``ranks``.
     """
 
     dtype: DType
@@ -88,10 +95,11 @@ class _OfRank:
 
 @dataclass(frozen=True)
 class MeshPiece(_OfRank):
-    """The part of a DTensor in one rank's file.
+    """The shard of a DTensor in one rank's file.
 
-    ``order`` maps a tensor dimension to the mesh dimensions along which it is sharded, in order.
-    ``ordered`` is True if the torch that wrote the file records orders other than left to right.
+    ``order`` maps a tensor dimension to the mesh dimensions that shard it, in the order of the
+    splits. ``ordered`` is True if the pickle has ``shard_order``. If it has, dimensions that
+    ``shard_order`` omits were split in the order of the mesh dimensions.
     """
 
     tensor: Tensor
@@ -105,10 +113,11 @@ class MeshPiece(_OfRank):
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the blocks of a rank (default: the rank in the pickle); it may have none.
+        """Return the blocks of a rank. By default, use the rank in the pickle.
 
-        Raises CorruptError if the local shape contradicts the placements, UnsupportedError for
-        Partial and for an unknown order of mesh dimensions.
+        The list is empty if the rank has no elements. Raises CorruptError if the shape of the local
+        tensor contradicts the placements. Raises UnsupportedError for Partial placements, and if
+        the order of several splits is unknown.
         """
         held = self.rank if rank is None else rank
         if held is None:
@@ -140,9 +149,10 @@ class MeshPiece(_OfRank):
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
         """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
 
-        FSDP over tensor parallelism shards along the mesh dimensions from right to left; the sizes
-        of the local tensors confirm this. If a split factor differs from the number of shards to
-        its right, the indices are split as documented for torch's _StridedShard.
+        For FSDP with tensor parallelism, the last mesh dimension splits the tensor first. This is
+        the case if the split factor of each _StridedShard equals the number of shards along the
+        mesh dimensions after it. Otherwise, the indices are split as documented for torch's
+        _StridedShard.
         """
         placed = enumerate(self.placements)
         cuts = [d for d, each in placed if each.kind != REPLICATE and each.dim == dim]
@@ -180,8 +190,8 @@ class MeshPiece(_OfRank):
 class ShardPiece(_OfRank):
     """The shards of a ShardedTensor in one rank's file.
 
-    ``listed`` contains rank, offsets and sizes of each shard. Every file lists the shards of all
-    ranks.
+    ``listed`` contains the rank, offsets and sizes of every shard of the tensor. The file of each
+    rank lists the shards of all ranks.
     """
 
     shards: tuple[LocalShard, ...]
@@ -212,7 +222,10 @@ Piece = MeshPiece | ShardPiece
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
-    """Split `runs` like torch.chunk, in which the last chunks may be empty; return one chunk."""
+    """Split `runs` into `count` chunks like torch.chunk, and return the chunk `index`.
+
+    The last chunks may be empty.
+    """
     total = sum(b - a for a, b in runs)
     width = -(-total // count)
     start, stop = min(index * width, total), min((index + 1) * width, total)
@@ -225,7 +238,7 @@ def chunk(runs: Runs, count: int, index: int) -> Runs:
 
 
 def _starts(runs: Runs) -> list[int]:
-    """Return the position of each run in the concatenated runs."""
+    """Return the start of each run after all runs were concatenated."""
     starts, at = [], 0
     for begin, end in runs:
         starts.append(at)
@@ -234,7 +247,7 @@ def _starts(runs: Runs) -> list[int]:
 
 
 def _merged(parts: Iterable[Runs]) -> Runs:
-    """Return the same indices with adjacent runs merged."""
+    """Concatenate lists of runs. Merge adjacent runs."""
     made: list[tuple[int, int]] = []
     for begin, end in flatten(parts):
         if made and made[-1][1] == begin:
@@ -245,7 +258,10 @@ def _merged(parts: Iterable[Runs]) -> Runs:
 
 
 def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
-    """Return the view of `tensor` with shape `sizes` at `start`; it must be inside the tensor."""
+    """Return a view of the block of `tensor` with offset `start` and shape `sizes`.
+
+    The block must be inside the tensor.
+    """
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
     return Tensor(
@@ -257,10 +273,10 @@ def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
 
 
 def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
-    """Return the parsed DTensor or ShardedTensor; None if the node is neither.
+    """Parse a DTensor or ShardedTensor. Return None for any other node.
 
-    `meshes` caches meshes by the id of their node; the caller keeps the nodes alive. Raises
-    FormatError if the pickled state is not in a form that torch writes.
+    `meshes` caches parsed meshes by the id of their node. The caller must keep the nodes alive.
+    Raises FormatError if the pickled state does not have a form that torch writes.
     """
     name = _class_of(node)
     if name is None:
@@ -278,7 +294,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
 
 
 def _class_of(node: Node) -> str | None:
-    """Return the class name, "DTensor" or "ShardedTensor"; None for any other node."""
+    """Return "DTensor" or "ShardedTensor" for a node of this class. Return None for other nodes."""
     if not isinstance(node, Object) or node.global_ is None or node.tensor is None:
         return None
     if node.global_.name != "_rebuild_from_type_v2" or len(node.args) != 4:
@@ -295,7 +311,7 @@ def is_piece(node: Node) -> bool:
 def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
     """Yield (path, node) of each DTensor and ShardedTensor in a tree, in order.
 
-    The search does not descend into these nodes.
+    Nodes inside a DTensor or ShardedTensor are not searched.
     """
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
@@ -310,7 +326,7 @@ def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
 
 
 def attributes(node: Node) -> dict[str, Node]:
-    """Return the attributes of an object: its dict and slots, or the state for __setstate__."""
+    """Return the attributes of a pickled object from its dict, slots or __setstate__ argument."""
     state = node.state if isinstance(node, Object) else node
     if isinstance(state, tuple) and len(state) == 2:
         return {**attributes(state[0]), **attributes(state[1])}
@@ -335,7 +351,7 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     order: dict[int, tuple[int, ...]] | None = None
     if spec.get("shard_order") is not None:
         order = {}
-        for entry in spec["shard_order"]:  # a tensor dimension, and mesh dimensions
+        for entry in spec["shard_order"]:  # (tensor dimension, mesh dimensions)
             inner = attributes(entry)
             args = entry.args if isinstance(entry, Object) else entry
             dim, dims = (inner["tensor_dim"], inner["mesh_dims"]) if inner else args
@@ -352,7 +368,8 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     if isinstance(held.get("mesh"), Tensor):  # until torch 2.9
         return Mesh(held["mesh"].shape, _integers(held["mesh"]), names)
     ranks = _integers(held["_rank_map"])
-    # Sizes and strides of each mesh dimension: one pair, or several if it is flattened.
+    # `layout` has the size and stride of each mesh dimension. If several dimensions were flattened
+    # into one, `layout` has tuples of sizes and strides for this dimension.
     layout = attributes(held["_layout"])
     if not layout and isinstance(held["_layout"], Object):
         layout = dict(zip(("shape", "stride"), held["_layout"].args, strict=False))
@@ -368,7 +385,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     steps = list(flatten(axes))
     check("ranks", prod(max(n, 1) for n, _ in steps), "ranks of a mesh")
     offsets = [sum(corner) for corner in product(*([i * s for i in range(n)] for n, s in steps))]
-    # If several sub-meshes have this layout, use the one that contains the writing rank.
+    # If several sub-meshes have this layout, use the sub-mesh of the rank that wrote the file.
     rank = held.get("_rank")
     place = ranks.index(rank) if type(rank) is int else 0
     base, taken = 0, set[int]()
@@ -384,7 +401,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
 
 
 def _flat(value: Node) -> list[int]:
-    """Return the integers in nested tuples, in order."""
+    """Flatten nested tuples of integers."""
     waiting, found = [value], []
     while waiting:
         each = waiting.pop(0)
@@ -411,7 +428,10 @@ def _placement(node: Node, rank: int) -> Placement:
 
 
 def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
-    """Return the rank that wrote a mesh, None if the pickle omits it (until torch 2.9)."""
+    """Return the rank that wrote a mesh. Return None if the pickle omits the rank.
+
+    Until torch 2.9, only meshes with `_coordinate_on_dim` contain their rank.
+    """
     rank = held.get("_rank")
     if type(rank) is int:
         return rank
@@ -419,7 +439,7 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
     if not isinstance(place, (list, tuple)) or len(place) != len(mesh.shape):
         return None
     if not all(type(i) is int and 0 <= i < n for i, n in zip(place, mesh.shape, strict=True)):
-        raise FormatError("contains a mesh whose coordinates are outside it")
+        raise FormatError("contains a rank whose coordinates are outside its mesh")
     steps = contiguous_stride(mesh.shape)
     index: int = sum(i * step for i, step in zip(place, steps, strict=True))
     return mesh.ranks[index]
@@ -430,7 +450,10 @@ def _integers(tensor: Node) -> tuple[int, ...]:
     if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
         raise FormatError("contains a mesh whose ranks are not integers")
     if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
-        raise FormatError(f"contains a mesh of {tensor.numel:,} ranks that are not contiguous")
+        raise FormatError(
+            f"the rank tensor of a device mesh ({tensor.numel:,} ranks) is too large, or not "
+            "contiguous"
+        )
     size = tensor.dtype.itemsize
     order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
     place = tensor.storage.record.locate()
@@ -455,7 +478,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
         tensor = held["tensor"]
         if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
             raise FormatError(
-                "contains a shard that is not a tensor, or has another dtype than the whole"
+                "contains a shard that is not a tensor, or whose dtype differs from its tensor's"
             )
         shards.append(LocalShard(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))
@@ -464,7 +487,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
 
 
 def _listed(node: Node) -> tuple[int, Shape, Shape]:
-    """Return rank, offsets and sizes of a ShardMetadata."""
+    """Return the rank, offsets and sizes in a ShardMetadata object."""
     held = attributes(node)
     rank = _integer(attributes(held["placement"])["_rank"])
     return rank, _sizes(held["shard_offsets"]), _sizes(held["shard_sizes"])
@@ -479,20 +502,20 @@ def _sizes(node: Node) -> Shape:
 
 def _integer(node: Node) -> int:
     if type(node) is not int or node < 0 or node >> 63:
-        raise FormatError("contains a piece of a tensor whose sizes are not integers below 2**63")
+        raise FormatError("contains a shard whose sizes are not integers from 0 to 2**63 - 1")
     return node
 
 
-# The kind of parallelism that sharded a tensor: FSDP, tensor or expert parallelism
+# The kind of parallelism that sharded a tensor: FSDP, tensor parallelism or expert parallelism
 #
-# The names of mesh dimensions ("fsdp", "tp") reveal the kind. Without names, the placements reveal
-# it: FSDP shards every tensor along the same mesh dimension, while tensor parallelism replicates
-# some tensors.
+# The names of mesh dimensions ("fsdp", "tp") show the kind of parallelism. If dimensions have no
+# names, ckptkit infers the kind from the placements. FSDP shards all tensors along a mesh
+# dimension. Tensor parallelism replicates some tensors.
 
 
 FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"
-DTENSOR = "DTensor"  # name if the kind of parallelism is unknown
-# Names of mesh dimensions in torch's tutorials, torchtitan, verl, accelerate.
+DTENSOR = "DTensor"  # used if the kind of parallelism is unknown
+# Mesh dimension names that torch's tutorials, torchtitan, verl and accelerate use.
 _NAMES = {
     TENSOR: re.compile(r"tp|mp|.*tensor.*|model|model_parallel"),
     EXPERT: re.compile(r"ep|.*expert.*"),
@@ -501,8 +524,11 @@ _NAMES = {
 
 
 def parallelism(pieces: Iterable[Piece]) -> str:
-    """Return the kinds of parallelism of the pieces, such as "FSDP and tensor parallelism"."""
-    # Keys: name of the mesh dimension, and its position counted from the end.
+    """Return the kinds of parallelism that sharded these tensors.
+
+    For example, return "FSDP and tensor parallelism".
+    """
+    # Keys are (name of the mesh dimension, its position counted from the end).
     laid: dict[tuple[str, int], set[Placement]] = {}
     found: dict[str, None] = {}
     for piece in pieces:

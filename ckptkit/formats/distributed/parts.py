@@ -1,20 +1,24 @@
-"""Recognize a file that is one rank's shard, and folders of shards that ckptkit cannot join.
+"""Recognize files of single ranks, and folders of rank files that ckptkit cannot join.
 
-A file's content can identify it as a shard:
+A file is from a single rank if it contains one of these:
 
-- a DTensor or ShardedTensor whose local part is smaller than the whole tensor;
-- training arguments or counters with several parallel ranks;
-- the metadata of fairscale's shards;
-- projections narrower than the model.
+* A DTensor or ShardedTensor with fewer local elements than the complete tensor.
+* Training arguments or counters that show several parallel ranks.
+* The metadata of a fairscale shard.
+* Projections that are narrower than the model.
 
-Otherwise the file name can: layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of
-ranks.
+ckptkit recognizes other rank files by their names. Examples are layers of a DeepSpeed pipeline,
+partitions of ZeRO, and optimizers of FSDP.
 
-Sources of the refused layouts: vLLM, ``ShardedStateLoader.DEFAULT_PATTERN``;
-Megatron-LM, ``--dist-ckpt-format zarr``; OLMo, ``LocalShardedCheckpointer`` of olmo/checkpoint.py
-and scripts/unshard.py; ColossalAI, ``get_dist_files_name`` of
-checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``; NeMo 1,
-``inject_model_parallel_rank`` of nemo/utils/model_utils.py and megatron_change_num_partitions.py.
+Sources of the refused layouts:
+
+* vLLM: ``ShardedStateLoader.DEFAULT_PATTERN``.
+* Megatron-LM: ``--dist-ckpt-format zarr``.
+* OLMo: ``LocalShardedCheckpointer`` in olmo/checkpoint.py, and scripts/unshard.py.
+* ColossalAI: ``get_dist_files_name`` in checkpoint_io/distributed_checkpoint_utils.py, and
+  ``Booster.save_model``.
+* NeMo 1: ``inject_model_parallel_rank`` in nemo/utils/model_utils.py, and
+  megatron_change_num_partitions.py.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
-# Training arguments that contain a number of parallel ranks: argument name and short name.
+# Maps training arguments that contain a number of parallel ranks to the abbreviation for the axis.
 _SIZES = {
     "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -64,7 +68,7 @@ _SIZES = {
 
 
 def with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with `part` set: describes the shard; None if the file is complete."""
+    """Set `part` to a description of the rank and its shards, or to None for a complete file."""
     root, source = checkpoint.root, checkpoint.source
     path = source.name if isinstance(source, ByteSource) else ""
     has_pieces = any(each.name in CLASSES for each in checkpoint.globals)
@@ -73,7 +77,7 @@ def with_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace each DTensor and ShardedTensor by its local tensor, which may be empty."""
+    """Replace each DTensor and ShardedTensor by its local tensor. A local tensor can be empty."""
     if not any(each.name in CLASSES for each in checkpoint.globals):
         return checkpoint
     swap: dict[int, Node] = {}
@@ -86,13 +90,16 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
         empty = Storage(Range(Memory(b""), 0, 0))
         tensors = piece.local() or [Tensor(empty, piece.dtype, shape, contiguous_stride(shape))]
         if len(tensors) > 1:
-            raise UnsupportedError("contains a tensor of which one rank has several boxes")
+            raise UnsupportedError("contains a tensor with several shards on one rank")
         swap[id(node)] = tensors[0]
     return replace(checkpoint, root=rebuild(checkpoint.root, lambda leaf: leaf, swap))
 
 
 def alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint of a single rank's file; local tensors replace DTensors."""
+    """Return a single rank's file as a checkpoint, with a warning that it is not complete.
+
+    Replace each DTensor and ShardedTensor by its local tensor.
+    """
     made = plain(checkpoint)
     if checkpoint.part is None:
         return replace(made, part_only=True)
@@ -102,13 +109,16 @@ def alone(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def folder_beside(path: str, up: int = 0) -> str | None:
-    """Return the folder of a file, or the folder `up` levels above; None for a URL."""
+    """Return the folder of a file, or the folder `up` levels above. Return None for a URL."""
     folder = os.path.normpath(os.path.join(os.path.dirname(path) or ".", *[".."] * up))
     return folder if path and "://" not in path else None
 
 
 def _pieces(root: Node, path: str) -> PartOf | None:
-    """Describe a file with DTensors or ShardedTensors; None if its tensors are complete."""
+    """Describe the shards in a file with DTensors or ShardedTensors.
+
+    Return None if all tensors are complete.
+    """
     meshes: dict[int, Mesh] = {}
     found: list[tuple[str, Piece]] = []
     for place, node in pieces_in(root):
@@ -146,7 +156,10 @@ def _pieces(root: Node, path: str) -> PartOf | None:
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
-    """Describe the indices of the whole tensor that `piece` contains; "" if unknown."""
+    """Describe the elements of the complete tensor that `piece` contains ("rows 0 to 7 of 16").
+
+    Return "" if they are unknown.
+    """
     try:
         boxes = piece.boxes(piece.rank if piece.rank is not None else rank)
     except CkptkitError:
@@ -176,7 +189,7 @@ def _megatron(root: Node, path: str) -> PartOf | None:
     above = os.path.basename(os.path.dirname(os.path.abspath(path)))
     named = _MEGATRON.fullmatch(above)
     if not (named or "checkpoint_version" in root or "padded_vocab_size" in arguments):
-        return None  # other trainers use these argument names in complete files
+        return None  # trainers other than Megatron-LM use these argument names in complete files
     numbers = [int(n) for n in re.findall(r"[0-9]+", above)] if named else []
     axes = ["TP", *(axis for axis in ("PP", "EP") if axis in grid)]
     if len(numbers) == len(axes):
@@ -210,7 +223,7 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
-    """Describe a shard of a Llama release: its projections are narrower than the model."""
+    """Describe a shard of a Llama release. Its projections are narrower than the model."""
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
     if not isinstance(root, dict) or not named:
         return None
@@ -224,7 +237,7 @@ def _llama(root: Node, path: str) -> PartOf | None:
 
 
 def _named(root: Node, path: str) -> PartOf | None:
-    """Describe a shard whose content does not identify it, by its file name."""
+    """Describe the file of a single rank by its file name, if its contents show no rank."""
     name = os.path.basename(path)
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):
@@ -236,7 +249,7 @@ def _named(root: Node, path: str) -> PartOf | None:
     elif found := _VLLM.fullmatch(name):
         return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM", "", None)
     elif (found := _ZERO.fullmatch(name)) and isinstance(root, dict):
-        # The numbers of ranks over which ZeRO partitioned the file's contents.
+        # `counts` contains the numbers of ranks over which ZeRO partitioned the tensors.
         inner = root.get("optimizer_state_dict")
         cut = inner.get("partition_count") if isinstance(inner, dict) else None
         counts = (root.get("dp_world_size"), cut)
@@ -250,7 +263,7 @@ def _named(root: Node, path: str) -> PartOf | None:
 _LOOKS = (_fairscale, _megatron, _deepspeed, _llama, _named)
 
 
-# Folders of shards that ckptkit recognizes and cannot join
+# Folders of rank files that ckptkit recognizes, but cannot join
 
 
 _COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
@@ -261,7 +274,7 @@ _LOOKED_AT = 4  # maximum number of subfolders to list
 
 
 class RefusedLayout(NamedTuple):
-    """A refused layout: a test for folders, a description, and the advice."""
+    """A layout that ckptkit cannot join: a test for folders, a message, and a hint."""
 
     matches: Callable[[Probe], bool]
     what: str
@@ -269,7 +282,7 @@ class RefusedLayout(NamedTuple):
 
 
 def _below(probe: Probe, name: str) -> list[str]:
-    """Return the names in a subfolder; none if ckptkit cannot list the subfolder."""
+    """Return the names in a subfolder. Return no names if ckptkit cannot list the subfolder."""
     try:
         return list(probe.folder.sub(name).list()) if name in probe.folder.folders() else []
     except CkptkitError:
@@ -320,7 +333,7 @@ REFUSED: Mapping[str, RefusedLayout] = {
     ),
     "nemo": RefusedLayout(
         _is_nemo,
-        "is a checkpoint of NeMo 1, of which each rank wrote a shard",
+        "is a checkpoint of NeMo 1: each rank wrote its own shards",
         "merge tensor and pipeline ranks with NeMo 1: megatron_change_num_partitions.py "
         "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; load FSDP "
         "shards in its training, and save the whole model",
@@ -329,11 +342,11 @@ REFUSED: Mapping[str, RefusedLayout] = {
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder has a refused layout."""
+    """Return whether the folder has a layout that ckptkit cannot join."""
     return any(each.matches(probe) for each in REFUSED.values())
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Raise UnsupportedError with the advice for the layout."""
+    """Raise UnsupportedError with the message and hint for the layout."""
     kind = next(each for each in REFUSED.values() if each.matches(probe))
     raise UnsupportedError(kind.what, hint=kind.hint)

@@ -1,13 +1,14 @@
 """Read DeepSpeed folders with tensor parallelism or pipeline parallelism.
 
-    <tag>/mp_rank_<TT>_model_states.pt              module: the state_dict of one tensor-parallel
-                                                    rank (None beside layers)
-    <tag>/layer_<LL>-model_<TT>-model_states.pt     the state_dict of one pipeline layer, of one
-                                                    tensor-parallel rank
+``<TT>`` is the tensor-parallel rank and ``<LL>`` the number of a pipeline layer:
 
-``universal_checkpoint_info`` describes how tensors were split, if Megatron-DeepSpeed or AutoTP
-wrote the folder. For gpt-neox the split is known. Names of tensors begin with the layer's number:
-``2.input_layernorm.weight``. The weights have the dtype of the training run.
+* ``<tag>/mp_rank_<TT>_model_states.pt`` contains the state_dict of one rank as ``module``. If there
+  are layer files, ``module`` is None.
+* ``<tag>/layer_<LL>-model_<TT>-model_states.pt`` contains the state_dict of one layer and rank.
+
+Megatron-DeepSpeed and AutoTP write ``universal_checkpoint_info``. This entry describes how tensors
+were split. Without the entry, ckptkit assumes the layout of gpt-neox. Tensor names begin with the
+number of the layer: ``2.input_layernorm.weight``. The weights have the dtype of the training run.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-# A regular expression from a file may only consist of the constructs below, because matching an
-# arbitrary expression can take very long.
+# Matches the regular expressions that ckptkit accepts from a file. Other expressions are refused,
+# because matching them could take very long.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder, or its tag folder, has several tensor ranks or layer files."""
+    """Return whether the folder or its tag folder has layer files, or files of several ranks."""
     if not (zero_ranks.is_tag(probe.names) or zero_ranks.POINTERS[0] in probe.names):
         return False
     try:
@@ -68,9 +69,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the weights of all ranks, and the other entries of the first rank.
+    """Return the weights, merged from all ranks, and the other entries of the first rank.
 
-    Raises UnsupportedError if the split is unknown, CorruptError if the files do not match.
+    Raises UnsupportedError if ckptkit does not know how a tensor was split. Raises CorruptError if
+    the files do not match.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -132,7 +134,10 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
 def _check_ranks(
     first: Mapping[Node, Node], args: Mapping[str, Any], count: int, layers: bool
 ) -> None:
-    """Raise if the arguments contradict the number of ranks, or if pipeline stages lack layers."""
+    """Raise CorruptError if the number of ranks differs from the training arguments.
+
+    Raise UnsupportedError for several pipeline stages without layer files.
+    """
     promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
     stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
     if not layers and type(stages) is int and stages > 1:
@@ -143,13 +148,13 @@ def _check_ranks(
     expected = promised if is_said else first.get("mp_world_size")
     if type(expected) is int and expected != count and (not layers or promised is not None):
         raise CorruptError(
-            f"has files of {count} tensor ranks, but was written by {expected}",
+            f"has files of {count} tensor ranks, but {expected} ranks wrote it",
             hint="copy the missing files from the same source",
         )
 
 
 def _configs(*places: Folder) -> dict[str, Any]:
-    """Return the settings of gpt-neox, from the folder ``configs``."""
+    """Return the settings of gpt-neox from the files in the folder ``configs``."""
     found: dict[str, Any] = {}
     for place in places:
         inner = place.sub("configs") if "configs" in place.folders() else None
@@ -166,10 +171,11 @@ def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
-    """Return the rows for gpt-neox, which averages norms.
+    """Return the layout rows for gpt-neox.
 
-    If each rank adds its own bias before the all-reduce (gpt_j_residual), biases of row-parallel
-    layers are summed; else they are replicated.
+    Norms are averaged over the ranks. The biases of row-parallel layers are replicated, unless
+    gpt_j_residual is set. With gpt_j_residual, each rank adds its own bias before the all-reduce,
+    so the biases are summed.
     """
     at = r"(?:sequential\.)?[0-9]+\."
     parallel = config.get("gpt_j_residual")
@@ -193,12 +199,15 @@ def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
 
 
 def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
-    """Yield rows from the lists that DeepSpeed's own merge script uses, in its order.
+    """Yield layout rows from the lists of patterns in ``universal_checkpoint_info``.
 
-    A pattern matches the beginning of a name; the first match decides. A SubparamShape has
-    patterns, a shape, and the dimension that is split. In this dimension the shape contains the
-    sizes of the fused parameters or, before version 0.4, their number if all sizes are equal.
-    ``sub_param_shard_widths`` has the widths of each parameter on each rank.
+    The lists are used in the same order as in DeepSpeed's merge script. A pattern matches the
+    beginning of a tensor name. The first pattern that matches is used.
+
+    A SubparamShape describes fused parameters. It has patterns, a shape, and the dimension that is
+    split. In this dimension, the shape contains a tuple with the size of each fused parameter. If
+    all sizes are equal, it can contain the number of fused parameters in place of the tuple.
+    ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
@@ -248,9 +257,9 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Yield the regular expressions of a list, each extended to match the rest of the name.
+    """Yield the regular expressions in a list. Extend each one to match the rest of a name.
 
-    Raises UnsupportedError for expressions that could take very long.
+    Raises UnsupportedError for expressions that could take very long to match.
     """
     values: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
     for text in values:

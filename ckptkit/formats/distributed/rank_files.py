@@ -1,16 +1,15 @@
-"""Read rank files of FSDP and tensor parallelism: verl's, accelerate's and others.
+"""Read rank files of FSDP and tensor parallelism. ``<R>`` is the rank in these file names:
 
-    model_world_size_<W>_rank_<R>.pt      verl; beside it optim_..., extra_state_...,
-                                          fsdp_config.json, huggingface/
-    pytorch_model_fsdp_<i>_rank<R>.bin    accelerate; beside it optimizer_<i>_rank<R>.bin
-    <anything>_<R>.pt                     other programs
+* verl writes ``model_world_size_<W>_rank_<R>.pt``, ``optim_...`` and ``extra_state_...``.
+* accelerate writes ``pytorch_model_fsdp_<i>_rank<R>.bin`` and ``optimizer_<i>_rank<R>.bin``.
+* Other programs write names such as ``<anything>_<R>.pt``.
 
 The pickles of DTensor and ShardedTensor contain the rank that wrote the file, and the offset and
-size of each shard. The ranks in file names must match the pickles. The result is one tree:
+size of each shard. The ranks in the file names must match the ranks in the pickles.
 
-    one group of files                    the merged tree of the group
-    several groups                        {"model": ..., "optimizer": ...,
-                                           "extra_state": that of the first rank}
+If the folder contains only files of the model, :func:`read` returns their merged tree. Otherwise,
+the root is {"model": ..., "optimizer": ..., "extra_state": ...}. Only the first rank's extra_state
+is read.
 """
 
 from __future__ import annotations
@@ -43,14 +42,18 @@ from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
-_TRIED = 16  # maximum number of groups of which the first file is opened
+_TRIED = 16  # maximum number of file groups that `matches` examines
 
 
-Known = dict[int, Piece]  # parsed pieces by the id of their node, which the reader keeps alive
+# Maps the id of a node to the parsed shard. The reader keeps the nodes alive.
+Known = dict[int, Piece]
 
 
 class RankKind(NamedTuple):
-    """A group of files, and its role by the first file: model, optimizer, rest, or "" for none."""
+    """A group of files, and its role according to the first file.
+
+    The role is "model", "optimizer", "extra_state", or "" if the file cannot be used.
+    """
 
     group: RankGroup
     role: str
@@ -58,7 +61,7 @@ class RankKind(NamedTuple):
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether files in the folder contain shards (DTensor or ShardedTensor) of one rank."""
+    """Return whether the folder contains rank files with DTensors or ShardedTensors."""
     found = groups(probe.names)
     if not found:
         return False
@@ -75,10 +78,11 @@ def _matches(reader: RankReader, group: RankGroup) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the merged tree of all ranks, from the headers of every file.
+    """Return the merged tree of all ranks. Read only the headers of each file.
 
-    Raises AmbiguousError for files of two runs, CorruptError if a rank is missing or renamed or if
-    the files are of two saves, UnsupportedError if the files do not describe their shards.
+    Raises AmbiguousError for files of two runs. Raises CorruptError if a rank's file is missing or
+    renamed, or if the files are from two saves. Raises UnsupportedError if the files do not
+    describe their shards.
     """
     return _Reading(probe, format).read()
 
@@ -123,7 +127,7 @@ class _Reading:
         return RankKind(group, MODEL if pieces else REST, pieces)
 
     def _only(self, kinds: Sequence[RankKind], role: str) -> RankKind | None:
-        """Return the group with this role, None without one. Raises AmbiguousError for several."""
+        """Return the group with this role, or None. Raises AmbiguousError for several groups."""
         found = [each for each in kinds if each.role == role]
         if len(found) > 1:
             names = [each.group.first for each in found]
@@ -136,14 +140,14 @@ class _Reading:
         return found[0] if found else None
 
     def _ranked(self, group: RankGroup) -> list[Ranked]:
-        """Return the files in rank order, after a check of the ranks in their names."""
+        """Read the files of a group, and check the ranks in their names. Return them by rank."""
         found = []
         for number, name in group.files.items():
             root = self.reader.read(name).root
             ranks = {piece.rank for piece in _pieces(root, self.known)} - {None}
             if len(ranks) > 1:
                 raise CorruptError(
-                    f"contains pieces of several ranks: {sorted(map(str, ranks))}", where=name
+                    f"contains shards of several ranks: {sorted(map(str, ranks))}", where=name
                 )
             rank = number if not ranks else int(str(ranks.pop()))
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
@@ -171,7 +175,9 @@ class _Reading:
         return root
 
     def _optimizer(self, kind: RankKind, model: list[Ranked], world: World) -> dict[str, Node]:
-        """Return the merged optimizer; empty, with a warning, if its split is unknown."""
+        """Return the merged optimizer. If ckptkit does not know how the state was split, warn, and
+        return an empty dict.
+        """
         ranked = self._ranked(kind.group)
         if kind.pieces:
             _check_ranks(kind.group, ranked, self.known)
@@ -206,7 +212,7 @@ class _Reading:
 
 
 class World(NamedTuple):
-    """The ranks that have shards, and the number of ranks in the job."""
+    """The ranks that have shards, and the total number of ranks."""
 
     ranks: tuple[int, ...]
     size: int
@@ -229,7 +235,10 @@ def _pieces(root: Node, known: Known) -> Iterator[Piece]:
 
 
 def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> World:
-    """Return the ranks and world size in the shards. Raises CorruptError if file ranks differ."""
+    """Return the ranks and the world size that the shards record.
+
+    Raises CorruptError if a file name contradicts them.
+    """
     every: set[int] = set()
     count = 0
     for each in ranked:
@@ -247,7 +256,7 @@ def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> Wo
     others = [each.file for each in ranked if each.rank not in every]
     if others:
         raise CorruptError(
-            f"was written by {count:,} ranks, but contains files of others: {some(others)}"
+            f"was written by {count:,} ranks, but contains files of other ranks: {some(others)}"
         )
     return World(tuple(sorted(every)), count)
 

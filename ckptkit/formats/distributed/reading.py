@@ -1,4 +1,4 @@
-"""Read the rank files of a folder: fields, flat tensors, and groups of file names."""
+"""Read rank files: access to dict entries, flat tensors, and groups of file names."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SIZE = Global("torch", "Size")
 
 
 def reader_of(probe: Probe) -> RankReader:
-    """Return the reader of a folder. It is cached, so recognition and reading share its files."""
+    """Return the cached reader of a folder. `matches` and `read` of a layout share the reader."""
     found = probe.kept.setdefault(RankReader, RankReader(probe.folder, keep=True))
     assert isinstance(found, RankReader)
     return found
 
 
 class RankReader:
-    """Reads the files of a folder; collects the warnings and globals of all files.
+    """Reads the files of a folder. Collects the warnings and globals of all files.
 
-    `keep` also keeps each Checkpoint in memory; there may be thousands.
+    If `keep` is set, the reader keeps the Checkpoint of each file in memory.
     """
 
     def __init__(self, folder: Folder, *, keep: bool = False) -> None:
@@ -74,12 +74,15 @@ class RankReader:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the warnings of all files, each once."""
+        """Return the warnings of all files, without duplicates."""
         return [within(some(names, 1), text) for text, names in self._warnings.items()]
 
 
 class Fields:
-    """A dict in a file, with typed look-ups. If a type is wrong, FormatError names the entry."""
+    """A dict in a file, with methods that check the types of entries.
+
+    If an entry has another type, FormatError names the entry.
+    """
 
     def __init__(self, node: Node, place: str) -> None:
         if not isinstance(node, dict):
@@ -88,7 +91,7 @@ class Fields:
         self.place = place
 
     def __contains__(self, key: str) -> bool:
-        """Return whether an entry exists and is not None."""
+        """Return whether the dict has an entry `key` that is not None."""
         return self.node.get(key) is not None
 
     def get(self, key: str) -> Node:
@@ -98,29 +101,35 @@ class Fields:
         return self.node[key]
 
     def fields(self, key: str) -> Fields:
-        """Return an entry that is a dict."""
+        """Return an entry, which must be a dict."""
         return Fields(self.get(key), f"{self.place}: {key}")
 
     def items(self, key: str) -> list[Node]:
-        """Return an entry that is a list."""
+        """Return an entry, which must be a list or tuple."""
         node = self.get(key)
         if not isinstance(node, (list, tuple)):
             raise FormatError(f"{self.place}: {key} is not a list")
         return list(node)
 
     def names(self, key: str) -> dict[str, Node]:
-        """Return an entry that is a dict with string keys; empty if it is None or missing."""
+        """Return an entry, which must be a dict with string keys.
+
+        If the entry is None or missing, return an empty dict.
+        """
         node = self.fields(key).node if key in self else {}
         if not all(isinstance(name, str) for name in node):
             raise FormatError(f"{self.place}: a key of {key} is not a name")
         return node
 
     def shapes(self, key: str) -> dict[str, Shape]:
-        """Return an entry that is a dict of shapes; empty if it is None or missing."""
+        """Return an entry, which must be a dict of shapes.
+
+        If the entry is None or missing, return an empty dict.
+        """
         return {name: self.shape(name, node) for name, node in self.names(key).items()}
 
     def shape(self, name: str, node: Node) -> Shape:
-        """Return a torch.Size, or a list or tuple of integers, as a tuple."""
+        """Convert a torch.Size, or a list or tuple of integers, to a tuple."""
         if isinstance(node, Object) and node.global_ == _SIZE:
             node = _argument(node)
         if not isinstance(node, (tuple, list)) or not all(map(_is_count, node)):
@@ -129,7 +138,7 @@ class Fields:
         return tuple(node)
 
     def tensors(self, key: str) -> list[Tensor]:
-        """Return an entry that is a list of contiguous one-dimensional tensors."""
+        """Return an entry, which must be a list of contiguous 1-D tensors."""
         found = []
         for node in self.items(key):
             tensor = as_tensor(node)
@@ -139,17 +148,20 @@ class Fields:
         return found
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of non-negative integers; the entry is a list or a single integer."""
+        """Return an entry as a list of non-negative integers.
+
+        The entry must be such a list, or a single integer.
+        """
         node = self.get(key)
         nodes = node if isinstance(node, (list, tuple)) else (node,)
-        found = [_argument(each) for each in nodes]  # an enum such as ZeroStageEnum is a call
+        found = [_argument(each) for each in nodes]  # enums (ZeroStageEnum) are pickled as calls
         if not all(map(_is_count, found)):
             raise FormatError(f"{self.place}: {key} contains values that are not counts")
         return found
 
 
 def _argument(node: Node) -> Node:
-    """If the node is a call with one argument, return the argument; otherwise the node."""
+    """If the node is a call with one argument, return the argument. Otherwise, return the node."""
     is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
     return node.args[0] if is_call else node
 
@@ -166,7 +178,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the tensor with a separate storage: each parameter needs its own `step`."""
+    """Return the tensor with a separate storage. Each parameter needs its own `step`."""
     storage = tensor.storage
     if storage is None:
         return tensor
@@ -178,7 +190,7 @@ def own(tensor: Tensor) -> Tensor:
 
 
 class FlatRow:
-    """Concatenated flat tensors of one dtype, addressed by element."""
+    """A sequence of flat tensors of one dtype, read as if concatenated."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         dtypes = {tensor.dtype.name for tensor in tensors}
@@ -195,10 +207,11 @@ class FlatRow:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The bytes of a parameter that is split over flat tensors, one FlatRow for each rank.
+    """The bytes of a parameter that is split over the ranks' flat tensors.
 
-    They are `share` elements from `start` of each row, concatenated and cut to `numel`. The byte
-    ranges are computed on demand, because there may be thousands of ranks.
+    Each FlatRow contains `share` elements of the parameter, at element `start`. These elements,
+    concatenated, are the parameter. Elements after the first `numel` are padding. There may be
+    thousands of ranks, so :meth:`locate` computes the byte ranges only when it is called.
     """
 
     rows: tuple[FlatRow, ...]
@@ -230,9 +243,9 @@ class Shares:
 def shared_out(
     rows: tuple[FlatRow, ...], shape: Shape, start: int, share: int | None = None
 ) -> Tensor:
-    """Return the parameter that consists of `share` elements from `start` of each row.
+    """Return the parameter that consists of `share` elements of each row, at element `start`.
 
-    The default `share` is the number of elements in `shape`. The result is on the CPU.
+    By default, `share` is the number of elements of `shape`. The parameter is on the CPU.
     """
     numel = prod(shape)
     storage = Storage(Shares(rows, start, numel if share is None else share, numel))
@@ -251,11 +264,11 @@ _HOLE = "\0"
 
 
 class RankGroup(NamedTuple):
-    """Files whose names differ in one number, the rank.
+    """Files whose names differ only in one number, the rank.
 
-    ``pattern`` is the file name with a placeholder for the number; ``files`` maps each number to
-    its file name. ``certain`` is True if the number follows the word "rank". ``world`` is the
-    number of ranks that the file name contains, None if it contains none.
+    ``pattern`` is the file name with a placeholder for the rank. ``files`` maps each rank to a file
+    name. ``certain`` is True if the number follows the word "rank". ``world`` is the number of
+    ranks if the file names contain it, otherwise None.
     """
 
     pattern: str
@@ -268,17 +281,17 @@ class RankGroup(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """Return the file name for the rank `number`, with the same zero padding."""
+        """Return the file name of a rank, padded with zeros like the other names."""
         around = len(self.pattern) - len(_HOLE)
         width = min(len(name) - around for name in self.files.values())
         return self.pattern.replace(_HOLE, str(number).zfill(width))
 
 
 def groups(names: Iterable[str]) -> list[RankGroup]:
-    """Return the groups of a folder. Groups whose names contain "rank" come first.
+    """Return the groups of rank files among `names`. Names that contain "rank" come first.
 
-    Each name is in at most one group. If no number follows the word "rank", the number with the
-    most different values is the rank.
+    A name is in at most one group. In a name without "rank", the rank is the number that has the
+    most values in the folder.
     """
     certain: dict[str, dict[int, str]] = {}
     others: dict[str, dict[int, str]] = {}

@@ -1,16 +1,22 @@
-"""Describe a parallel layout as a table: rows of name patterns, and how tensors were split.
+"""Describe a parallel layout as a table. Each row maps tensor names to how the tensors were split.
 
-    same, sum, mean           replicated; to be summed; to be averaged (a copy if all are equal)
-    drop: why, refuse: why    not written; known, but ckptkit cannot join it
-    [o i] -> [o (tp i)]       how the elements of a shard are arranged in the whole tensor: a line
-                              of the notation of rules, in which `tp` is the rank
+A row has a pattern for names, and one of these verbs or a line:
 
-The size of the axis after ``tp`` may differ from rank to rank. To split a whole tensor, ckptkit
-applies the line in reverse. The first row that matches a name decides; there is no default.
+* ``same``: the tensor is replicated on all ranks.
+* ``sum``: the merged tensor is the sum of the ranks' tensors.
+* ``mean``: the merged tensor is the mean of the ranks' tensors.
+* ``drop: reason``: the tensor is not written.
+* ``refuse: reason``: ckptkit cannot join the tensor.
+* ``[o i] -> [o (tp i)]``: the elements of a shard are arranged like this in the complete tensor.
+  Such a line has the notation of rules, with the rank as axis ``tp``.
 
-:func:`merge` renumbers layers globally. Then it checks names along ``tp``, replicas, dtypes and
-shapes. If all shards of a tensor are equal although a line splits it, the table must be wrong, and
-the tensor is refused.
+The size of the axis after ``tp`` may differ from rank to rank. To split a complete tensor, ckptkit
+applies the line in reverse. The first row that matches a name is used. A name without a row is an
+error.
+
+:func:`merge` renumbers layers globally, then checks that the ranks have the same names, replicas,
+dtypes and shapes. If all shards of a tensor are equal although its row has a line, the table is
+wrong, and :func:`merge` raises an error.
 """
 
 from __future__ import annotations
@@ -53,18 +59,19 @@ from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
 from ckptkit.rules.names import Settings, axis_words, evaluate
 from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
-TP = "tp"  # the tensor-parallel axis
+TP = "tp"  # name of the tensor-parallel axis
 SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
-_PEEK = 1 << 20  # bytes to read from a shard to test whether its elements are all equal
+_PEEK = 1 << 20  # number of bytes that `_is_constant` reads
 
 Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, and their files
 
 
 def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
-    """Return the line for shards that are concatenated along a dimension, block by block.
+    """Return the line for tensors that are split along dimension `dim`.
 
-    Each shard consists of `blocks` equal blocks ([gate; up]). `sizes` gives the size of each block
-    in the whole tensor, if the blocks differ in size.
+    A tensor can consist of several blocks, such as [gate; up]. Then each block is split, and a
+    shard consists of one part of each block. `blocks` is the number of blocks if they have the same
+    size. `sizes` contains the sizes of the complete blocks if they differ.
     """
     before = "".join(f"a{n} " for n in range(dim))
     block, given = ("g ", f" with g={blocks}") if blocks > 1 else ("", "")
@@ -74,7 +81,10 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
 
 
 def cut_in_ratio(*sizes: int) -> str:
-    """Return the line for shards that consist of blocks of rows ([q; k; v]) in this size ratio."""
+    """Return the line for tensors of several blocks ([q; k; v]) that are split along the rows.
+
+    `sizes` contains the ratio of the sizes of the blocks.
+    """
     unit = gcd(*sizes)
     ratio = "|".join(str(n // unit) for n in sizes)
     return f"[(p n o) ...] -> [(p tp n o) ...] with p={len(sizes)} n={ratio}"
@@ -83,8 +93,8 @@ def cut_in_ratio(*sizes: int) -> str:
 class LayoutRow(NamedTuple):
     """A regular expression that matches complete tensor names, and how these tensors were split.
 
-    If a file lists the width of each block on each rank, ``widths`` contains these widths, and the
-    line describes how one block is split.
+    If the checkpoint lists the width of each block on each rank, ``widths`` contains these widths.
+    In this case, ``how`` describes the split of one block.
     """
 
     pattern: re.Pattern[str]
@@ -100,16 +110,17 @@ ROWS, COLUMNS = cut(0), cut(1)
 
 
 def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """Return the rows of a table from pairs (regular expression, line)."""
+    """Return the rows of a table for pairs of a regular expression and a verb or line."""
     return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Numbers in tensor names (layers, experts) that each rank counts from 0.
+    """Numbers of layers or experts in tensor names. Each rank counts them from 0.
 
-    Group 1 of `pattern` matches the number. `merge` renumbers globally along the axes `by`; the
-    first axis varies slowest. ``total`` is the expected count, None if unknown.
+    Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers, which
+    increase along the axes `by`. The first axis varies slowest. ``total`` is the expected number of
+    layers or experts, or None if it is unknown.
     """
 
     pattern: re.Pattern[str]
@@ -120,7 +131,10 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The rows of a layout, the numbers to renumber, and pairs of tensors that must be equal."""
+    """The rows of a layout, the numbers to replace in names, and pairs of equal tensors.
+
+    In each pair of `copies`, the first tensor must equal the second, and is dropped.
+    """
 
     rules: tuple[LayoutRow, ...]
     offsets: tuple[Offset, ...] = ()
@@ -128,7 +142,7 @@ class ParallelLayout:
     hint: str = "write a table for --parts that describes the split: see `ckptkit help parallel`"
 
     def row(self, name: str) -> LayoutRow:
-        """Return the first row that matches `name`. Raises UnsupportedError without a match."""
+        """Return the first row that matches `name`. Raises UnsupportedError if no row matches."""
         for each in self.rules:
             if each.pattern.fullmatch(name):
                 return each
@@ -137,7 +151,10 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file: the rank that wrote it (coordinates by axis), and its entries by name."""
+    """The entries of one file by name, and the rank that wrote the file.
+
+    ``at`` maps each axis to the rank's coordinate.
+    """
 
     file: str
     at: Mapping[str, int]
@@ -145,16 +162,17 @@ class RankFile:
 
 
 class Merged(NamedTuple):
-    """The merged tensors, and warnings."""
+    """The merged tensors by name, and warnings."""
 
     tensors: OrderedMapping
     warnings: list[str]
 
 
 def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
-    """Raise CorruptError unless there is exactly one file for each rank, a point on the axes.
+    """Raise CorruptError unless there is exactly one file for each rank.
 
-    `name` maps an axis to the name that messages use for the axis.
+    `axes` maps each axis to its size. Each combination of coordinates on the axes is a rank. `name`
+    maps an axis to its name in messages.
     """
     sizes = " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
     check("ranks", prod(axes.values()), f"parts ({sizes})")
@@ -183,14 +201,14 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         raise CorruptError(f"has {sizes}, but contains files of other ranks: {stale[0]}")
 
 
-# Lines of the notation
+# Parsing and applying lines
 
 
 @lru_cache(256)
 def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     """Parse a line as a rule for `count` shards.
 
-    The Arrangement names the axes whose sizes vary with the rank or with the axis before.
+    ``Arrangement.ragged`` maps an axis to the axis before it, if the sizes differ along that axis.
     """
     left, _, right = how.partition(" -> ")
     labels = "|".join(map(str, range(count)))
@@ -212,7 +230,10 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
 
 @lru_cache(512)  # most layers of a model have the same shapes and are split in the same way
 def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
-    """Return the rule that joins shards of these shapes. Raises MisfitError, RuleError."""
+    """Return the rule that joins shards of these shapes.
+
+    Raises MisfitError or RuleError if the shapes do not match the line.
+    """
     _, arrangement = _line(how, len(shapes))
     members = [
         SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
@@ -223,7 +244,10 @@ def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) ->
 
 @lru_cache(512)
 def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
-    """Return a rule for each of `count` equal shards of a tensor. Raises MisfitError, RuleError."""
+    """Return the rules that split a tensor into `count` shards of the same shape.
+
+    Raises MisfitError or RuleError if the shape does not match the line.
+    """
     found, arrangement = _line(how, count)
     known = evaluate(found, Settings({TP: count}))
     uneven = {word: by for word, by in arrangement.ragged.items() if by != TP}
@@ -232,7 +256,7 @@ def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
 
 
 def _is_whole(how: str) -> bool:
-    """Return whether the line leaves a tensor unchanged if there is only one rank."""
+    """Return whether the line does not rearrange the tensor if there is only one rank."""
     found, _ = _line(how, 1)
     right = [
         axes if isinstance(axes, str) else tuple(word for word in axes if word != TP)
@@ -247,16 +271,16 @@ def _is_whole(how: str) -> bool:
 def merge(
     parts: Sequence[RankFile], axes: Mapping[str, int], table: ParallelLayout, joiner: Joiner
 ) -> Merged:
-    """Return every whole tensor under its global name.
+    """Join the shards of each tensor. Return the tensors by their global names.
 
-    `axes` maps each axis of the ranks, including ``tp``, to its size. Raises CorruptError if the
-    files do not match, UnsupportedError if no row matches a name.
+    `axes` maps each axis, including ``tp``, to its size. Raises CorruptError if the files do not
+    match. Raises UnsupportedError if no row matches a name.
     """
     named = [dict(part.entries) for part in parts]
     for offset in table.offsets:
         named = _renumbered(offset, parts, named, axes)
     count = axes.get(TP, 1)
-    # Nodes by name and tensor-parallel rank. Several nodes of one rank are replicas.
+    # Maps a name and a tensor-parallel rank to nodes. Several nodes are replicas of each other.
     rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
     for part, entries in zip(parts, named, strict=True):
         for name, node in entries.items():
@@ -294,7 +318,9 @@ def merge(
             raise
     warnings = [f"dropped {some(names)}: {reason}" for reason, names in dropped.items()]
     if constant:
-        warnings.append(f"constant in all parts; assumed sharded: {some(constant)}")
+        warnings.append(
+            f"all elements are equal, so ckptkit cannot verify the split: {some(constant)}"
+        )
     return Merged(made, warnings)
 
 
@@ -304,7 +330,7 @@ def _renumbered(
     named: Sequence[Mapping[str, Node]],
     axes: Mapping[str, int],
 ) -> list[dict[str, Node]]:
-    """Return the entries of all files with global numbers in their names."""
+    """Return the entries of each file. Replace the numbers in names by global numbers."""
     counts: dict[tuple[int, ...], int] = {}
     points = [tuple(part.at.get(axis, 0) for axis in offset.by) for part in parts]
     for part, point, entries in zip(parts, points, named, strict=True):
@@ -338,7 +364,11 @@ def _renumbered(
 
 
 def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
-    """Return the row of a tensor that `held` files of rank 0 contain; None if it is not split."""
+    """Return the row of a tensor. Return None if the tensor has no row, but also only one shard.
+
+    `count` is the number of ranks, and `held` the number of files of rank 0 that contain the
+    tensor. Raises UnsupportedError if the tensor has several shards, but no row or a refusal.
+    """
     try:
         row = table.row(name)
     except UnsupportedError:
@@ -367,7 +397,8 @@ def _whole(
 ) -> Tensor:
     """Join the shards of a tensor.
 
-    If all shards are constant, their bytes do not prove the split; add the name to `constant`.
+    If the elements of all shards have the same value, the table could be wrong. In this case, add
+    the name to `constant`.
     """
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
@@ -411,19 +442,21 @@ def _whole(
                 f"{name!r}: {message}",
                 hint="the files are of different saves, or were split in another way",
             ) from error
-    shape = (*made.shape,)  # a new tuple: pickles record whether two tensors share one
+    shape = (*made.shape,)  # a new tuple, because a pickle refers to a tuple that it already stores
     return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
-    """Split each shard into its blocks; return the blocks ordered by block, then by rank."""
+    """Split each shard into blocks. Return the first block of each rank, then the second, etc."""
     starts = [0] * len(parts)
     found = []
     for rank, (tensor, file) in enumerate(parts):
         widths = [block[rank] for block in row.widths if rank < len(block)]
         size = tensor.shape[dim] if dim < len(tensor.shape) else 0
         if len(widths) != len(row.widths) or sum(widths) != size:
-            raise CorruptError(f"{name!r}: {size:,} rows in {file} do not make blocks of {widths}")
+            raise CorruptError(
+                f"{name!r} has {size:,} rows in {file}, but the widths of its blocks are {widths}"
+            )
     for block in row.widths:
         for rank, (tensor, file) in enumerate(parts):
             start = tensor.offset + starts[rank] * tensor.stride[dim] if block[rank] else 0
@@ -434,7 +467,10 @@ def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Ten
 
 
 def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
-    """Return the sum or mean of the shards. The mean of equal shards is the first shard."""
+    """Return the sum or mean of the ranks' tensors.
+
+    The mean of equal tensors is the first tensor, unchanged.
+    """
     (first, file), *others = parts
     for tensor, place in parts:
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
@@ -454,14 +490,14 @@ def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements in the first MiB of a tensor are equal, byte for byte."""
+    """Return whether all elements in the first MiB of a tensor have the same bytes."""
     data = b"".join(stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)))
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the leaves of nested dicts, with dotted names."""
+    """Yield (dotted name, value) of each value in nested dicts."""
     waiting: list[tuple[str, Node]] = [("", root)]
     while waiting:
         name, node = waiting.pop()
@@ -472,11 +508,11 @@ def flattened(root: Node) -> Iterator[tuple[str, Node]]:
             yield name, node
 
 
-# Splitting whole tensors by the same table
+# Splitting complete tensors according to a table
 
 
 def ranks_of(options: Options, name: str) -> int:
-    """Return the number of ranks in the options. Raises UsageError if it is not set."""
+    """Return the option `ranks`. Raises UsageError if the option is not set."""
     if options.ranks is None:
         raise UsageError(
             f"{name} is split over ranks, and their number is not given",
@@ -488,9 +524,9 @@ def ranks_of(options: Options, name: str) -> int:
 def cut_all(
     tensors: Mapping[str, Tensor], table: ParallelLayout, count: int
 ) -> list[OrderedMapping]:
-    """Return a state_dict for each of `count` ranks.
+    """Split tensors according to a table. Return a state_dict for each of `count` ranks.
 
-    Raises UsageError if a size is not divisible by the number of ranks.
+    Raises UsageError if the size of a tensor is not divisible by the number of ranks.
     """
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
@@ -527,11 +563,14 @@ def file(name: str, root: Node, options: Options) -> OutputFile:
     return replace(plan.files[0], name=name)
 
 
-# A user's table, in YAML (``--parts FILE``); `ckptkit help parallel` shows an example
+# A user's table in YAML (``--parts FILE``)
 #
-# ``files`` is a regular expression that matches paths in the folder. Its named groups are the axes;
-# tensors are split along the axis ``tp``. ``root`` is the entry that contains the state_dict.
-# ``layers`` describes numbers that each rank counts from 0, along other axes than ``tp``.
+# * ``files`` is a regular expression that matches paths in the folder. Its named groups are the
+#   axes. Tensors are split along the axis ``tp``.
+# * ``root`` is the key of the state_dict in each file.
+# * ``layers`` describes layer numbers in names that each rank counts from 0.
+#
+# `ckptkit help parallel` shows an example.
 
 
 _BYTES = 1 << 20
@@ -543,9 +582,10 @@ _VERB = re.compile(
 
 
 def parse(data: bytes, where: str) -> Any:
-    """Parse YAML or JSON into plain values. Raises UsageError.
+    """Parse YAML or JSON into dicts, lists, strings and numbers.
 
-    Anchors and tags are refused, because they let a short file expand hugely.
+    Raises UsageError for invalid YAML and for aliases. With aliases, a short file can expand to a
+    huge value.
     """
     import yaml
 
@@ -561,7 +601,10 @@ def parse(data: bytes, where: str) -> Any:
 
 
 class OwnTable:
-    """The parsed content of a user's table. Raises UsageError, PathError."""
+    """The parsed content of a user's table.
+
+    Raises UsageError for invalid content, and PathError if the file cannot be read.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -641,7 +684,7 @@ class OwnTable:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict merged from all files, as described by the table in the options."""
+    """Merge all files according to the table in the option `parts`. Return the state_dict."""
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
     reader, joiner = RankReader(probe.folder), Joiner(Copies(probe.options.copies))
@@ -675,7 +718,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
-    """Yield the files in the folder and its subfolders: path, folder, and name in that folder."""
+    """Yield (path, folder, name in the folder) of each file in `folder` and its subfolders."""
     below = sorted(folder.folders())
     yield from ((name, folder, name) for name in folder.list() if name not in below)
     for each in below:

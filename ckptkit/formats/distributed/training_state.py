@@ -1,9 +1,12 @@
-"""Read and write the training state beside weights: optimizer, scheduler, random generators.
+"""Read and write training state: files of optimizer, scheduler and random generators.
 
-    optimizer.bin, scheduler_1.bin, random_states_0.pkl     accelerate's save_state
-    optimizer.pt, scheduler.pt, rng_state_0.pth             the Trainer of transformers
+The files are in the same folder as the weights:
 
-Each is a torch.save file. If a run has several optimizers or schedulers, names end in a number.
+* accelerate's save_state writes optimizer.bin, scheduler.bin and random_states_0.pkl.
+* The Trainer of transformers writes optimizer.pt, scheduler.pt and rng_state_0.pth.
+
+Each file is a torch.save file. If a run has several optimizers or schedulers, accelerate adds a
+number to the names: scheduler_1.bin.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from ckptkit.core.tree import Node
 from ckptkit.formats.folder import is_state
 from ckptkit.formats.table import BY_NAME, TORCH_ZIP
 
-WEIGHTS = "model"  # the entry for the weights, if training state is added
+WEIGHTS = "model"  # key of the weights in a checkpoint with training state
 _OTHERS = ("trainer_state.json", "training_args.bin")  # never read
 
 
 def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
-    """If `take` is true, add the training state in the folder to the checkpoint, as entries.
+    """If `take` is true, add each training-state file in the folder as an entry of the checkpoint.
 
-    Otherwise, a warning names the files that are not read. Raises the errors of the files.
+    If `take` is false, add a warning that names these files. Raises the errors of the files.
     """
     try:
         names = folder.list()
@@ -48,7 +51,7 @@ def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
 
 
 def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]) -> Checkpoint:
-    """Return ``{"model": the given root, "optimizer": ..., "scheduler": ...}``."""
+    """Return the checkpoint with the root ``{"model": weights, "optimizer": ..., ...}``."""
     root: dict[Node, Node] = {WEIGHTS: checkpoint.root}
     files: dict[str, str] = {}
     globals_, warnings = dict.fromkeys(checkpoint.globals), [*checkpoint.warnings]
@@ -67,9 +70,9 @@ def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]
 
 
 def as_files(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Plan]:
-    """Return the checkpoint without its training state, and the plan of training-state files.
+    """Return the checkpoint without its training state, and a plan of separate files for the state.
 
-    Used for folders of shards, whose weight files store only weights.
+    Folders of shards need this function, because their weight files can contain only weights.
     """
     beside, root = checkpoint.beside, checkpoint.root
     if beside is None or not isinstance(root, dict) or beside.weights not in root:

@@ -34,7 +34,7 @@ from ckptkit.formats.distributed.reading import (
     shared_out,
 )
 
-# Names of folders and files; kinds of parallelism that ckptkit refuses
+# Names of folders and files
 
 
 POINTERS = ("latest", "latest_universal")
@@ -55,7 +55,7 @@ _SAVE_WHOLE = "load it with DeepSpeed and save engine.module_state_dict()"
 
 
 def is_tag(names: Iterable[str]) -> bool:
-    """Return whether these names contain files of a training state."""
+    """Return whether the names include a file of a training state."""
     return any(map(_STATES.fullmatch, names))
 
 
@@ -72,7 +72,10 @@ def _holds_states(folder: Folder, name: str) -> bool:
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """Return the file that names the current tag, and the tag; None if there is no such file."""
+    """Return the name of the file that contains the current tag, and the tag.
+
+    Return None if there is no such file.
+    """
     for name in POINTERS:
         try:
             source: ByteSource | None = folder.open(name) if name in names else None
@@ -86,9 +89,10 @@ def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
 
 
 def find(folder: Folder, names: Collection[str]) -> Folder:
-    """Return the folder with the files.
+    """Return the folder that contains the files of the training state.
 
-    It is `folder` itself, the folder of the tag in ``latest``, or the only tag folder.
+    This is `folder` itself, the subfolder that ``latest`` names, or the only tag folder. Raises
+    AmbiguousError if there are several tag folders.
     """
     if is_tag(names):
         return folder
@@ -118,12 +122,11 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
 
 
 class RankFiles:
-    """The files of a training state by rank. Other kinds of parallelism raise UnsupportedError.
+    """The files of a training state by rank.
 
-    ``models`` maps ranks to the model files of stage 3; stages 0 to 2 have one model file, as rank
-    -1. ``optims`` maps ranks to the files with weights and optimizer. If another module merges the
-    model-parallel ranks (`merged`), only files of the first model-parallel rank are listed, and
-    ``parallel`` is True if there are more.
+    ``models`` maps ranks to the model files of stage 3. The only model file of stages 0 to 2 has
+    the rank -1. ``optims`` maps ranks to optimizer files. Files of other model-parallel ranks than
+    rank 0 raise UnsupportedError. If `merged` is set, such files set ``parallel`` instead.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -160,12 +163,12 @@ class RankFiles:
             raise AmbiguousError(
                 f"contains {self.models[-1]} and files of ZeRO stage 3: "
                 f"{some(list(self.models.values())[1:])}",
-                hint="the files of two runs are mixed: move those of either run away",
+                hint="the files are from two runs: move the files of one run to another folder",
             )
 
     @property
     def model(self) -> str:
-        """Return the name of rank 0's model file. Raises CorruptError if it is missing."""
+        """Return the name of rank 0's model file. Raises CorruptError if the file is missing."""
         found = self.models.get(-1) or self.models.get(0)
         if found is None:
             raise _incomplete(
@@ -174,27 +177,30 @@ class RankFiles:
         return found
 
     def check_complete(self, ranks: int) -> None:
-        """Raise CorruptError unless there is one file of each kind for each rank."""
+        """Raise CorruptError unless each rank has an optimizer file.
+
+        In stage 3, each rank also needs a model file.
+        """
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optims.values()) else ""
         _check(self.optims, ranks, prefix + _NAMES[1])
         if -1 not in self.models:
             self.check_models(ranks)
 
     def check_models(self, ranks: int) -> None:
-        """Raise CorruptError unless there is one model file of stage 3 for each rank."""
+        """Raise CorruptError unless each rank has a model file (stage 3)."""
         _check(self.models, ranks, _NAMES[0])
 
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
-    absent = (rank for rank in count() if rank not in found)  # `ranks` may be a huge wrong number
+    absent = (rank for rank in count() if rank not in found)  # a corrupt `ranks` can be huge
     missing = [name.format(rank) for rank in islice(absent, NAMES) if rank < ranks]
     if missing:
         raise _incomplete(missing, ranks - sum(rank < ranks for rank in found))
     stale = [name for rank, name in found.items() if rank >= ranks]
     if stale:
         raise CorruptError(
-            f"has {ranks:,} ranks, but contains files of others: {some(stale)}",
-            hint="they are from another run: move them away",
+            f"has {ranks:,} ranks, but contains files of other ranks: {some(stale)}",
+            hint="these files are from another run: move them to another folder",
         )
 
 
@@ -206,7 +212,7 @@ def _incomplete(missing: Collection[str], total: int = 1) -> CorruptError:
     )
 
 
-# Full-precision weights and the optimizer's state, from the optim_states of all ranks
+# Assembling full-precision weights and the optimizer state from the optim_states of all ranks
 
 
 FLATS = "single_partition_of_fp32_groups"  # key of the flat tensors in stages 1 and 2
@@ -214,16 +220,19 @@ FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
 COUNT, STAGE = "partition_count", "zero_stage"
 GAPS, TRIMMED = "param_alignment_paddings", "group_paddings"
-# Fields that describe the split. The assembled state omits them, because it is not split.
+# Fields that describe the split. The assembled state is complete and omits these fields.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
 
-Named = dict[str, dict[Node, Node]]  # the optimizer's state by parameter name
+Named = dict[str, dict[Node, Node]]  # optimizer state by parameter name
 
 
 class Rank(NamedTuple):
-    """One rank's flat tensors, their removed padding elements, and optimizer state, by group."""
+    """The flat tensors and optimizer state of one rank, by group.
+
+    ``cut`` contains the number of padding elements that DeepSpeed removed from each flat tensor.
+    """
 
     flats: list[Tensor]
     cut: list[int]
@@ -231,7 +240,10 @@ class Rank(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Location of a parameter: `share` elements from `start` in each flat tensor of its group."""
+    """The location of a parameter in the flat tensors of a group.
+
+    Each flat tensor contains `share` elements of the parameter, at element `start`.
+    """
 
     shape: Shape
     group: int
@@ -240,7 +252,7 @@ class Slot(NamedTuple):
 
 
 class ZeroRank:
-    """The optim_states of all ranks. Raises CorruptError if they contradict each other."""
+    """The optim_states of all ranks. Raises CorruptError if ranks contradict each other."""
 
     def __init__(self, reader: RankReader, files: RankFiles) -> None:
         first, *others = files.optims.values()
@@ -281,7 +293,8 @@ class ZeroRank:
                 f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
                 f"file {first:,}"
             )
-        # The optimizer's state of each group. It is empty before the first step, or if not saved.
+        # The optimizer state of each group. It is empty if it was not saved, or before the first
+        # step.
         states: Mapping[Node, Node] = {}
         inner = f"{place}: {self.state_key}"
         if isinstance(fields.node.get(self.state_key), (list, tuple)):  # elastic_checkpoint
@@ -294,7 +307,10 @@ class ZeroRank:
         return Rank(flats, cut, list(found))
 
     def _check_parts(self, group: int) -> None:
-        """Check that all shards of a group have the same size, with or without their padding."""
+        """Raise CorruptError unless the ranks' shards of a group have the same size.
+
+        The sizes may include the padding, or not.
+        """
         sizes = [rank.flats[group].numel for rank in self.ranks]
         cut = [rank.cut[group] for rank in self.ranks]
         whole = {size + less for size, less in zip(sizes, cut, strict=True)}
@@ -306,14 +322,16 @@ class ZeroRank:
                 f"the ranks' shards of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
             )
         for rank in self.ranks:
-            rank.cut[group] = 0  # bf16_optimizer.py records a padding that it does not cut off
+            rank.cut[group] = 0  # bf16_optimizer.py does not remove the padding that it records
 
     def slots(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slot]:
-        """Return the location of each parameter of `groups` in rows of flat tensors.
+        """Return the location of each parameter in the concatenated flat tensors.
 
-        In stages 1 and 2 a row is a group: its parameters in order, with padding after each. In
-        stage 3 a row is a rank, with the same number of elements of each parameter. Raises
-        CorruptError unless the sizes of the rows match, up to rounding.
+        In stages 1 and 2, concatenate the flat tensors of a group over the ranks. The result
+        contains the parameters of the group in order, with padding after each. In stage 3,
+        concatenate the flat tensors of a rank. The result contains the same number of elements of
+        each parameter as on the other ranks. Raises CorruptError if the parameters do not fill the
+        concatenated tensors. Up to 2 * ranks - 1 padding elements may follow in stages 1 and 2.
         """
         gaps = [[0] * len(shapes) for shapes in groups]
         flats = len(self.ranks[0].flats)
@@ -366,7 +384,11 @@ class ZeroRank:
     def _rows(
         self, parts: Sequence[Sequence[Tensor | None]], slots: Mapping[str, Slot]
     ) -> dict[int, tuple[FlatRow, ...]]:
-        """Return the rows of each group, from tensors by rank and group; {} if one is missing."""
+        """Return the concatenated flat tensors (FlatRow) of each group.
+
+        `parts` contains a list of tensors for each rank, by group. If a tensor is missing, the
+        result omits its group. In stage 3, the result is then empty.
+        """
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         rows = [
             FlatRow([part for part in line if part is not None]) if None not in line else None
@@ -379,10 +401,10 @@ class ZeroRank:
         return dict.fromkeys(groups, every) if len(every) == len(rows) else {}
 
     def optimizer(self, slots: Mapping[str, Slot]) -> tuple[Named, list[str]]:
-        """Return the optimizer's state by parameter name, and warnings.
+        """Return the optimizer state by parameter name, and warnings.
 
-        State with a value for each element is assembled like the weights. A value for a whole
-        group, such as the step, is the value of rank 0.
+        Values with one element per weight, such as exp_avg, are assembled like the weights. Single
+        values of a group, such as the step, are taken from rank 0.
         """
         states = self.ranks[0].state
         keys = dict.fromkeys(chain(*states))
@@ -427,7 +449,7 @@ def _shared_out(rows: Mapping[int, tuple[FlatRow, ...]], slot: Slot) -> Tensor:
     return shared_out(rows[slot.group], slot.shape, slot.start, slot.share)
 
 
-# A universal checkpoint: a folder for each parameter, independent of the number of ranks
+# Reading a universal checkpoint, which has a folder for each parameter
 
 
 SETTINGS = "optimizer_state.pt"
@@ -437,9 +459,10 @@ _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 def read_universal(
     reader: RankReader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
 ) -> tuple[dict[str, Tensor], Named]:
-    """Read the folder ``zero``: every parameter except `skip`, in the order of `shapes`.
+    """Read all parameters in the folder ``zero`` except `skip`. Return weights and optimizer state.
 
-    `shapes` is empty if the parameters were merged from several model-parallel ranks.
+    The parameters have the order of `shapes`. If the training run had several model-parallel ranks,
+    `shapes` must be empty.
     """
     there = folder.folders()
     missing = [name for name in shapes if name not in there]
@@ -461,7 +484,7 @@ def read_universal(
         tensor = as_tensor(_value(node))
         if tensor is None:
             raise FormatError(f"{_WEIGHTS} does not contain a tensor", where=inner.name)
-        # A universal checkpoint omits padding rows of an embedding; `shapes` includes them.
+        # An embedding in a universal checkpoint lacks the padding rows that `shapes` includes.
         is_cut = isinstance(node, dict) and node.get("vocab_tensor") is True
         shape = tensor.shape if is_cut else shapes.get(name, tensor.shape)
         shaped = _shaped(tensor, shape)
@@ -485,7 +508,7 @@ def _value(node: Node) -> Node:
 
 
 def _shaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """Return a flat tensor with another shape; None if the number of elements differs."""
+    """Reshape a flat tensor. Return None if the number of elements differs."""
     if tensor.shape == shape:
         return tensor
     if not is_flat(tensor) or tensor.numel != prod(shape):

@@ -221,10 +221,10 @@ RANKS = {
     "two worlds": Row(two_worlds, AmbiguousError, "different numbers of ranks"),
     "a missing rank": Row(a_missing_rank, CorruptError, "rank 1 of 2 is missing"),
     "a rank too many": Row(a_rank_too_many, CorruptError, "written by rank 1"),
-    "a rank too many, by its name": Row(a_rank_too_many_without_ranks, CorruptError, "files of others: rank2"),
+    "a rank too many, by its name": Row(a_rank_too_many_without_ranks, CorruptError, "files of other ranks: rank2"),
     "another world in the name": Row(another_world_in_the_name, CorruptError, "gives 4 ranks"),
     "renamed ranks": Row(renamed, CorruptError, "was written by rank 1"),
-    "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "pieces of several ranks"),
+    "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "shards of several ranks"),
     "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "not from the ranks of the model"),
     "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's piece of a tensor"),
     "another shape": Row(ranks(updated(w=piece(1, torch.ones(8, 2)))), CorruptError, r"float32 (8, 2)"),
@@ -369,7 +369,7 @@ def two_shards_alone(folder: Path) -> Any:
 
 
 PIECES = {
-    "two boxes of one tensor alone": Row(two_shards_alone, UnsupportedError, "several boxes"),
+    "two boxes of one tensor alone": Row(two_shards_alone, UnsupportedError, "several shards on one rank"),
     "a form of in a form that ckptkit does not know": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "in a form that ckptkit does not know"),
     "a local tensor of another dtype": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),
@@ -382,7 +382,7 @@ PIECES = {
     "another shape than the placements say": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements give (3, 2)"),
     "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
-    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "outside it"),
+    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "outside its mesh"),
     "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not integers"),
     "a mesh of many ranks": Row(
         pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not contiguous"),
@@ -396,7 +396,7 @@ PIECES = {
     "another size in the metadata": Row(
         pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has"),
     "offsets below 0": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers below 2**63"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers from 0 to 2**63 - 1"),
 }  # fmt: skip
 
 
@@ -510,7 +510,7 @@ MEGATRON = {
         megatron(lambda held: held["model"].update({"decoder.layers.0.mixer.A_log": torch.ones(2)}), every=True),
         UnsupportedError, "Mamba layers"),
     "another iteration": Row(megatron(lambda held: held.update(iteration=4)), CorruptError, "iteration is 4"),
-    "another grid": Row(megatron(argument(tensor_model_parallel_size=4)), CorruptError, "of two runs"),
+    "another grid": Row(megatron(argument(tensor_model_parallel_size=4)), CorruptError, "from two runs"),
     "layers that do not begin at 0": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.2.a": torch.ones(2)})),
         CorruptError, "not numbered from 0: [0, 2]"),
@@ -669,7 +669,7 @@ DEEPSPEED = {
     "a rank without a module": Row(universal(lambda held: held.update(module=None)), FormatError, "no module"),
     "pipeline stages in ranks": Row(
         universal(lambda held: held.update(args={"pipeline_model_parallel_size": 2})), UnsupportedError, "2 pipeline"),
-    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "written by 4"),
+    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "4 ranks wrote it"),
     "a parameter that AutoTP cannot describe": Row(
         universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
         UnsupportedError, "fused by hand"),
@@ -678,7 +678,7 @@ DEEPSPEED = {
     "widths that are no counts": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
     "widths of another tensor": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "not make blocks of [1, 2]"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
     "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but p o"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
     "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
