@@ -54,22 +54,22 @@ PROBLEMS = (
         "ckptkit strip-module run.pth plain.pth --prefix _orig_mod.",
     ),
     Problem(
-        "saved on a GPU, loaded without one",
+        "the file was saved on a GPU, and this machine has no GPU",
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
         "ckptkit remap run.pth cpu.pth --to cpu",
     ),
     Problem(
-        "`weights_only=True` refuses an object beside the weights",
+        "`weights_only=True` refuses an object that was saved beside the weights",
         "Weights only load failed ... GLOBAL argparse.Namespace was not an allowed global",
         "ckptkit convert run.pth plain.pth --objects drop",
     ),
     Problem(
-        "a whole module was pickled, and its class is gone",
+        "a whole module was pickled, and its class no longer exists",
         "No module named 'my_old_project'",
         "ckptkit convert run.pth weights.safetensors",
     ),
     Problem(
-        "tied weights on the way to safetensors",
+        "safetensors refuses to save tied weights",
         "Some tensors share memory, this will lead to duplicate memory on disk",
         "ckptkit convert run.pth net.safetensors",
     ),
@@ -79,37 +79,37 @@ PROBLEMS = (
         "ckptkit recover cut.pth intact.pth",
     ),
     Problem(
-        "a Git LFS pointer instead of the file",
+        "the file is a Git LFS pointer to the checkpoint",
         "invalid load key, 'v'",
         "ckptkit doctor run.pth",
     ),
     Problem(
         "a slice of a tensor was saved, and the file contains the whole tensor",
-        "(none: the file is large)",
+        "(no error: the file is large)",
         "ckptkit convert run.pth small.pth --compact",
     ),
     Problem(
         "two thirds of the file are optimizer state",
-        "(none: the file is large)",
+        "(no error: the file is large)",
         "ckptkit extract run.pth model.pth --key model",
     ),
     Problem(
-        "a folder of DeepSpeed ZeRO instead of a state_dict",
+        "the checkpoint is a folder of DeepSpeed ZeRO",
         "Is a directory",
         "ckptkit extract zero net.pth --key module",
     ),
     Problem(
-        "a folder of FSDP or torch.distributed.checkpoint instead of a file",
+        "the checkpoint is a folder of FSDP or torch.distributed.checkpoint",
         "Is a directory",
         "ckptkit convert step_100 net.pth",
     ),
     Problem(
-        "the number of classes differs, and `strict=False` does not help",
+        "the model has another number of classes, and `strict=False` does not help",
         "size mismatch for head.weight: copying a param with shape torch.Size([10, 4]) from checkpoint",
         "ckptkit convert run.pth body.pth --drop 'head.*'",
     ),
     Problem(
-        "a .bin is larger than the memory, and you need safetensors",
+        "you need safetensors, and the .bin file is larger than the memory",
         "DefaultCPUAllocator: can't allocate memory",
         "ckptkit convert pytorch_model.bin model.safetensors",
     ),
@@ -120,7 +120,7 @@ PROBLEMS = (
     ),
     Problem(
         "the adapter loads, but the output of the model is unchanged",
-        "(none: peft warns of missing keys)",
+        "(no error: peft warns of missing keys)",
         "ckptkit lora check adapter --base base",
     ),
 )
@@ -129,7 +129,7 @@ PROBLEMS = (
 def table() -> str:
     """The problems as the README shows them."""
     rows = [f"| {what} | `{message}` | `{command}` |" for what, message, command in PROBLEMS]
-    rows = [re.sub(r"`(\(none: [^`]*\))`", r"\1", row) for row in rows]
+    rows = [re.sub(r"`(\(no error: [^`]*\))`", r"\1", row) for row in rows]
     return (
         "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows])
         + "\n"
