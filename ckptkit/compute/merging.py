@@ -100,13 +100,27 @@ class Merge(Operation):
             values = []
             for piece, name in zip(pieces, self.dtypes, strict=True):
                 each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
-                values.append(each if name == self.dtype else self._rounded(each))
+                if name != self.dtype and self.dtype not in ("float32", "float64"):
+                    each = decode(encode(each, BY_NAME[self.dtype]), BY_NAME[self.dtype])
+                values.append(each)
             yield values
 
     def _rounded(self, values: Array) -> Array:
         """Round numbers to `dtype`, and return them in the type of `values`."""
+        import numpy as np
+
         if self.dtype in ("float32", "float64"):
             return values
+        if self.dtype == "bfloat16" and values.dtype == np.float32:
+            # Twice as fast as ml_dtypes. Every NaN here comes from a NaN of 16 bits or from
+            # arithmetic, so the addition does not overflow.
+            bits = values.view("u4")
+            made = bits >> 16
+            made &= 1  # ties to even
+            made += bits
+            made += 0x7FFF
+            made &= 0xFFFF0000
+            return made.view("f4")
         return decode(encode(values, BY_NAME[self.dtype]), BY_NAME[self.dtype])
 
     def _number(self, value: float) -> Any:
@@ -162,25 +176,29 @@ class Merge(Operation):
         for base, *others in self._inputs(extent):
             yield base, [self._rounded(each - base) for each in others]
 
-    def _by_chance(self, at: int, change: Array, number: int) -> Array:
-        """Zero the differences that dare drops. `at` is the index of the first element."""
-        import numpy as np
-
-        if self.method not in (DARE_TIES, DARE_LINEAR) or self.densities[number] >= 1:
-            return change
-        chances = np.random.Philox(key=[self.seed % (1 << 64), number], counter=[at, 0, 0, 0])
-        codes = chances.random_raw(-(-len(change) // 4)).view("<u2")[: len(change)]
-        return change * (codes < int(self.densities[number] * 2.0**16))
+    def _chances(self) -> list[_Chances | None]:
+        """Return for each input the random numbers that decide which differences dare keeps."""
+        is_random = self.method in (DARE_TIES, DARE_LINEAR)
+        return [
+            _Chances(density, (self.seed % (1 << 64), number))
+            if is_random and density < 1
+            else None
+            for number, density in enumerate(self.densities)
+        ]
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
         """Yield the base plus the sum of the differences that are kept."""
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
         taken = [0] * len(weights)  # ties so far
-        at = 0
+        chances = self._chances()
+        # Halves of bfloat16 are bfloat16, except for subnormal numbers.
+        is_exact = self.dtype == "bfloat16" and set(weights) == {1} and len(weights) <= 2
         for base, changes in self._differences(extent):
             for number, weight in enumerate(weights):
-                change = self._by_chance(at, changes[number], number)
+                change = changes[number]
+                if (chance := chances[number]) is not None:
+                    change = change * chance.kept(len(change))
                 if kept and (keep := kept[number]) is not None:
                     change = self._thinned(change, keep, taken, number)
                 changes[number] = change if weight == 1 else self._rounded(change * weight)
@@ -190,11 +208,10 @@ class Merge(Operation):
                 total, divisor = self._rounded(_total(changes)), self._number(sum(weights))
                 divisor = self._number(1) if abs(divisor) < 1e-8 else divisor
             if self.normalize:
-                total = self._rounded(total / divisor)
+                total = total / divisor if is_exact else self._rounded(total / divisor)
             if self.scale != 1:
                 total = self._rounded(total * base.dtype.type(self.scale))
             yield base + total
-            at += len(base)
 
     def _agreed(self, changes: list[Array], weights: Sequence[Any]) -> tuple[Array, Array]:
         """Return the sum of the changes that have the majority sign, and the sum of their weights.
@@ -249,15 +266,16 @@ class Merge(Operation):
         kept: list[_Kept | None] = [None] * len(self.weights)
         if not self.rescale:
             return kept
-        all_, stay = np.zeros(len(kept)), np.zeros(len(kept))
-        at = 0
-        for base, changes in self._differences(extent):
-            for number, each in enumerate(changes):
-                all_[number] += np.abs(each).sum(dtype="f8")
-                stay[number] += np.abs(self._by_chance(at, each, number)).sum(dtype="f8")
-            at += len(base)
-        for number, density in enumerate(self.densities):
-            if density < 1:
+        all_, stay = [0.0] * len(kept), [0.0] * len(kept)
+        chances = self._chances()
+        for _, changes in self._differences(extent):
+            for number, chance in enumerate(chances):
+                if chance is not None:
+                    sizes = np.abs(changes[number])
+                    all_[number] += float(sizes.sum())  # numpy adds in pairs: precise in float32
+                    stay[number] += float((sizes * chance.kept(len(sizes))).sum())
+        for number, chance in enumerate(chances):
+            if chance is not None:
                 kept[number] = _Kept(0.0, 0, self._ratio(all_[number], stay[number]))
         return kept
 
@@ -306,6 +324,28 @@ class Merge(Operation):
             scale = self._ratio(sums[number], after) if self.rescale else 1.0
             kept[number] = _Kept(search.least, search.ties, scale)
         return kept
+
+
+class _Chances:
+    """Random numbers that decide, element by element, which differences are kept."""
+
+    def __init__(self, density: float, seed: Sequence[int]) -> None:
+        import numpy as np
+
+        self.limit = int(density * 2.0**16)
+        self.generator = np.random.SFC64(seed)
+        self.rest: Array = np.empty(0, "<u2")  # drawn for the following elements
+
+    def kept(self, count: int) -> Array:
+        """Return True for each of the next `count` elements that is kept."""
+        import numpy as np
+
+        if missing := max(count - len(self.rest), 0):
+            drawn = self.generator.random_raw(-(-missing // 4)).view("<u2")
+            self.rest = np.concatenate([self.rest, drawn]) if len(self.rest) else drawn
+        codes, self.rest = self.rest[:count], self.rest[count:]
+        found: Array = codes < self.limit
+        return found
 
 
 class _MagnitudeSearch:

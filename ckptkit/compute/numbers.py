@@ -94,6 +94,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
         return as_bytes(np.take(_codes(dtype.name), halves))
 
 
+@lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of ml_dtypes with this name, for types that numpy lacks."""
     import ml_dtypes
