@@ -1,5 +1,6 @@
-"""Collect facts about checkpoints: summary, diff, name matching, statistics, verification, digests.
+"""Summarize, compare, verify and digest checkpoints, and compute statistics of their values.
 
-Input: checkpoints or files. Output: small dataclasses. Commands and views print them as text, JSON
-or pictures. Uses core, compute, pickles, quantized, formats, scanning, api and lora.
+The functions take checkpoints or files, and return small dataclasses. Commands and views print the
+results as text, JSON or pictures. This package uses core, compute, pickles, quantized, formats,
+scanning, api and lora.
 """

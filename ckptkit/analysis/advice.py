@@ -1,4 +1,4 @@
-"""Suggest commands that are ready to paste."""
+"""Suggest shell commands that fix problems of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
-MAX_WRAPPERS = 8  # maximum number of nested prefixes to search for
-MIN_UNUSED = 1 << 20  # minimum number of unused bytes to report
+MAX_WRAPPERS = 8  # maximum number of nested prefixes, such as "module."
+MIN_UNUSED = 1 << 20  # minimum number of unused bytes for a hint
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Return a sentence with a command for each reason why loading fails or the file is too
-    large."""
+    """Return a hint with a command for each problem, such as unused bytes or a ``module.``
+    prefix."""
     if summary.part is not None:
         return (summary.part.hint,)
-    # If loading would run code, commands write the file only with --objects drop.
+    # If unpickling the file would run code, the commands need --objects drop.
     drop = ("--objects", "drop") if coded(summary.warnings, RUNS_CODE) else ()
     found: list[str] = []
     if not drop or summary.survives_dropping():
@@ -30,7 +30,7 @@ def advise(summary: Summary) -> tuple[str, ...]:
 
 
 def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
-    """Yield advice to rename keys, change devices, drop unused bytes, or dequantize."""
+    """Yield hints to rename keys, change devices, drop unused bytes, or dequantize."""
     path, names = summary.path, [row.name for row in summary.rows if row.name is not None]
     if found := wrappers(names):
         count = sum(name.startswith(found[0]) for name in names)
@@ -56,18 +56,20 @@ def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
 
 
 def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: str) -> str:
-    """Return the command that removes `prefixes`, outermost first, from the keys of `path`."""
+    """Return the command that removes `prefixes` (the outermost first) from the keys of the file
+    `path`."""
     return edit("strip-module", path, "stripped", *options, *prefix_options(prefixes))
 
 
 def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return the options with which `strip-module` strips these prefixes."""
+    """Return the options of `strip-module` that select these prefixes."""
     words = flatten(("--prefix", each) for each in prefixes)
     return () if [*prefixes] == ["module."] else tuple(words)
 
 
 def wrappers(names: Sequence[str]) -> list[str]:
-    """Return the wrapper prefixes that more than half of the names have, outermost first."""
+    """Return the prefixes of wrappers (such as ``module.``) in more than half of the names. The
+    outermost prefix is the first."""
     found: list[str] = []
     while len(found) < MAX_WRAPPERS and (prefix := _common(names)):
         found.append(prefix)
@@ -88,7 +90,7 @@ def add_module(path: str, prefix: str = "module.", *options: str) -> str:
 
 
 def rename(path: str, mapping: str, *options: str) -> str:
-    """Return the command that renames the weights in `path` as the file `mapping` lists."""
+    """Return the command that renames the weights of `path` with the JSON file `mapping`."""
     return edit("rename", path, "renamed", "--map", mapping, *options)
 
 
@@ -117,7 +119,8 @@ def edit(command: str, path: str, mark: str, *options: str, suffix: str | None =
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """Return a `convert` command; it writes a .pth unless `path` has a suffix of torch.save."""
+    """Return a `convert` command. If `path` has no suffix of torch.save, the output is a .pth
+    file."""
     return edit("convert", path, mark, *options, suffix=suffix_for_torch(path))
 
 
@@ -132,9 +135,10 @@ def packed(summary: Summary) -> int:
 
 
 def _objects(summary: Summary) -> Iterator[str]:
-    """Yield the classes that torch.load refuses by default, with the command that drops them.
+    """Yield a hint that lists the classes that torch.load refuses by default.
 
-    Formats that torch.load does not read (safetensors, folders, plain pickles) get no such advice.
+    If a command can drop the values of these classes, the hint contains the command. For formats
+    that torch.load cannot read (safetensors, folders, plain pickles), there is no hint.
     """
     format, path = BY_NAME.get(summary.format, NONE), summary.path
     refused = summary.refused if format.loaded_by_torch else []
@@ -155,9 +159,9 @@ def _objects(summary: Summary) -> Iterator[str]:
 
 
 def _others(summary: Summary) -> Iterator[str]:
-    """Yield the commands that show files inside byte strings, and other state_dicts."""
+    """Yield hints for files inside byte strings, and for other state_dicts in the file."""
     path = argument(summary.path)
-    if summary.inner:  # a library stored a checkpoint as a byte string of its own checkpoint
+    if summary.inner:  # byte strings that contain complete files
         places = [
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]

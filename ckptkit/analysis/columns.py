@@ -1,6 +1,7 @@
-"""Define the facts about a tensor, in the order in which every view shows them.
+"""Define the facts about a tensor, such as dtype and shape, in the order of the table columns.
 
-Tables of tensors fold rows whose names differ only in an index. To add a fact, add a line to FACTS.
+If the names of tensors differ only in an index, tables show the tensors as one row. To add a fact,
+add a line to FACTS.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Table(NamedTuple):
-    """Rows of escaped text below headers; the columns named in `right` are right-aligned.
+    """A table of escaped strings. `right` contains the headers of right-aligned columns.
 
-    `total` is the number of items before rows were folded.
+    `total` is the number of items in the table. One row can represent several items.
     """
 
     title: str
@@ -33,7 +34,7 @@ class Table(NamedTuple):
     total: int = 0
 
     def without_empty(self) -> Table:
-        """Drop the columns that are empty in every row."""
+        """Return the table without the columns that are empty in every row."""
         used = [n for n in range(len(self.headers)) if any(row[n] for row in self.rows)]
         if len(used) == len(self.headers):
             return self
@@ -44,12 +45,13 @@ class Table(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A fact about a tensor.
+    """A fact about a tensor, such as its dtype.
 
-    `value` returns the value that tables compare: rows fold if all values are equal. `text` formats
-    the value; an empty text hides the fact. `json` returns the JSON value; without `json`, JSON
-    output omits the fact. `phrase` is the format in the tree, such as ``on {}``. Only JSON and the
-    details of a single tensor show facts that are not `brief`.
+    - `value` returns the value. Tables fold rows whose values are all equal.
+    - `text` formats the value. If the result is an empty string, no view shows the fact.
+    - `json` returns the value for JSON. If `json` is None, JSON does not contain the fact.
+    - `phrase` is the format of the fact in the tree view, such as ``on {}``.
+    - `brief` is false for a fact that only JSON and the details of a single tensor contain.
     """
 
     name: str
@@ -62,7 +64,8 @@ class Fact(NamedTuple):
 
 
 def remark(row: TensorRow) -> str:
-    """Return a remark on a tensor that is not plain; empty for a plain one (see `_is_plain`)."""
+    """Return a remark on a tensor that shares memory, or that is sharded, quantized or not dense.
+    For all other tensors, return an empty string."""
     tensor, group = row.tensor, row.group
     if row.local is not None:
         from ckptkit.formats.distributed.parts import extent
@@ -92,9 +95,10 @@ def remark(row: TensorRow) -> str:
 
 
 def _is_plain(row: TensorRow) -> bool:
-    """Return whether the tensor is dense, unsharded, unquantized and alone in its storage.
+    """Return True for a dense tensor that is not sharded or quantized and that fills its own
+    storage.
 
-    Almost all tensors are plain.
+    In most files, the result is True for almost all tensors.
     """
     _, _, tensor, _, nbytes, local, _, group, is_shared = row
     storage = tensor.storage
@@ -111,7 +115,7 @@ def _is_plain(row: TensorRow) -> bool:
 
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
-    """Return QUANTIZATION of the JSON schema: how this weight is quantized."""
+    """Return the object QUANTIZATION of the JSON schema for a quantized weight."""
     return {
         "weight": group.name,
         "family": group.family,
@@ -131,7 +135,8 @@ SIZE = Fact("nbytes", "size", lambda row: row.nbytes, size, lambda row: number(r
 
 
 def _attribute(name: str, usual: object = None, text: Callable[[Any], str] = str) -> Fact:
-    """Return a fact that JSON and the details of a single tensor show, unless it is `usual`."""
+    """Return a fact about the attribute `name` of tensors. The details of a tensor do not show the
+    value `usual`."""
 
     def value(row: TensorRow) -> Any:
         found = getattr(row.tensor, name)
@@ -148,7 +153,7 @@ FACTS: tuple[Fact, ...] = (
     SIZE,
     Fact("device", "device", lambda row: row.device, escape, lambda row: row.device, "on {}"),
     Fact("remark", "", remark),
-    # Only JSON and the details of a single tensor show the following:
+    # Only JSON and the details of a single tensor contain the following facts.
     Fact(
         "stride",
         "stride",
@@ -184,7 +189,7 @@ _JSON = tuple((fact.name, fact.json) for fact in FACTS if fact.json is not None)
 
 
 def as_json(row: TensorRow) -> dict[str, Any]:
-    """Return TENSOR of the JSON schema."""
+    """Return the object TENSOR of the JSON schema."""
     found = {"name": row.name, "path": row.place, "keys": key_list(row.path)}
     for name, json in _JSON:
         found[name] = json(row)
@@ -197,14 +202,14 @@ def sentence(row: TensorRow) -> str:
 
 
 def details(row: TensorRow) -> list[tuple[str, str]]:
-    """Return pairs (title, text) of every fact whose text is not empty."""
+    """Return (title, string) for every fact whose string is not empty."""
     found = [(fact.title or fact.name, fact) for fact in FACTS if fact.title or fact.brief]
     texts = [(title, fact.text(fact.value(row))) for title, fact in found]
     return [(title, text) for title, text in texts if text]
 
 
 def brief(row: TensorRow) -> dict[str, str]:
-    """Map the name of each fact that tables show to its text."""
+    """Return the names and formatted values of the facts in tables."""
     return {fact.name: fact.text(fact.value(row)) for fact in BRIEF}
 
 
@@ -215,10 +220,12 @@ def tables(
     sort: str = "file",
     among: Sequence[TensorRow] = (),
 ) -> Iterator[Table]:
-    """Yield the table of the weights and the table of the other tensors; empty ones are skipped.
+    """Yield the table of the weights and the table of all other tensors. Do not yield an empty
+    table.
 
-    Unless `flat`, tensors whose names differ only in an index fold into one row if their modules
-    have the same structure. If `rows` are a selection, `among` are all tensors of the checkpoint.
+    If `flat` is false, tensors whose names differ only in an index are folded into one row. The
+    modules of these tensors must have the same structure. `among` contains all tensors of the
+    checkpoint, and `rows` contains the tensors to show.
     """
     from ckptkit.core.text import fold, unfolded
 
@@ -230,8 +237,8 @@ def tables(
     if flat:
         folded = unfolded(items)
     else:
-        # Modules have the same structure if their tensors agree in name, dtype and number of
-        # dimensions. Tensors outside the selection count too.
+        # Two modules have the same structure if their tensors have equal names, dtypes and numbers
+        # of dimensions. This comparison includes tensors that are not shown.
         shown = set(map(id, rows)) if len(rows) != len(among) else set()
         hidden = [row for row in among if id(row) not in shown] if shown else []
         folded = fold(
@@ -246,12 +253,13 @@ def tables(
 def _items(
     rows: Iterable[TensorRow], title: str | None
 ) -> Iterator[tuple[str, tuple[Hashable, ...], int]]:
-    """Yield (name, values that must be equal for rows to fold, bytes) of each tensor."""
+    """Yield (name, values, bytes) of each tensor. Tensors with equal values can be folded into one
+    row."""
     known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
     for row in rows:
         name, _, tensor, _, nbytes, *_ = row
-        # For a plain tensor, tables show only these three facts; most tensors share a few
-        # combinations.
+        # The values of a plain tensor depend only on dtype, shape and device. Most tensors have one
+        # of a few combinations, so the values of each combination are cached.
         kind = (tensor.dtype.name, tensor.shape, tensor.device) if _is_plain(row) else None
         columns = None if kind is None else known.get(kind)
         if columns is None:
@@ -289,16 +297,16 @@ def fold_pairs(
     pairs: Iterable[tuple[str, str, Hashable]],
     rows_of: Callable[[list[Item]], list[Folded]] = fold,
 ) -> list[tuple[Folded, Folded]]:
-    """Fold pairs (name, other name, value) whose values are equal and indices differ equally.
+    """Fold pairs of names whose values are equal and whose indices differ by the same number.
 
-    Pass `unfolded` as `rows_of` to get one row for each pair. Both sides fold into the same rows,
-    because the difference of the indices is part of what must be equal.
+    A pair is (name, other name, value). Return a list of (row for the names, row for the other
+    names). To get one row for each pair, pass `unfolded` as `rows_of`.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:
         ours, theirs = _INDEX.split(name), _INDEX.split(other)
         if len(ours) != len(theirs):
-            theirs = [other]  # the numbers of indices differ: such a pair never folds
+            theirs = [other]  # a pair with unequal numbers of indices is never folded
         steps = tuple([int(b) - int(a) for a, b in zip(ours[1::2], theirs[1::2], strict=False)])
         columns = tuple(ours[::2]), tuple(theirs[::2]), steps, value
         sides[0].append(Item(name, columns, 0))

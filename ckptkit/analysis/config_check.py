@@ -1,8 +1,8 @@
-"""Compare config.json with the tensors: layers, experts, vocabulary, heads, LM head, dtype.
+"""Compare the sizes in config.json with the tensors: layers, experts, vocabulary, heads, dtype.
 
-Only tensor headers are read. Missing fields and tensors with unknown names are not compared.
-Source of the fields: PreTrainedConfig of transformers and the configurations of its models; for
-diffusers, the constructor of the model that ``_class_name`` names.
+The functions read only the headers of tensors. They ignore missing fields, and tensors with unknown
+names. The names of the fields come from the configuration classes of transformers. For diffusers,
+the names of the fields come from the constructor of the class ``_class_name``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _EMBEDDINGS = (
 )  # fmt: skip
 _HEAD = ("lm_head.weight", "output.weight")
 _TEXT = ("text_config", "llm_config", "language_config")
-_NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")  # not in the text model
+_NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")  # other models
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A field of the configuration, compared with the tensors.
+    """The result of the comparison of one configuration field with the tensors.
 
-    ``found`` describes the value that the tensors imply instead; None if the tensors agree with the
-    field.
+    If the tensors imply another value, ``found`` describes that value. Otherwise, ``found`` is
+    None.
     """
 
     code: str
@@ -52,7 +52,7 @@ class Compared:
 
 
 def compare(config: Config, tensors: Tensors) -> list[Compared]:
-    """Compare the configuration with the tensors; return the fields that could be compared."""
+    """Compare the configuration with the tensors. Return a result for each comparable field."""
     checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype, _diffusers)
     text: Config = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
     values = {**config, **text}
@@ -69,7 +69,7 @@ def _is_text(name: str) -> bool:
 
 
 def _counts(pattern: re.Pattern[str], tensors: Tensors) -> list[int]:
-    """Count the distinct indices below each prefix that `pattern` matches."""
+    """Return the number of different indices for each prefix that `pattern` matches."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)
@@ -128,7 +128,7 @@ def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
         ("self_attn.q_proj.weight", heads),
         ("self_attn.k_proj.weight", keys),
     ):
-        allowed = (count * size, 2 * count * size)  # twice as many with an output gate
+        allowed = (count * size, 2 * count * size)  # an output gate doubles the rows
         rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
         wrong = [f"{n} rows of {size} in {name}" for n, name in rows if n not in allowed]
         if rows:
@@ -156,15 +156,16 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
     yield Compared("dtype", field, config[field], None if same else most)
 
 
-# The models of diffusers
+# Comparisons for models of diffusers
 
 
 class _ConfigRow(NamedTuple):
-    """A field of a diffusers configuration, and the tensors or modules that must agree with it.
+    """A field of a diffusers configuration, and the names of the tensors or modules to compare.
 
-    With `dim`, the field times `factor` is the size of that dimension of the tensor `names` (a
-    suffix if it starts with a dot). Without `dim`, the field is the number of modules below the
-    prefix `names`, or a list with one entry for each module.
+    If `dim` is given, the size of that dimension must be the field times `factor` for the tensor
+    `names`. If `names` starts with a dot, it is a suffix of tensor names. If `dim` is None, the
+    number of modules below the prefix `names` must equal the field, or the length of the list in
+    the field.
     """
 
     field: str
@@ -229,7 +230,7 @@ def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
     rows = _CLASSES.get(kind, ()) if isinstance(kind, str) else ()
     for row in rows:
         yield from _row(row, config.get(row.field), tensors)
-    if _BLOCKS in rows:  # a query projection has heads * head size rows
+    if _BLOCKS in rows:  # a query projection has (heads * head size) rows
         heads, size = config.get("num_attention_heads"), config.get("attention_head_dim")
         counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
         if type(heads) is int and type(size) is int and counts:
@@ -258,14 +259,15 @@ def _row(row: _ConfigRow, value: object, tensors: Tensors) -> Iterator[Compared]
     expected = len(value) if isinstance(value, list) else value
     inside = (name.removeprefix(names) for name in tensors if name.startswith(names))
     count = len({name.partition(".")[0] for name in inside})
-    # layers_per_block may be a list with one number per block, not per module.
+    # If layers_per_block is a list, its length is the number of blocks, so do not compare the
+    # length with the number of modules.
     if type(expected) is int and count and (not is_list or field == "block_out_channels"):
         found = None if count == expected else f"{count} {names[:-1]}"
         yield Compared(field, field, value, found)
 
 
 def _channels(value: object, tensors: Tensors) -> Iterator[Compared]:
-    """Compare the channels of each block; up blocks are in reverse order."""
+    """Compare block_out_channels with the tensors. The order of up blocks is reversed."""
     if not isinstance(value, list):
         return
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Compare two sets of weights, or weights with the state_dict that a model expects."""
+"""Compare the weights of two checkpoints, or of a checkpoint and a model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ Progress = Callable[[int], None]
 Matches = Callable[[str], bool]
 T = TypeVar("T")
 
-MAX_PREFIX_PARTS = 4  # maximum number of dotted parts of a prefix
+MAX_PREFIX_PARTS = 4  # maximum number of path components in a prefix
 
 
 class Mismatch(NamedTuple):
-    """A key on both sides whose dtype or shape differs.
+    """A key that both sides have, with different dtypes or shapes.
 
-    If only the dtypes differ and values were compared, `tolerance` is the relative tolerance, and
-    `difference` the difference beyond that tolerance (None if the values agree).
+    `tolerance` and `difference` are set if only the dtypes differ and values were compared.
+    `tolerance` is the relative tolerance. If all values are within the tolerance, `difference` is
+    None.
     """
 
     name: str
@@ -50,26 +51,28 @@ class Mismatch(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A key whose dtype and shape are the same on both sides, and whose values differ."""
+    """A key with equal dtypes and shapes, and different values on the two sides."""
 
     name: str
     difference: Difference
 
 
 class Explanation(NamedTuple):
-    """The quantization type of a GGUF weight, and whether it explains the difference.
+    """The quantization type of a GGUF weight, compared with its difference from the original.
 
-    ``reordered``: both sides contain the same rows in a different order.
+    ``explained`` is true if the difference is at most ``limit``. ``reordered`` is true if the two
+    tensors contain the same rows in a different order.
     """
 
     type: str
-    limit: float  # largest norm of the difference, relative to the norm of the weight
+    limit: float  # of the norm of the difference, relative to the norm of the weight
     explained: bool
     reordered: bool = False
 
 
 class Entry(NamedTuple):
-    """A differing value that is not a tensor: path, and text on each side (None if missing)."""
+    """A value, not a tensor, that differs. `a` and `b` are the value as a string, or None if
+    missing."""
 
     path: str
     a: str | None
@@ -77,11 +80,13 @@ class Entry(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """The effects that `load_state_dict(strict=False)` does not report.
+    """The numbers of tensors and parameters that `load_state_dict(strict=False)` ignores silently.
 
-    `load_state_dict` ignores `skipped` tensors of the file, with `parameters` elements in total.
-    `kept` tensors of the model, with `kept_parameters` of its `all_parameters` elements, keep their
-    initial values.
+    - `skipped`: number of tensors in the file that `load_state_dict` ignores
+    - `parameters`: number of elements of the skipped tensors
+    - `kept`: number of tensors of the model that keep their initial values
+    - `kept_parameters`: number of elements of the kept tensors
+    - `all_parameters`: number of elements of all tensors of the model
     """
 
     skipped: int
@@ -93,19 +98,24 @@ class Silent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Diff:
-    """The differences of two sets of weights, A and B.
+    """The differences of the weights A and B.
 
-    - `missing`: keys that only B has. `unexpected`: keys that only A has.
-    - `mismatched`: keys whose dtype or shape differs. `changed`: keys whose values alone differ, if
-      values were compared. `common`: the number of keys that both sides have.
-    - `renamed` and `reshaped` (of `matching`): pairs of an unexpected and a missing key. These keys
-      are also in `unexpected` and `missing`.
-    - `entries`: other values that differ. `uncompared`: descriptions of what was not compared.
-      `unread`: tensors whose values cannot be compared, each with the reason.
-    - `advice`: sentences with commands. `silent`: None unless B is a model.
-    - `modules`: the structure of the modules, for views that fold names.
-    - `explanations`: for a GGUF file and its original, by key of `changed`. Their dtypes are not
-      compared.
+    - `missing`: keys that only B has
+    - `unexpected`: keys that only A has
+    - `mismatched`: keys whose dtype or shape differs
+    - `changed`: keys whose dtype and shape are equal and whose values differ
+    - `common`: number of keys that both sides have
+    - `renamed` and `reshaped`: pairs of an unexpected and a missing key, from `matching`
+    - `entries`: different values that are not tensors
+    - `uncompared`: descriptions of data that was not compared
+    - `unread`: tensors whose values cannot be compared, each with the reason
+    - `advice`: hints with commands
+    - `silent`: the effects of ``strict=False``, or None if B is not a model
+    - `modules`: the structure of the modules, for views that fold names
+    - `explanations`: for a GGUF file and its original, the quantization of each changed tensor
+
+    The keys in `renamed` and `reshaped` are also in `unexpected` and `missing`. The dtypes of a
+    GGUF file and its original are not compared.
     """
 
     missing: tuple[str, ...] = ()
@@ -126,12 +136,14 @@ class Diff:
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
-        """Pairs of keys with one shape that look like one tensor under two names."""
+        """Pairs of keys with equal shapes. The two keys of a pair are probably one tensor with two
+        names."""
         return self.matching.renamed
 
     @property
     def reshaped(self) -> tuple[Renamed, ...]:
-        """Pairs of keys with different shapes that may be one tensor under two names."""
+        """Pairs of keys with different shapes. The two keys of a pair may be one tensor with two
+        names."""
         return self.matching.reshaped
 
     @property
@@ -142,18 +154,18 @@ class Diff:
 
     @property
     def explained(self) -> bool:
-        """True if nothing differs beyond the quantization error of a GGUF file."""
+        """True if the quantization of a GGUF file explains all differences."""
         others = (self.missing, self.unexpected, self.mismatched, self.entries, self.unexplained)
         return not any(others)
 
     @property
     def unexplained(self) -> list[Changed]:
-        """The changed tensors whose difference is more than a GGUF type explains."""
+        """The changed tensors whose difference is larger than the error of their GGUF type."""
         explained = {name for name, each in self.explanations.items() if each.explained}
         return [each for each in self.changed if each.name not in explained]
 
     def as_json(self) -> DiffFacts:
-        """Return the object of ``ckptkit diff --json``, without the names of the two sides."""
+        """Return the object of ``ckptkit diff --json`` without the names of the two files."""
 
         def measured(found: Difference) -> dict[str, Any]:
             return {name: json_number(value) for name, value in asdict(found).items()}
@@ -223,7 +235,7 @@ class Diff:
         return text
 
     def __bool__(self) -> bool:
-        """Return whether there are differences."""
+        """Return True if there are differences."""
         return not self.equal
 
     def __repr__(self) -> str:
@@ -235,7 +247,7 @@ class Diff:
         return html
 
     def __str__(self) -> str:
-        """Return the summary, the first keys of each kind of difference, and the advice."""
+        """Return the summary, the first keys of each list of differences, and the hints."""
         lines = [self.summary]
         for kind in ("missing", "unexpected", "mismatched", "changed"):
             names = [name if isinstance(name, str) else name[0] for name in getattr(self, kind)]
@@ -258,19 +270,22 @@ def compare(
     chosen: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare two dicts of tensors: names, dtypes, shapes, and with `values` the elements.
+    """Compare the names, dtypes and shapes of two dicts of tensors. With `values`, compare the
+    elements.
 
-    Elements are compared by their bytes, or with a tolerance: |a - b| <= atol + rtol * |b|.
-    Different dtypes are compared in float64; the default tolerance is the precision of the narrower
-    dtype. The advice uses `name`, the file of A, and `chosen`, the options that select its weights.
-    `progress` is called with the number of bytes read. Raises TensorError for values that cannot be
-    compared with a tolerance.
+    With `atol` or `rtol`, elements are equal if |a - b| <= atol + rtol * |b|. Otherwise, elements
+    are equal if their bytes are equal. Tensors of different dtypes are compared in float64, and the
+    default tolerance is the precision of the narrower dtype.
+
+    `name` is the file of A, and `chosen` contains the options that select the weights of A. The
+    suggested commands contain `name` and `chosen`. `compare` calls `progress` with the number of
+    bytes read. Raises TensorError for values that cannot be compared with a tolerance.
     """
     found = _common(a, b, values, atol, rtol, progress)
     return named(found, kinds(a), kinds(b), name, chosen)
 
 
-# Relative precision (eps) and smallest subnormal of the floating-point types, from torch.finfo.
+# The eps and the smallest subnormal of each floating-point dtype, as in torch.finfo.
 PRECISION = {
     "float64": (2**-52, 0.0), "float32": (2**-23, 2**-149), "float16": (2**-10, 2**-24),
     "bfloat16": (2**-7, 2**-133), "float8_e4m3fn": (2**-3, 2**-9), "float8_e5m2": (2**-2, 2**-16),
@@ -285,7 +300,7 @@ def _common(
     rtol: float | None,
     progress: Progress | None,
 ) -> Diff:
-    """Compare the tensors that both sides have; threads read several at a time."""
+    """Compare the tensors that both sides have. Several threads read tensors at the same time."""
     values = values or atol is not None or rtol is not None
     tell = progress or (lambda nbytes: None)
     mismatched, changed, alike, unread = [], [], [], []
@@ -303,7 +318,7 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
-            assert not isinstance(difference, TensorError)  # with a tolerance, the error is raised
+            assert not isinstance(difference, TensorError)  # raised if a tolerance is given
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
         mismatched.append(found)
@@ -330,9 +345,10 @@ def _common(
 def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
 ) -> Difference | TensorError | None:
-    """Return how the values differ, or the error if these values cannot be compared.
+    """Return the difference of the values, or None if the values are equal.
 
-    If a tolerance is given, raise the error instead.
+    If the values cannot be compared, return a TensorError. If a tolerance is given, raise this
+    error.
     """
     try:
         return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
@@ -351,10 +367,11 @@ def against(
     name: str | None = None,
     chosen: tuple[str, ...] = (),
 ) -> Diff:
-    """Compare A with the state_dict of a model. `shapes` maps each of its keys to (dtype, shape).
+    """Compare A with the state_dict of a model. `shapes` maps each key of the model to (dtype,
+    shape).
 
-    Dtypes are not compared: `load_state_dict` casts to the dtypes of the model. Each item of `ties`
-    lists the names of one tied tensor; loading one of these names fills all of them.
+    `against` does not compare dtypes, because `load_state_dict` casts to the dtypes of the model.
+    Each item of `ties` lists the names of one tied tensor.
     """
     ours, theirs = kinds(a), {key: Kind(*kind) for key, kind in shapes.items()}
     mismatched = tuple(
@@ -366,7 +383,8 @@ def against(
     taken = [each for each in found.renamed if is_taken_by_torch(each)]
     skipped = {*found.unexpected} - {each.old for each in taken}
     lacking = {*found.missing} - {each.new for each in taken}
-    # A tied tensor counts once. The model's tensor is filled if the file has one of its names.
+    # Count each tied tensor once. If the file contains one name of a tied tensor, all names are
+    # loaded.
     first = {name: same[0] for same in ties for name in same}
     once = {first.get(key, key): kind for key, kind in theirs.items()}
     filled = {first.get(key, key) for key in theirs if key not in lacking}
@@ -397,10 +415,9 @@ def named(
     name: str | None,
     chosen: tuple[str, ...],
 ) -> Diff:
-    """Add the differences of the names, the pairs of renamed keys and the advice to `found`.
+    """Add the missing and unexpected keys, the renamed keys and the hints to `found`.
 
-    `a` and `b` map the keys of both sides to their dtype and shape; `name` and `chosen` are those
-    of `compare`.
+    `a` and `b` map the keys of each side to dtype and shape. See `compare` for `name` and `chosen`.
     """
     unexpected = {key: kind for key, kind in a.items() if key not in b}
     missing = {key: kind for key, kind in b.items() if key not in a}
@@ -421,7 +438,7 @@ def named(
     )
     if made.equal:
         return made
-    # Dtypes may differ between the sides, so the structure of modules ignores them.
+    # The dtypes of the two sides may differ, so compare the structure of modules without dtypes.
     parts = {(key, len(kind.shape)): None for side in (a, b) for key, kind in side.items()}
     return replace(made, modules=Modules(parts))
 
@@ -434,9 +451,11 @@ def _prefix_advice(
     name: str | None,
     chosen: tuple[str, ...],
 ) -> str | None:
-    """Return advice to strip or add a prefix, if A then has all keys of B; None otherwise."""
+    """If A has all keys of B after a prefix is stripped or added, return a hint. Otherwise, return
+    None."""
     for strips, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
-        # Collect the prefixes (``module.``) that turn a longer name into one of the shorter ones.
+        # Collect prefixes (such as ``module.``) whose removal changes a name of one side into a
+        # name of the other side.
         others, prefixes = set(shorter), dict[str, None]()
         for key in longer:
             parts = key.split(".", MAX_PREFIX_PARTS)
@@ -461,14 +480,14 @@ SHOWN = 6  # maximum number of root entries to list as not compared
 
 
 class Rest(NamedTuple):
-    """The content of a checkpoint outside its weights, by path: tensors, and values as text."""
+    """The tensors, values and Python objects of a checkpoint outside its weights, by path."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, str]
     objects: Mapping[str, str]
 
     def selected(self, matches: Matches | None) -> Rest:
-        """Return the content whose path matches."""
+        """Return the tensors, values and objects whose paths match."""
         parts = selected(self.values, matches), selected(self.objects, matches)
         return Rest(selected(self.tensors, matches), *parts)
 
@@ -485,12 +504,12 @@ def compare_checkpoints(
     matches: Matches | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the weights of two checkpoints; with `everything`, compare all other entries too.
+    """Compare the weights of two checkpoints. With `everything`, compare all other entries too.
 
-    Other entries (optimizers, averages, settings) are compared path by path. Two checkpoints
-    without weights are compared with `everything`. `matches` selects keys and paths. See
-    :func:`compare` for the other arguments. ``uncompared`` of the result lists what was not
-    compared.
+    Other entries, such as optimizers and settings, are compared if their paths are equal. If both
+    checkpoints have no weights, all entries are compared. `matches` selects keys and paths. See
+    :func:`compare` for the other arguments. ``uncompared`` of the result describes the data that
+    was not compared.
     """
     weights: tuple[Tensors, Tensors] = ({}, {})
     if has_weights(a, b):
@@ -504,7 +523,7 @@ def compare_checkpoints(
     found = named(found, kinds(weights[0]), kinds(weights[1]), name, a.chosen)
     ours, theirs = rest_of(a, everything), rest_of(b, everything)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
-        found = replace(found, values_compared=True)  # there is no tensor to compare
+        found = replace(found, values_compared=True)  # no values to compare
     left = [] if found.values_compared else ["the values of tensors (--no-values)"]
     if found.values_compared and (pairs := len(found.renamed)):
         left.append(f"the values of {plural(pairs, 'key')} that look renamed")
@@ -522,7 +541,7 @@ def compare_checkpoints(
         left.append(f"the values of {some(both.unread)}")
     if objects := ours.objects.keys() | theirs.objects.keys():
         left.append(f"the inside of {plural(len(objects), 'Python object')}")
-    # Entries of A come first, in its order, then entries that only B has.
+    # List the entries of A in the order of A. Then list the entries that only B has.
     entries = []
     for one, other in ((ours.values, theirs.values), (ours.objects, theirs.objects)):
         for path in dict.fromkeys((*one, *other)):
@@ -545,9 +564,10 @@ def compare_checkpoints(
 
 
 def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
-    """Add the ranks, alphas and targets in which two adapters differ to the result.
+    """If the checkpoints are adapters, add their different ranks, alphas and targets to the result.
 
-    For an adapter and a model, the advice is the command that compares them.
+    If only one checkpoint is an adapter, the hint is the command that compares the adapter with a
+    model.
     """
     ours, theirs = adapter_of(a), adapter_of(b)
     if ours is not None and theirs is not None:
@@ -567,21 +587,22 @@ def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
 
 
 def selected(values: Mapping[str, T], matches: Matches | None) -> Mapping[str, T]:
-    """Return the values whose names match; None matches all."""
+    """Return the values whose names match. If `matches` is None, return all values."""
     if matches is None:
         return values
     return {name: value for name, value in values.items() if matches(name)}
 
 
 def has_weights(*sides: Checkpoint) -> bool:
-    """Return whether one of the sides has weights."""
+    """Return True if any of the checkpoints has weights."""
     return any(each.selection is not None for each in sides)
 
 
 def entire(checkpoint: Checkpoint) -> Checkpoint:
-    """Drop the key ``""`` of a checkpoint without weights, such as a saved optimizer.
+    """If a checkpoint contains no weights and has the key ``""``, return the checkpoint without a
+    key.
 
-    The key ``""`` selects the whole file.
+    The key ``""`` selects the complete file. A saved optimizer contains no weights, for example.
     """
     if checkpoint.key == "" and locate(checkpoint.root) is None:
         return checkpoint.with_key(None)
@@ -589,9 +610,10 @@ def entire(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
-    """Return the content outside the weights, without the attributes of a pickled module.
+    """Return the content outside the weights. Do not include the attributes of a pickled module.
 
-    Different values have different strings; for long arrays only if `exact`.
+    If `exact` is true, two different values always have different strings. Otherwise, two long
+    arrays that differ only after the first items have equal strings.
     """
     summary = summarize(checkpoint)
     values = {
@@ -609,7 +631,8 @@ def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
 
 
 def _beside(ours: Rest, theirs: Rest) -> str:
-    """Return the root entries outside the weights, with counts: ``optimizer (24 tensors)``."""
+    """Return the root entries outside the weights with counts, such as ``optimizer (24
+    tensors)``."""
     counts: dict[str, list[set[str]]] = {}
     for side in (ours, theirs):
         for number, paths in enumerate((list(side.tensors), list(side.values), list(side.objects))):

@@ -1,25 +1,24 @@
-r"""Compute tensor digests, read and write their manifest, and check the CRC-32 of file parts.
+r"""Compute digests of tensors, read and write manifests, and check the CRC-32 of file parts.
 
-A digest does not depend on the file format. The SHA-256 of a tensor covers its elements alone:
-contiguous, row-major, little-endian. The id of a tensor is a SHA-256 over a line of ASCII text
-and these same bytes. The line is the dtype in torch's notation, a space, the sizes joined by
+A digest does not depend on the file format. The SHA-256 of a tensor is computed over its elements
+in contiguous, row-major, little-endian order. The id of a tensor is the SHA-256 of an ASCII line
+and the same elements. The line is the dtype in torch's notation, a space, the sizes joined by
 commas, and a newline::
 
     (printf 'float32 16,3,3,3\n'; cat elements.bin) | sha256sum
 
-The manifest lists the ids of a checkpoint's tensors in the format of ``sha256sum``::
+A manifest lists the ids of the tensors of a checkpoint in the format of ``sha256sum``::
 
     # ckptkit.digest/1 tensors=2 sha256=<64 hex>
     <64 hex>  conv1.weight
     \<64 hex>  a name with a backslash: \\
 
-Each line after the first is the id of a tensor, two spaces and its name. As in a list of
+Each line after the first is the id of a tensor, two spaces and its name. As in the output of
 ``sha256sum``, backslashes and line breaks in a name are escaped, and a line with escapes starts
-with a backslash. Other characters that cannot be printed have the escapes of Python (``\x1b``,
-``\u202e``).
+with a backslash. Other unprintable characters are written as Python escapes (``\x1b``, ``\u202e``).
 
-The digest of all tensors is the SHA-256 over these lines as UTF-8, sorted by their bytes. They
-contain only the escapes of ``sha256sum`` (``\\``, ``\n``, ``\r``)::
+The digest of all tensors is the SHA-256 of the tensor lines as UTF-8, sorted by bytes. For this
+digest, the lines contain only the escapes of ``sha256sum`` (``\\``, ``\n``, ``\r``)::
 
     grep -v '^#' net.manifest | LC_ALL=C sort | sha256sum
 """
@@ -56,21 +55,22 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import CheckedPart, Defect, open_place
 from ckptkit.formats.recovering import located, overlap
 
-Progress = Callable[[int, int], None]  # bytes since the last call, bytes in total
+Progress = Callable[[int, int], None]  # (bytes since the last call, bytes in total)
 Matches = Callable[[str], bool]
 Named = tuple[str, Tensor]
 
-# The bytes of tensors
+# Digests of single tensors
 
 
 def sha256_each(
     tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[str | None]:
-    """Yield the SHA-256 of the elements of each tensor, in order; threads hash several at a time.
+    """Yield the SHA-256 of the elements of each tensor, in the order of the tensors.
 
-    Yield None for tensors without contiguous bytes: on meta, sparse, strided with elements smaller
-    than a byte, or negated with an unsigned dtype. Errors name the tensor. `progress` is called
-    with the number of bytes hashed.
+    Several threads hash tensors at the same time. For a tensor whose elements cannot be read as
+    contiguous bytes, yield None. Such tensors are on meta, sparse, have strided elements smaller
+    than a byte, or are negated with an unsigned dtype. Error messages contain the name of the
+    tensor. `sha256_each` calls `progress` with the number of hashed bytes.
     """
     for _, tensor, found in _hashed(tensors, lambda _: b""):
         progress(tensor.nbytes)
@@ -78,7 +78,8 @@ def sha256_each(
 
 
 def tensor_ids(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor, str | TensorError]]:
-    """Yield (name, tensor, id), in order; an error instead of the id if there is none."""
+    """Yield (name, tensor, id) for each tensor. If a tensor has no id, yield an error instead of
+    the id."""
     return _hashed(
         tensors, lambda each: f"{each.dtype} {','.join(map(str, each.shape))}\n".encode()
     )
@@ -112,7 +113,8 @@ def _hashed(
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Tensor ids by name, the tensors, and the reasons for missing ids (`without`)."""
+    """The ids of tensors by name. `without` maps the names of tensors without an id to the
+    reason."""
 
     ids: dict[str, str]
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -120,7 +122,7 @@ class Digests:
 
     @property
     def whole(self) -> str:
-        """The digest of all tensors, independent of their order."""
+        """The digest of all tensors. The order of the tensors does not change the digest."""
         return whole_digest(self.ids)
 
 
@@ -133,11 +135,12 @@ def digest(
     sums: bool = True,
     progress: Progress | None = None,
 ) -> Digests:
-    """Return the tensor ids of the weights by name, or with `everything` of all tensors by path.
+    """Return the ids of the weights by name. With `everything`, return the ids of all tensors by
+    path.
 
-    `matches` selects names. With `sums`, bytes are checked against the CRC-32 stored in the file.
-    Raises UsageError if there are no weights, CorruptError if bytes are damaged, CollisionError if
-    two paths are spelled alike.
+    `matches` selects names. With `sums`, `digest` first compares the tensors with the CRC-32 in the
+    file. Raises UsageError if the checkpoint contains no weights, and CorruptError if a tensor is
+    damaged. Raises CollisionError if two paths are equal strings.
     """
     checkpoint = open_checkpoint(source, key=key)
     tensors: dict[str, Tensor] = {} if everything else {**checkpoint.weights}
@@ -146,7 +149,8 @@ def digest(
         if tensor is not None and tensors.setdefault(join(path), tensor) is not tensor:
             raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
     rows = [(name, tensor) for name, tensor in tensors.items() if matches is None or matches(name)]
-    # Check each storage once. Messages name the first tensor in it.
+    # Check the CRC-32 of each storage once. Error messages contain the name of the first tensor on
+    # the storage.
     storages = {id(each.storage): (name, each.storage) for name, each in reversed(rows)}
     parts = [
         CheckedPart(f"{name}: its storage", storage.record, storage.crc32)
@@ -183,7 +187,7 @@ _PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 def whole_digest(ids: Mapping[str, str]) -> str:
-    """Return the digest of all tensors from their ids by name; the order does not matter."""
+    """Return the digest of all tensors. `ids` maps names to tensor ids in any order."""
 
     def only_breaks(name: str) -> str:
         return name.replace("\\", "\\\\").replace("\n", r"\n").replace("\r", r"\r")
@@ -194,9 +198,9 @@ def whole_digest(ids: Mapping[str, str]) -> str:
 
 
 def manifest_lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> list[str]:
-    """Return the lines of the manifest, sorted by name.
+    """Return the lines of the manifest for these tensor ids, sorted by name.
 
-    `printable` escapes characters that must not reach a terminal.
+    `printable` escapes control characters.
     """
 
     def escape(name: str) -> str:
@@ -212,7 +216,7 @@ def _line(name: str, id: str, escape: Callable[[str], str]) -> str:
 
 
 def read_manifest(path: PathLike) -> dict[str, str]:
-    """Read a manifest written by `ckptkit digest`; return its ids by name.
+    """Read a manifest that `ckptkit digest` wrote. Return the tensor ids by name.
 
     Raises FormatError, CorruptError, LimitError.
     """
@@ -229,9 +233,10 @@ def read_manifest(path: PathLike) -> dict[str, str]:
 
 
 def parse_manifest(data: bytes) -> dict[str, str]:
-    """Return the ids of a manifest by name.
+    """Parse a manifest. Return the tensor ids by name.
 
-    Raises FormatError if `data` is not a manifest, CorruptError if it is truncated or edited.
+    Raises FormatError if `data` is not a manifest. Raises CorruptError if `data` is truncated or
+    edited.
     """
     try:
         first, *rest = data.decode("utf-8").replace("\r\n", "\n").split("\n")
@@ -275,7 +280,8 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 class ManifestDifferences(NamedTuple):
-    """Three lists: names only in the manifest, only in the checkpoint, with different digests."""
+    """Names only in the manifest, names only in the checkpoint, and names with different
+    digests."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -295,7 +301,7 @@ class ManifestDifferences(NamedTuple):
 def compare_ids(
     ids: Mapping[str, str], expected: Mapping[str, str], matches: Matches | None = None
 ) -> ManifestDifferences:
-    """Compare tensor ids with those of a manifest; `matches` selects names of the manifest."""
+    """Compare tensor ids with the ids in a manifest. `matches` selects names in the manifest."""
     listed = {name: id for name, id in expected.items() if matches is None or matches(name)}
     return ManifestDifferences(
         tuple(name for name in listed if name not in ids),
@@ -304,15 +310,15 @@ def compare_ids(
     )
 
 
-# Checksums of parts; large parts are split into pieces for several threads
+# Checksums of file parts. Large parts are split into pieces for several threads.
 
-PIECE = 64 << 20  # bytes of a piece
-DAMAGE = (FormatError, AmbiguousError, TensorError)  # faults of the file, not of the disk
+PIECE = 64 << 20  # number of bytes in a piece
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # errors of a damaged file
 _NOTHING = Range(Memory(b""), 0, 0)
 
 
 class PartPiece(NamedTuple):
-    """Bytes `start` to `stop` of part `number`, or the error if they cannot be located."""
+    """The bytes `start` to `stop` of a file part with the index `number`."""
 
     number: int
     extent: Extent
@@ -328,7 +334,7 @@ class PartPiece(NamedTuple):
 def summed(
     parts: list[CheckedPart], tell: Callable[[int], None]
 ) -> Iterator[tuple[CheckedPart, str | None]]:
-    """Yield (part, problem or None) for each part; `tell` is called with the number of bytes."""
+    """Yield (part, problem) for each part. The problem of an intact part is None."""
     found = ordered(_sum, _pieces(parts), lambda piece: piece.nbytes)
     for number, pieces in groupby(found, key=lambda result: result[0].number):
         part, total, wrong = parts[number], 0, None
@@ -358,9 +364,10 @@ def _pieces(parts: Iterable[CheckedPart]) -> Iterator[PartPiece]:
 
 
 def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
-    """Return the CRC-32 of a piece, or the error if its bytes are damaged.
+    """Return a piece with its CRC-32. If the piece is damaged, return an error instead of the
+    CRC-32.
 
-    Raises InputError if the disk or the network fails, or a limit is exceeded.
+    Raises InputError for errors of the disk and the network, and for exceeded limits.
     """
     if piece.error is not None:
         return piece, piece.error
@@ -374,7 +381,8 @@ def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
 
 
 def with_tensors(damaged: list[tuple[CheckedPart, str]], tensors: list[Named]) -> Iterator[Defect]:
-    """Yield a finding for each damaged part, with the names of all tensors in it."""
+    """Yield a finding for each damaged part. The finding lists all tensors with bytes in the
+    part."""
     places = []
     for name, tensor in tensors if damaged else ():
         places += [(name, found) for found in located(tensor)]

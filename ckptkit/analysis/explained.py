@@ -1,7 +1,8 @@
-"""Compare a GGUF model with its original, and tell quantization errors from other differences.
+"""Compare a GGUF model with its original, and separate quantization errors from other differences.
 
-The limit of each quantization type is 1.5 times the largest error measured with the quantizers of
-ggml on usual weights. Conversion errors, such as permuted rows, differ by more.
+Each quantization type has a limit for its error. The limit is 1.5 times the largest error of ggml's
+quantizer on typical weights. A wrong conversion, for example with permuted rows, causes differences
+above the limit.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from ckptkit.core.text import plural
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest quantization error of each type: norm of the difference divided by the norm of the
-# weight.
+# Maximum quantization error of each type. The error is the norm of the difference divided by the
+# norm of the weight.
 LIMITS = {
     "Q8_0": 0.0125, "Q6_K": 0.04, "Q5_K": 0.07, "Q5_1": 0.075, "Q5_0": 0.1, "Q4_K": 0.14,
     "Q4_1": 0.15, "IQ4_NL": 0.15, "IQ4_XS": 0.15, "Q4_0": 0.19, "NVFP4": 0.2, "MXFP4": 0.22,
@@ -47,20 +48,20 @@ LIMITS = {
     "Q1_0": 1.2,
 }  # fmt: skip
 COMPUTED = 1e-6  # maximum relative rounding error of float32 arithmetic
-SAMPLES = 8  # number of rows to search for at other positions
-REORDERED = 8  # maximum number of tensors to search
+SAMPLES = 8  # number of sampled rows to search for
+REORDERED = 8  # maximum number of tensors to search for permuted rows
 
 
 class Origin(NamedTuple):
-    """The origin of a tensor: GGUF types, the expression that computed it, and names."""
+    """The GGUF types and names of the tensors from which a tensor is made."""
 
     types: tuple[str, ...]
-    computed: str = ""  # a key of `INVERSES`, or empty
+    computed: str = ""  # expression in `INVERSES`, or ""
     names: frozenset[str] = frozenset()
 
     @property
     def limit(self) -> float:
-        """The largest relative difference that these types and the computation explain."""
+        """The maximum relative error of the GGUF types and the expression."""
         computed = COMPUTED if self.computed else 0.0
         return max((*(LIMITS.get(each, 0.0) for each in self.types), computed))
 
@@ -74,10 +75,11 @@ def compare_with_original(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the original (A, the file `name`) with the dequantized tensors of a GGUF file (B).
+    """Compare the original model (A) with the dequantized tensors of a GGUF file (B).
 
-    `gguf` has the names of the original. Dtypes are not compared: floats of the original are
-    rounded to the dtype in the GGUF file.
+    `gguf` maps the tensor names of the original to dequantized tensors. `name` is the file of the
+    original. Dtypes are not compared. Instead, elements of the original are rounded to the dtype in
+    the GGUF file.
     """
     tell = progress or (lambda nbytes: None)
     both = [key for key in gguf if key in original]
@@ -125,11 +127,10 @@ def compare_with_original(
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
-    """Return how two tensors of one shape differ.
+    """Return the difference between a GGUF tensor A and a tensor B of the original, or None.
 
-    If A is not quantized, B is first rounded to its dtype. llama.cpp computes in float16 or
-    float32. If the values of B, computed in float16, differ from A, they are computed again in
-    float32.
+    If A is not quantized, B is first rounded to the dtype of A. For a computed tensor, llama.cpp
+    uses float16 or float32. If the result in float16 differs, compute B again in float32.
     """
     try:
         if origin.limit > COMPUTED:
@@ -151,7 +152,8 @@ def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorErro
 
 
 def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference | None:
-    """Return how A differs from `record`, elements of `dtype` in the shape of B."""
+    """Return the difference between A and `record`. `record` contains elements of `dtype` in the
+    shape of B."""
     if dtype != b.dtype or dtype != a.dtype:
         if dtype != a.dtype:
             record = cast_record(record, dtype, a.dtype, big_endian=False)
@@ -161,7 +163,8 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return whether sampled rows of A are close to rows of B, some of them at other positions."""
+    """Return True if B contains rows close to sampled rows of A, and a row is at another
+    position."""
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False
     import numpy as np
@@ -188,7 +191,8 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
 
 
 def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -> list[str]:
-    """Return a sentence for each type that explains differences, and for each other tensor."""
+    """Return a sentence for each GGUF type whose error explains differences, and for each tensor
+    with a larger difference."""
     by_type: dict[str, list[tuple[float, Explanation]]] = {}
     others = []
     for name, difference in changed:

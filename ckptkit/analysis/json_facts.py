@@ -1,4 +1,5 @@
-"""Convert the results of commands to JSON values; `ckptkit help json` documents the schemas."""
+"""Convert the results of commands to JSON values. The page `ckptkit help json` documents the
+schemas."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ def file(
     *,
     is_selection: bool = False,
 ) -> Json:
-    """Return FILE of `inspect`; its lists are iterators. `digests` has the SHA-256 of each row.
+    """Return the object FILE of the JSON schema of `inspect`.
 
-    If globs selected the rows (`is_selection`), the totals of the selection are added.
+    The lists in the object are iterators. `digests` contains the SHA-256 of each row. If globs
+    selected the rows, `is_selection` is true, and the object also contains the totals of the
+    selection.
     """
     tensors: Iterator[Json] = map(columns.as_json, rows)
     if digests is not None:
@@ -85,7 +88,7 @@ def _adapter(each: Adapter) -> Json:
 
 
 def _value(each: Value) -> Json:
-    """Return VALUE of the JSON schema; for an array, only its first values."""
+    """Return the object VALUE of the JSON schema. For an array, include only the first values."""
     facts = {"path": join(each.path), "keys": key_list(each.path), "type": each.type}
     if each.array is None:
         return {**facts, "value": json_number(each.value)}
@@ -99,7 +102,7 @@ def _totals(tensors: int, *sizes: int) -> Json:
 
 
 def failure(error: CkptkitError, file: str | None = None) -> Json:
-    """Return the error of a file or command, with the command of its hint."""
+    """Return the JSON object for an error. If the hint contains a command, include the command."""
     command = _COMMAND.search(error.hint or "")
     facts = {
         "code": error.code,
@@ -111,7 +114,7 @@ def failure(error: CkptkitError, file: str | None = None) -> Json:
 
 
 def verdict(found: Verdict) -> Json:
-    """Return FILE of `verify`."""
+    """Return the object FILE of the JSON schema of `verify`."""
     return {
         "file": found.path,
         "format": found.format,
@@ -128,7 +131,7 @@ def verdict(found: Verdict) -> Json:
 
 
 def digests(path: str, format: str, found: Digests) -> Json:
-    """Return FILE of `digest`; its tensors are an iterator."""
+    """Return the object FILE of the JSON schema of `digest`. The list of tensors is an iterator."""
     return {
         "file": path,
         "format": format,
@@ -149,10 +152,10 @@ def digests(path: str, format: str, found: Digests) -> Json:
 def statistics(
     path: str | None, format: str, found: Statistics, rows: Iterable[TensorStats]
 ) -> Json:
-    """Return the object of `stats`.
+    """Return the object of the JSON schema of `stats`.
 
-    Its values are iterators. Totals and skipped tensors are complete after `rows` has ended, so
-    they come last.
+    The lists in the object are iterators. The totals and the skipped tensors come last, because
+    `found` is complete only after `rows` is exhausted.
     """
 
     def totals() -> Iterator[Json]:
@@ -172,7 +175,7 @@ def statistics(
 
 
 def _statistics(row: TensorStats) -> Json:
-    """Return STATS of the JSON schema."""
+    """Return the object STATS of the JSON schema."""
     from ckptkit.analysis.view_model import numbers
 
     source, histogram = row.source, row.tally.histogram
@@ -197,7 +200,8 @@ def _statistics(row: TensorStats) -> Json:
 
 
 def scanned(result: FileVerdict | Failure) -> Json:
-    """Return FILE of `scan`, or the error if it could not be read."""
+    """Return the object FILE of the JSON schema of `scan`, or an error object for an unreadable
+    file."""
     from ckptkit.scanning.files import Failure
     from ckptkit.scanning.verdict import LABELS
 

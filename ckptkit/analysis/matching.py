@@ -1,17 +1,19 @@
-"""Match keys that only one side has: pair keys that look like one key under two names.
+"""Find renamed keys: pairs of a key that only A has and a key that only B has.
 
-The methods run in this order. Each method pairs keys that previous methods did not pair:
+Four methods run in this order. Each method pairs keys that the previous methods did not pair:
 
-``suffix``   longest common dotted suffix. The parts before it give a rename rule
-             (``encoder.layer`` -> ``blocks``). Rules that explain the most keys are applied first,
-             to all keys.
-``shape``    no other key on either side has this shape and dtype
-``order``    both sides have equally many keys of this shape and dtype; pair them in order
-``edit``     most similar names of equal shape
+1. ``suffix``: Pair keys with the longest common suffix.
+2. ``shape``: Pair two keys if no other key has their shape and dtype.
+3. ``order``: If both sides have equally many keys of a shape and dtype, pair these keys in order.
+4. ``edit``: Of all keys with equal shapes, pair the keys with the most similar names.
 
-Keys that differ only in their numbers form a family, and families are paired whole: all layers are
-renamed alike. Each key is in at most one pair, and the shapes of a pair are equal. The work is
-bounded: if two files have nothing in common, only some names are compared (see ``unsearched``).
+The parts of two keys before a common suffix are a rename rule, such as ``encoder.layer`` ->
+``blocks``. Rules that rename the most keys are applied first.
+
+Keys that differ only in their numbers are a family, such as the keys of all layers. The methods
+pair complete families. Each key is in at most one pair, and the two keys of a pair have equal
+shapes. The number of comparisons is limited. Therefore, if two large files have no common names,
+only some names are compared (see ``unsearched``).
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from typing import NamedTuple, TypeVar
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, without
 
-# Definitions of an index, tried in this order: a number between dots (``layers.3``), any number
-# (``layer_3``), no number.
+# Patterns for the numbers in names, from strict to loose: a number between dots (``layers.3``), any
+# number (``layer_3``), and no number.
 INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
 
-MAX_DOTS = 64  # maximum number of dots; a name with more dots forms its own family
+MAX_DOTS = 64  # maximum number of dots in a name that shares a family
 
-Parts = tuple[str, ...]  # the dotted parts of a name
+Parts = tuple[str, ...]  # the path components of a name
 Numbers = tuple[str, ...]
 
 
@@ -53,9 +55,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 class KeyPattern:
-    """A family: names that differ only in their numbers.
+    """A family of names that differ only in their numbers.
 
-    ``members`` maps the numbers of each name to the name, in order of the file.
+    ``members`` maps the numbers in each name to the name, in the order of the file.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -64,9 +66,11 @@ class KeyPattern:
 
     @cached_property
     def ranked(self) -> dict[tuple[int, ...], str]:
-        """Map ranks to members. A rank is the position of a number among the sorted numbers.
+        """A dict from ranks to names. The rank of a number is its position among the sorted
+        numbers.
 
-        ``layers.1`` to ``layers.12`` and ``blocks.0`` to ``blocks.11`` have equal ranks.
+        For example, ``layers.1`` to ``layers.12`` have the same ranks as ``blocks.0`` to
+        ``blocks.11``.
         """
         if len(self.members) == 1:
             return {(): next(iter(self.members.values()))}
@@ -82,7 +86,11 @@ class KeyPattern:
         }
 
     def renamings(self, other: KeyPattern) -> Iterable[Mapping[str, str]]:
-        """Yield maps from this family to the other: by equal numbers, then by equal ranks."""
+        """Yield two dicts from names of this family to names of `other`.
+
+        The first dict pairs names with equal numbers. The second dict pairs names with equal
+        ranks.
+        """
         same = {
             name: other.members[key] for key, name in self.members.items() if key in other.members
         }
@@ -94,7 +102,7 @@ class KeyPattern:
 
 
 def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[Parts, KeyPattern]:
-    """Return the families of `names` by their parts; `numbers` matches the numbers."""
+    """Group `names` into families. `numbers` is the pattern for numbers in names."""
     found: dict[Parts, KeyPattern] = {}
     for name in names:
         pieces = [name] if name.count(".") >= MAX_DOTS else numbers.split(name)
@@ -106,14 +114,15 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # maximum characters of a part, and parts of a name, to compare
+LONGEST = 64  # maximum characters of a component, and components of a name, to compare
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
 def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """Return 1 - (edit distance / length of the longer sequence of parts), from 0 to 1.
+    """Return the similarity of two names, given as path components, from 0 to 1.
 
-    Replacing a part costs 1 minus the similarity of the two parts.
+    The similarity is 1 - (edit distance / length of the longer name). To replace a component costs
+    (1 - similarity of the two components).
     """
     ours, theirs = ours[:LONGEST], theirs[:LONGEST]
     row = [float(n) for n in range(len(theirs) + 1)]
@@ -127,13 +136,17 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _alike(one: str, other: str) -> float:
-    """Return the mean of the edit similarity and of the common word prefix (``q``, ``query``)."""
+    """Return the similarity of two path components.
+
+    The similarity is the mean of the edit similarity and of the best common prefix of two words.
+    For example, ``q`` is a prefix of ``query``.
+    """
     if one == other:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]
     edited, begun = 1 - _distance(one, other) / max(len(one), len(other)), 0.0
     words = ([word.lower() for word in _WORD.findall(part)][:8] for part in (one, other))
-    for a, b in product(*words):  # length of the common prefix / length of the shorter word
+    for a, b in product(*words):  # (length of the common prefix) / (length of the shorter word)
         shorter = min(len(a), len(b))
         same = next((n for n in range(shorter) if a[n] != b[n]), shorter)
         begun = max(begun, same / shorter)
@@ -150,16 +163,16 @@ def _distance(one: str, other: str) -> int:
     return row[-1]
 
 
-# Bounds on the work.
-PAIRS = 4_096  # maximum pairs of families with one suffix; more common suffixes are ignored
-COMPARED = 10_000  # maximum number of rules whose similarity is computed
+# Limits for the number of comparisons.
+PAIRS = 4_096  # maximum number of pairs of families with a common suffix
+COMPARED = 10_000  # maximum number of rules for which `similarity` is computed
 WORK = 3_000_000  # maximum number of name lookups
-DEEPEST = 24  # maximum number of parts of a suffix
-MARGIN = 0.05  # minimum difference of similarity to prefer a rule
+DEEPEST = 24  # maximum number of path components of a suffix
+MARGIN = 0.05  # minimum lead in similarity over a competing rule
 
 
 class RenameRule(NamedTuple):
-    """Replace the leading parts `old` of a name by `new`; ``{}`` is a number."""
+    """A rule that replaces the path components `old` at the start of a name by `new`."""
 
     old: Parts
     new: Parts
@@ -167,7 +180,7 @@ class RenameRule(NamedTuple):
 
 COMPARISONS = 8_000  # maximum number of name comparisons in total
 BUCKET = 2_048  # maximum number of name comparisons for each shape
-NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # minimum similarity of the names of a pair
+NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # minimum similarity of paired names
 
 
 class Kind(NamedTuple):
@@ -176,10 +189,10 @@ class Kind(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """A pair: the key `old` of A is the key `new` of B.
+    """A pair of keys: the key `old` of A is the key `new` of B under another name.
 
-    `confidence` is from 0 to 1. `why` is the method (suffix, shape, order, edit), or "torch" if a
-    version of torch renamed the key.
+    `confidence` is from 0 to 1. `why` is the method ("suffix", "shape", "order" or "edit"). If
+    torch itself renamed the key, `why` is "torch".
     """
 
     old: str
@@ -192,7 +205,8 @@ class Renamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching:
-    """Pairs of keys in the order of A: `renamed` with equal shapes, `reshaped` with other shapes.
+    """The pairs of keys, in the order of A. `renamed` contains pairs with equal shapes, and
+    `reshaped` contains pairs with different shapes.
 
     `unsearched` counts the unpaired keys of A that were not compared with all keys of B.
     """
@@ -203,7 +217,7 @@ class Matching:
 
 
 def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
-    """Pair the keys that only A has (`old`) with those that only B has (`new`)."""
+    """Pair keys that only A has (`old`) with keys that only B has (`new`)."""
     found = _Matcher(old, new)
     for numbers in (INDICES, NUMBERS, NONE):
         ours, theirs = families(found.old, numbers), families(found.new, numbers)
@@ -217,10 +231,10 @@ def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
 
 
 class _Matcher:
-    """The matching in progress: ``old`` and ``new`` are the keys not paired yet.
+    """The state of the matching. ``old`` and ``new`` contain the keys without a pair.
 
-    ``ours`` and ``theirs`` are the families of these keys. Families may still contain keys that are
-    already paired.
+    ``ours`` and ``theirs`` contain the families of these keys. A family can also contain keys that
+    already have a pair.
     """
 
     def __init__(self, old: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
@@ -234,7 +248,8 @@ class _Matcher:
         self._comparisons = COMPARISONS
 
     def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        """Pair unpaired names of two families; choose the renaming that gives the most pairs."""
+        """Return the pairs of the unpaired names of two families. Of the two possible dicts from
+        `renamings`, use the dict with the most pairs."""
         old, new = self.old, self.new
         ways = [
             {
@@ -253,7 +268,8 @@ class _Matcher:
     # suffix
 
     def by_suffix(self) -> None:
-        """Apply the rules that pairs of families suggest, rules that explain most keys first."""
+        """Find rename rules from common suffixes, and apply the rules that rename the most keys
+        first."""
         self._work = WORK
         self._vote()
         near = {rule: similarity(rule.old, rule.new) for rule in islice(self._votes, COMPARED)}
@@ -269,7 +285,7 @@ class _Matcher:
                 if weight:
                     heappush(heap, (-weight, nearness, number, rule))
                 continue
-            # A rival explains at least as much, and some of the same keys.
+            # A competing rule renames at least as many keys, and some of the same keys.
             claims = (*self._claims[False, rule.old], *self._claims[True, rule.new])
             rivals = []
             for each in claims:
@@ -285,9 +301,11 @@ class _Matcher:
                 self.rules.append(rule)
 
     def _vote(self) -> None:
-        """Collect rules with their votes, longest suffixes first, and index the rules."""
+        """Collect the rename rules for all common suffixes, the longest suffixes first. The votes
+        of a rule are the number of renamed keys, weighted by the length of the suffix."""
         self._votes: dict[RenameRule, int] = defaultdict(int)
-        # Rules by the head that they replace (False) or insert (True).
+        # Lists of rules. Keys: (False, replaced path components) and (True, inserted path
+        # components).
         self._claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
 
         def by_suffix(side: Mapping[Parts, KeyPattern]) -> dict[Parts, list[KeyPattern]]:
@@ -320,7 +338,7 @@ class _Matcher:
                     self._heads[parts[:n]].append(family)
 
     def _effect(self, rule: RenameRule) -> tuple[dict[str, str], int]:
-        """Return the unpaired names that a rule explains, and their weight."""
+        """Return the pairs of names that a rule makes, and the weight of these pairs."""
         names: dict[str, str] = {}
         weight = 0
         for family in self._heads[rule.old]:
@@ -336,7 +354,11 @@ class _Matcher:
     # shape and order
 
     def by_order(self) -> None:
-        """Pair families of equal shapes and dtypes in order, same last part first."""
+        """Pair families with equal shapes and dtypes in the order of the two files.
+
+        First, pair only families whose last path components are also equal. At last, ignore
+        dtypes.
+        """
         self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
             ours = self._alike(self.ours, self.old, leaves, dtypes)
@@ -356,9 +378,10 @@ class _Matcher:
         leaves: bool,
         dtypes: bool,
     ) -> dict[Hashable, list[KeyPattern]]:
-        """Group families by their unpaired members: ranks and shapes.
+        """Group families by the ranks and shapes of their unpaired names.
 
-        With `dtypes`, also by dtype; with `leaves`, also by the last part of the name.
+        With `dtypes`, families in a group also have equal dtypes. With `leaves`, families in a
+        group also have equal last path components.
         """
         found: dict[Hashable, list[KeyPattern]] = {}
         for parts, family in side.items():
@@ -374,9 +397,10 @@ class _Matcher:
         return found
 
     def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
-        """Pair two families, then other keys of the same modules: a bias follows its weight."""
+        """Pair two families, then pair the other keys of the same modules, such as biases."""
         names = self.joined(ours, theirs)
-        # The shape of a single vector or scalar is no evidence, so the names must be similar.
+        # Many vectors and scalars have the same shape. If a single vector or scalar is left, the
+        # names must also be similar.
         vague = len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
         if not names or (vague and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
             return
@@ -393,7 +417,7 @@ class _Matcher:
     # edit distance
 
     def by_edit(self) -> None:
-        """Pair the most similar names of each shape."""
+        """For each shape, pair the most similar names."""
         ours = grouped(self.old, lambda name: self.old[name].shape)
         theirs = grouped(self.new, lambda name: self.new[name].shape)
         for shape in sorted(
@@ -405,9 +429,10 @@ class _Matcher:
     def _nearest(
         self, ours: list[str], theirs: list[str], least: float
     ) -> Iterator[tuple[float, str, str]]:
-        """Yield (similarity, name, name), most similar first, each name once.
+        """Yield (similarity, our name, their name) for the most similar names first. Use each name
+        once.
 
-        Yield nothing if there are too many names to compare.
+        If the number of comparisons exceeds the limit, yield nothing.
         """
         number = len(ours) * len(theirs)
         if number > min(BUCKET, self._comparisons):
@@ -430,7 +455,8 @@ class _Matcher:
     # other shapes
 
     def reshape(self) -> None:
-        """Pair names of different shapes: names that a rule makes equal, then similar names."""
+        """Pair names with different shapes. First apply the known rename rules, then pair similar
+        names."""
         ours, theirs = families(self.old), families(self.new)
         heads = grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
@@ -451,7 +477,8 @@ class _Matcher:
 
 
 def sure(rule: RenameRule, hits: int, alone: bool) -> float:
-    """Return the confidence in a rule that explains `hits` keys; `alone`: no rule competes."""
+    """Return the confidence in a rule that renames `hits` keys. If no other rule competes with the
+    rule, `alone` is true."""
     if not alone:
         return 0.7
     if not rule.old or not rule.new:  # the rule only adds or removes a prefix
@@ -462,12 +489,12 @@ def sure(rule: RenameRule, hits: int, alone: bool) -> float:
 
 
 Kinds = Mapping[str, Kind]
-Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or the shape is unknown
+Shapes = Mapping[str, "Shape | None"]  # None for unknown shapes
 
-SAMPLE = 500  # number of names to sample for prefixes
+SAMPLE = 500  # number of sampled names in the search for prefixes
 PREFIXES = 16  # maximum number of prefixes of each side to try
 
-CERTAIN = "torch"  # torch renamed the key: torch.nn.utils before, parametrizations now
+CERTAIN = "torch"  # torch.nn.utils.parametrizations renamed the key
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
 _BEFORE = {
     "original0": "_g", "original1": "_v",  # weight_norm
@@ -486,10 +513,10 @@ class PrefixChange(NamedTuple):
 
 
 def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
-    """Pair the names that only one side has after `way` has renamed ours.
+    """Apply the prefix change `way` to our names, then pair the names that only one side has.
 
-    `ours` contains the original names in the file. Each pair also has the original name, not the
-    name after `way`.
+    `ours` contains the names in the file. The pairs in the result contain these names, without the
+    prefix change.
     """
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
@@ -505,7 +532,7 @@ def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
 
 
 def pairs(ours: Kinds, theirs: Kinds, common: Iterable[str]) -> Matching:
-    """Pair the names that only one side has; `common` are the names that both sides have."""
+    """Pair names that only one side has. `common` contains the names that both sides have."""
     way = prefixes(shapes_of(ours), shapes_of(theirs), common)
     found = pair(ours, theirs, way)
     renamed, reshaped = [*found.renamed], [*found.reshaped]
@@ -531,18 +558,18 @@ def _in_order(
 
 
 def shapes_of(kinds: Kinds) -> dict[str, Shape]:
-    """Return the shape of each name."""
+    """Return a dict from names to shapes."""
     return {name: kind.shape for name, kind in kinds.items()}
 
 
 def is_taken_by_torch(pair: Renamed) -> bool:
-    """Return whether the model accepts the old name itself, by a load hook of weight_norm."""
+    """Return True if torch's weight_norm loads the old name without a rename."""
     found = _PARAMETRIZED.fullmatch(pair.new)
     return pair.why == CERTAIN and found is not None and found[3] in ("original0", "original1")
 
 
 def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
-    """Return pairs of names that differ because torch renamed them, in either direction."""
+    """Return the pairs of names that torch itself renamed. Either side can have the older name."""
     found: dict[str, str] = {}
     for new, old, is_old in ((theirs, ours, True), (ours, theirs, False)):
         for name, shape in new.items():
@@ -555,19 +582,19 @@ def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
 
 
 def fits(ours: Shape | None, theirs: Shape | None) -> bool:
-    """Return whether torch loads a tensor of shape `ours` into a parameter of shape `theirs`.
+    """Return True if torch can load a tensor of shape `ours` into a parameter of shape `theirs`.
 
-    None is an unknown shape. Before torch 0.4, scalars had the shape (1,).
+    An unknown shape (None) fits any shape. Before torch 0.4, scalars had the shape (1,).
     """
     return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
-    """Return the change of prefixes after which most names of the file are names of the model.
+    """Return the prefix change that makes most names of the file equal to names of the model.
 
-    The change keeps names that both sides have or `common` lists. It never adds a prefix to only
-    some names, and never makes two names equal. Both prefixes are empty if no change helps, or if
-    two changes help equally and pair different tensors.
+    The prefix change keeps the names in `common`, and names that both sides have. The prefix change
+    never adds a prefix to only some names, and never makes two names equal. If no prefix change is
+    better than all others, both prefixes in the result are empty.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]
@@ -592,7 +619,8 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Prefix
 
 
 def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> bool:
-    """Return whether a change keeps common names, affects all names, and makes no names equal."""
+    """Return True if the change `way` keeps common names, and does not make two names equal. A
+    change that replaces a prefix must apply to all names."""
     if any(way(name) != name for name in common):
         return False
     if way.strip and way.add and not all(name.startswith(way.strip) for name in ours):
@@ -602,7 +630,7 @@ def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> b
 
 
 def _leading(names: Iterable[str]) -> list[str]:
-    """Return the empty prefix and the most common dotted prefixes of the names."""
+    """Return "" and the most common prefixes of the names, such as ``model.encoder.``."""
     sample = list(names)
     counts: Counter[str] = Counter()
     for name in sample[:: max(1, len(sample) // SAMPLE)]:

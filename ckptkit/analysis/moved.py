@@ -1,4 +1,4 @@
-"""Measure how much training changed each part of a model: differences of two checkpoints."""
+"""Measure how much each layer of a model changed between two checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Relative = float | None
 
 
 class ComparedTensor(NamedTuple):
-    """One compared tensor: dotted path, state, and difference of its values.
+    """A compared tensor with its dotted path, its state ("same", "changed"...), and the difference.
 
-    `difference` is None unless floating-point values differ.
+    If the values are equal or not floating point, `difference` is None.
     """
 
     place: str
@@ -26,12 +26,14 @@ class ComparedTensor(NamedTuple):
 
 
 class MovedPart(NamedTuple):
-    """One part of a model: the number of its tensors in each state, and their relative change.
+    """A group of tensors of a model. `states` contains the number of tensors in each state.
 
-    `relative` is the norm of the differences divided by the norm in A, over the changed tensors.
-    `relative` is 0 if no tensor changed, and None if the norm in A is zero or the values are not
-    floats. `pattern` is a glob that selects the tensors. `blocks` contains (name, relative change)
-    of each block, if there are several.
+    - `pattern` is a glob that selects the tensors.
+    - `relative` is the relative change: the norm of the differences, divided by the norm of the
+      changed tensors in A.
+    - If no tensor changed, `relative` is 0. If the norm is zero or the values are not floats,
+      `relative` is None.
+    - `blocks` contains (name, relative change) for each block, if there are several blocks.
     """
 
     label: str
@@ -42,12 +44,13 @@ class MovedPart(NamedTuple):
 
 
 def parts(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
-    """Return the blocks of a model in the order of the file: ``embed``, ``layers.0``, ``head``."""
+    """Return the blocks of a model, such as ``layers.0``, in the order of the file."""
     return [_moved(name, f"{name}.*", found) for name, found in _groups(tensors, _block).items()]
 
 
 def layers(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
-    """Return modules grouped by kind (``layers.{0..11}.attn``), the most changed first."""
+    """Group modules whose paths differ only in an index, such as ``layers.{0..11}.attn``. Return
+    the groups with the largest relative change first."""
     made = []
     for kind, found in _groups(tensors, lambda place: family(_module(place))).items():
         names = dict.fromkeys(_module(each.place) for each in found)
@@ -59,7 +62,7 @@ def layers(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
 
 
 def relative(tensors: Iterable[ComparedTensor]) -> Relative:
-    """Return the norm of the differences divided by the norm in A, over the changed tensors."""
+    """Return the norm of the differences, divided by the norm of the changed tensors in A."""
     distance = norm = 0.0
     changed = False
     for _, state, found in tensors:
@@ -83,7 +86,8 @@ def _moved(
 
 
 def _order(layer: MovedPart) -> tuple[bool, float]:
-    """Return a sort key: other states than same and changed first, then the largest changes."""
+    """Return a sort key for groups. Groups with missing or mismatched tensors come first, then
+    groups with the largest changes."""
     others = layer.states.keys() - {CHANGED, SAME}
     return not others, float("-inf") if layer.relative is None else -layer.relative
 
@@ -102,7 +106,8 @@ def _module(place: str) -> str:
 
 
 def _block(place: str) -> str:
-    """Return the path up to its first index (``model.layers.3``), or else the module path."""
+    """Return the path up to the first index, such as ``model.layers.3``. If the path has no index,
+    return the path of the module."""
     names = place.split(".")
     for number, name in enumerate(names[:-1], 1):
         if name.isdecimal():

@@ -1,4 +1,4 @@
-"""Library functions that return the JSON output of commands as Python objects."""
+"""Functions of the Python API that return the JSON output of commands as Python objects."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def file_of(source: object) -> str:
 
 
 def listed(facts: Json) -> Json:
-    """Replace the iterators of a JSON object by lists."""
+    """Return the JSON object with lists instead of iterators."""
     return {key: _listed(value) for key, value in facts.items()}
 
 

@@ -1,6 +1,6 @@
-"""Compute how many parameters and bytes each tensor and each prefix of names adds to a checkpoint.
+"""Compute the number of parameters and bytes of each tensor, and of all tensors below each path.
 
-Elements that several tensors share are counted once.
+If several tensors share elements, the elements are counted once.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from ckptkit.core.tree import Node, Path, join, key_text, walk
 from ckptkit.core.weights import is_optimizer
 
 WEIGHTS, OPTIMIZER, OTHER = ROLES = ("weights", "optimizer", "other")
-LEVELS = 32  # maximum number of parts of a name, which may consist of dots only
+LEVELS = 32  # maximum depth of the tree of paths
 
 
 class Share(NamedTuple):
-    """The share of one tensor: `parameters` (0 outside the weights, if there are any) and `nbytes`.
+    """The number of parameters and bytes of a tensor that no earlier tensor already has.
 
-    If an earlier row has the same elements, both are 0 and `same` is the number of that row.
-    `role` is one of ROLES. `place` is the dotted path in the file; for a pickled module, the path
-    of the module and the name of the weight.
+    - `role` is one of ROLES.
+    - `place` is the dotted path in the file. In a pickled module, `place` is the path of the module
+      and the name of the weight.
+    - If the file contains weights, `parameters` of all other tensors is 0.
+    - If an earlier row has the same elements, `same` is the index of that row, and `parameters` and
+      `nbytes` are 0.
     """
 
     row: TensorRow
@@ -34,13 +37,14 @@ class Share(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The key in the weights; for other tensors, the path."""
+        """The key of a weight, or the path of any other tensor."""
         return self.row.label
 
 
 @dataclass(slots=True)
 class Branch:
-    """The totals of all tensors below a dotted path; ``share`` is the tensor at this path."""
+    """The totals of all tensors below a dotted path. ``share`` is the tensor at exactly this
+    path."""
 
     label: str
     path: str = ""
@@ -57,7 +61,7 @@ class Branch:
 
 
 def shares(summary: Summary, root: Node) -> list[Share]:
-    """Return the share of each row of `summary`, in order; `root` is the tree of the checkpoint."""
+    """Return a Share for each row of `summary`. `root` is the tree of the checkpoint."""
     optimizers = set(_optimizers(root))
     lengths = sorted({len(path) for path in optimizers})
     prefix = join(summary.weights) + "." if summary.weights else ""
@@ -83,13 +87,14 @@ def shares(summary: Summary, root: Node) -> list[Share]:
 
 
 def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence[int]) -> bool:
-    """Return whether a path starts with one of `places`; `lengths` are the lengths of `places`."""
+    """Return True if `path` starts with one of `places`. `lengths` contains the lengths of
+    `places`."""
     keys = tuple(map(key_text, path)) if places else ()
     return any(keys[:length] in places for length in lengths)
 
 
 def branches(shares: Iterable[Share]) -> Branch:
-    """Return the tree of the dotted paths of these tensors."""
+    """Return the tree of the dotted paths of tensors, with totals for each path."""
     root = Branch("")
     for share in shares:
         root.add(share)
@@ -107,7 +112,7 @@ def branches(shares: Iterable[Share]) -> Branch:
 
 
 def parts(place: str) -> list[str]:
-    """Split a dotted path into at most LEVELS parts."""
+    """Split a dotted path into at most LEVELS components."""
     return place.split(".", LEVELS - 1)
 
 
@@ -121,14 +126,14 @@ def _below(branch: Branch, label: str) -> Branch:
 
 
 def joined(branch: Branch) -> Branch:
-    """Skip branches with a single child: return the first one with several, ``model.encoder``."""
+    """Return the first branch below `branch` that is a tensor or has several children."""
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch
 
 
 def _optimizers(root: Node) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the state_dicts of optimizers."""
+    """Yield the path of each optimizer state_dict."""
     inside: Path | None = None
     for path, node in walk(root):
         inside = None if inside is not None and len(path) <= len(inside) else inside

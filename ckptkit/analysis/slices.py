@@ -1,6 +1,6 @@
-"""Slice tensors with the syntax of Python: ``[0, :, 3:7]``.
+"""Slice tensors with Python's syntax, such as ``[0, :, 3:7]``.
 
-A slice is another view of the same storage. Slicing reads no bytes and evaluates no code.
+A slice is a view of the storage. To make a slice reads no bytes and evaluates no code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _ITEM = re.compile(
 
 
 class Pick(NamedTuple):
-    """The slice of one dimension: `size` indices from `start`, `step` apart.
+    """The selected indices of one dimension: `size` indices that begin at `start`, with a step of
+    `step`.
 
-    `single` removes the dimension, as an integer index does.
+    If `single` is true, the dimension is removed, as by an integer index.
     """
 
     start: int
@@ -37,7 +38,7 @@ class Pick(NamedTuple):
         return f"{self.start}:{stop}" + (f":{self.step}" if self.step != 1 else "")
 
     def part(self, start: int, count: int) -> Pick:
-        """Return a slice of at most `count` of these indices, beginning at the `start`-th."""
+        """Return at most `count` of the indices, beginning at position `start`."""
         return Pick(
             self.start + start * self.step, max(0, min(count, self.size - start)), self.step
         )
@@ -47,11 +48,11 @@ Picks = tuple[Pick, ...]
 
 
 def parse(text: str, shape: Shape) -> Picks:
-    """Parse a slice of a tensor of this shape; return a Pick for each dimension.
+    """Parse a slice of a tensor with the shape `shape`. Return a Pick for each dimension.
 
     `text` contains integers, ``start:stop:step`` and at most one ``...``, separated by commas.
-    Negative integers count from the end; steps are positive. Missing dimensions are selected
-    completely. Raises UsageError.
+    Negative integers count from the end. Steps are positive. Dimensions without an item are
+    selected completely. Raises UsageError.
     """
     items = [each.strip() for each in _unwrapped(text).split(",")] if _unwrapped(text) else []
     if items.count("...") > 1:
@@ -104,9 +105,10 @@ def show(picks: Picks) -> str:
 
 
 def select(tensor: Tensor, picks: Picks) -> Tensor:
-    """Return the view of a tensor that `picks` selects.
+    """Return a view of `tensor` with the indices in `picks`.
 
-    Raises TensorError for a tensor without a strided storage (on meta, sparse).
+    Raises TensorError for a tensor without a strided storage, such as a sparse tensor or a tensor
+    on meta.
     """
     refuse_without_elements(tensor, "elements to show")
     offset = tensor.offset + sum(
@@ -120,14 +122,16 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def _first(pick: Pick, size: int | None) -> Pick:
-    """Select the first `size` indices; if `size` is None, select index 0 and drop the dimension."""
+    """Return the first `size` indices of `pick`. If `size` is None, return the first index as an
+    integer index."""
     if pick.single:
         return pick
     return Pick(pick.start, 1, 1, True) if size is None else pick.part(0, size)
 
 
 def plane(picks: Picks, rows: int, columns: int) -> Picks:
-    """Return the first `rows` and `columns` of the last two dimensions, at index 0 of the rest."""
+    """Return a matrix: the first `rows` and `columns` of the last two dimensions of `picks`, and
+    the first index of all other dimensions."""
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
     return tuple(_first(pick, sizes.get(n)) for n, pick in enumerate(picks))

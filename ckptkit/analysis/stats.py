@@ -1,10 +1,10 @@
-"""Compute statistics of each tensor, of groups with a common label, and of all tensors.
+"""Compute statistics of the values of each tensor, of groups of tensors, and of all tensors.
 
-One pass reads the tensors; memory does not grow with their size.
+Each tensor is read once. The memory usage does not depend on the size of the tensors.
 
-NaN and infinities are counted, and excluded from all other statistics. Tensors that share all
-elements are read once, and count once in groups and totals. Floats, integers, bools and complex
-numbers have separate groups and totals.
+NaN and infinities are counted. All other statistics ignore NaN and infinities. Tied tensors are
+read once, and count once in groups and totals. Floats, integers, bools and complex numbers have
+separate groups and totals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class TensorStats:
-    """Statistics of one tensor, or of a group of `tensors` (`shape` and `source` are then None)."""
+    """The statistics of one tensor, or of a group of tensors.
+
+    `tensors` is the number of tensors. For a group, `shape` and `source` are None.
+    """
 
     label: str
     kind: str
@@ -41,7 +44,7 @@ class TensorStats:
     source: summary.TensorRow | None = None
 
     def add(self, other: TensorStats) -> None:
-        """Count the tensors of `other` too."""
+        """Add the statistics of `other` to the group."""
         self.dtypes = tuple(dict.fromkeys((*self.dtypes, *other.dtypes)))
         self.tensors += other.tensors
         self.tally.add(other.tally)
@@ -57,21 +60,25 @@ class Skipped:
 
 
 def modules(checkpoint: Checkpoint) -> Modules:
-    """Return the structure of the modules of a checkpoint, from all its tensors."""
+    """Return the structure of the modules of a checkpoint."""
     rows = summary.summarize(checkpoint).rows
     return Modules((row.label, (row.dtype, len(row.tensor.shape))) for row in rows)
 
 
 def depth(parts: int) -> Callable[[str], str]:
-    """Return a function that labels a name with its first `parts` dotted parts."""
+    """Return a function that returns the first `parts` path components of a name."""
     return lambda name: ".".join(name.split(".")[:parts])
 
 
 class Statistics:
-    """Compute statistics; `rows` yields one entry per tensor, and then completes the attributes.
+    """The statistics of tensors, of groups and of all tensors.
 
-    The attributes are `groups` (if a function `label` is given), `totals`, `skipped`, and `odd`:
-    the tensors with NaN or infinities.
+    The iterator `rows` computes the statistics. The following attributes are complete when the
+    iterator ends:
+    - `groups`: the statistics of groups of tensors, if a function `label` is given
+    - `totals`: the statistics of all tensors
+    - `skipped`: tensors without statistics
+    - `odd`: tensors with NaN or infinities
     """
 
     def __init__(
@@ -95,10 +102,13 @@ class Statistics:
 
     @property
     def groups(self) -> list[TensorStats]:
-        """The statistics of each group, in order of its first tensor.
+        """The statistics of each group, in the order of the first tensors.
 
-        If the label is `family`, or modules of different structure have one label, the label of a
-        group becomes the range of its names: ``layers.{0..11}.weight``.
+        In two cases, the label of a group is the range of its names, such as
+        ``layers.{0..11}.weight``:
+
+        - The function `label` is `family`.
+        - Modules with different structures have the same label.
         """
         times = Counter((each.label, each.kind) for each in self._groups.values())
         found = []
@@ -110,18 +120,18 @@ class Statistics:
 
     @property
     def totals(self) -> list[TensorStats]:
-        """The totals of all tensors of each kind (float, int, ...), with an empty label."""
+        """The statistics of all float tensors, all int tensors, and so on. The labels are empty."""
         return list(self._totals.values())
 
     def rows(
         self, progress: Callable[[int], None] = lambda _: None, *, fork: bool = False
     ) -> Iterator[TensorStats]:
-        """Yield the statistics of each tensor, in order.
+        """Yield the statistics of each tensor, in the order of the tensors.
 
-        `progress` is called with the number of bytes read. `fork` allows forked worker processes.
-        Raises the errors of reading.
+        `rows` calls `progress` with the number of bytes read. If `fork` is true, `rows` may fork
+        worker processes. Raises CkptkitError if a tensor cannot be read.
         """
-        # Tensors with the same key share all their elements.
+        # Tied tensors have equal keys.
         keys: list[Key] = [
             (number,) if row.tensor.storage is None else row.tensor.elements_key
             for number, row in enumerate(self._sources)
@@ -131,7 +141,7 @@ class Statistics:
         found = _tallies(
             [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress, fork
         )
-        kept: dict[Key, Tally | str] = {}  # results that a later row reuses
+        kept: dict[Key, Tally | str] = {}  # results for tied tensors
         for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
             tally = next(found) if first[key] == number else kept[key]
             if times[key] > 1:
@@ -166,7 +176,7 @@ Result = tuple[int, Tally | str, int]
 def _tallies(
     rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None], fork: bool
 ) -> Iterator[Tally | str]:
-    """Yield the statistics of each tensor, or the reason why there are none."""
+    """Yield the statistics of each tensor, or the reason why a tensor has no statistics."""
     tasks = list(_tasks(rows)) if fork else []
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
     if workers.should_fork(sum(map(_nbytes, tasks)), sources(places)):
@@ -189,8 +199,8 @@ def _nbytes(task: Task) -> int:
 
 
 def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
-    """Yield the parts of each tensor; None for an empty tensor; a reason if a tensor has no
-    numbers."""
+    """Yield (number, row, part) for each part of each tensor. For an empty tensor, the part is
+    None. For a tensor without numbers, the part is the reason."""
     for number, row in rows:
         try:
             parts = list(tallies.parts(row.tensor))
@@ -213,9 +223,9 @@ def _work(task: Task) -> Result:
 
 
 def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
-    """Yield the results of `_work` from forked processes, in order.
+    """Yield the results of `_work` in the order of the tasks. Forked processes compute the results.
 
-    `_work` holds the interpreter lock most of the time, so threads would not help.
+    Threads would not be faster, because `_work` holds the GIL most of the time.
     """
     some = list(workers.batches(tasks, _nbytes))
 
@@ -232,7 +242,8 @@ def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
 def chosen(
     checkpoint: Checkpoint, globs: Sequence[str], everything: bool = False
 ) -> list[summary.TensorRow]:
-    """Return the weights that match the globs; without weights, return all matching tensors."""
+    """Return the weights that match the globs. If the checkpoint has no weights, return all tensors
+    that match the globs."""
     rows = summary.summarize(checkpoint).rows
     weights = [] if everything else [row for row in rows if row.name is not None]
     return summary.matching(weights or rows, globs)

@@ -1,4 +1,4 @@
-"""Summarize a checkpoint: its tensors, values, objects and totals, without reading tensor bytes."""
+"""List the tensors, values, objects and totals of a checkpoint without reading tensor bytes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # maximum bytes of a byte string to show as text
-# Larger integers are shown by their number of bits: Python refuses to print their digits.
+BYTES_SHOWN = 1_024  # maximum bytes of a byte string to show
+# For larger integers, show the number of bits, because Python refuses to print the digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
-_HEAD, _LEAST = 4, 64  # bytes of a signature; minimum bytes to report as a file
+_HEAD, _LEAST = 4, 64  # length of a file signature, minimum length of a file
 _HEADS = {
     b"PK\3\4": "zip archive",
     **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)},
@@ -59,7 +59,7 @@ _SCALARS = frozenset({bool, float, str, type(None)})
 
 
 def plain(node: Node) -> tuple[str, Plain] | None:
-    """Return (type, value) of a node that is shown as one value; None for all others."""
+    """Return (type, value) of a node that views show as one value, or None for other nodes."""
     kind = node.__class__
     if kind in _SCALARS:
         return ("none" if node is None else kind.__name__), node
@@ -73,7 +73,7 @@ def plain(node: Node) -> tuple[str, Plain] | None:
     if isinstance(node, StoredBytes):
         return "bytes", f"{node.extent.length:,} bytes"
     if isinstance(node, (bytes, bytearray)):
-        # Short byte strings are shown as in Python source, without b'...'.
+        # Show short byte strings as in Python source, but without b'...'.
         text = f"{len(node):,} bytes" if len(node) > BYTES_SHOWN else repr(bytes(node))[2:-1]
         return "bytes", text
     if isinstance(node, StoredList):
@@ -86,7 +86,8 @@ def plain(node: Node) -> tuple[str, Plain] | None:
 
 
 def inner_file(node: Node) -> tuple[str, int] | None:
-    """Return the kind and length of a byte string that contains a file; None for other nodes."""
+    """If the node is a byte string that contains a file, return the kind and length of the file.
+    Otherwise, return None."""
     if isinstance(node, StoredBytes):
         size, head, extent = node.extent.length, b"", node.extent
         if isinstance(extent, Range):
@@ -122,12 +123,12 @@ def _object(node: Object) -> tuple[str, Plain] | None:
 
 
 def number(value: int) -> int | str:
-    """Return an integer, or a description of one with too many digits to print."""
+    """Return an integer. If the integer has too many digits to print, return a description."""
     return value if -EXACT < value < EXACT else f"<integer of {value.bit_length():,} bits>"
 
 
 def key_list(path: Path) -> list[Key]:
-    """Return the keys of a path for JSON: strings and integers unchanged, others as text."""
+    """Return the keys of a path for JSON. Keys that are not strings or integers become strings."""
     return [
         key
         if key.__class__ is str or (key.__class__ is int and -EXACT < key < EXACT)
@@ -137,7 +138,10 @@ def key_list(path: Path) -> list[Key]:
 
 
 def json_number(value: Any) -> Any:
-    """Replace NaN and infinities by their names: JSON has neither. Return all else unchanged."""
+    """Replace NaN and infinities by their names, because JSON cannot represent them.
+
+    Return all other values unchanged.
+    """
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -146,33 +150,32 @@ def json_number(value: Any) -> Any:
 
 
 class TensorRow(NamedTuple):
-    """A tensor of the checkpoint, with the facts that tables show.
+    """A tensor of the checkpoint, or a quantized weight that consists of several tensors.
 
-    `storage` is the index of the tensor's storage, counted from 0 in file order; None without a
-    storage. ``group`` is a quantized weight: either the row represents the whole weight (see
-    `is_logical`), or the tensor is part of the weight. If the row represents the whole weight,
-    ``nbytes`` counts the stored bytes.
+    `storage` is the index of the storage in file order, or None for a tensor without a storage.
+    ``group`` is the quantized weight that contains the tensor. If `is_logical` is true, the row
+    represents the complete quantized weight, and ``nbytes`` is the number of stored bytes.
     """
 
-    name: str | None  # key in the weights; None for other tensors
+    name: str | None  # key of a weight, or None for any other tensor
     path: Path
     tensor: Tensor
     storage: int | None
-    nbytes: int  # number of elements * itemsize; for a shard, only bytes in this file
+    nbytes: int  # number of elements * itemsize, or bytes of a shard in this file
     local: Piece | None = None  # the shard of a distributed tensor that this file contains
     # The inner tensors of a tensor subclass. The inner tensors also have their own rows.
     inside: tuple[Tensor, ...] = ()
     group: QuantizedWeight | None = None
-    is_shared: bool = False  # whether other tensors use the same storage
+    is_shared: bool = False  # True if other tensors use the same storage
 
     @property
     def is_logical(self) -> bool:
-        """True if the row represents a whole quantized weight, dequantized."""
+        """True if the row represents a complete quantized weight."""
         return self.group is not None and self.storage is None and self.tensor.storage is not None
 
     @property
     def dtype(self) -> str:
-        """The dtype, or the quantization of a quantized weight."""
+        """The dtype of a tensor, or the quantization type of a quantized weight."""
         return (
             self.group.label
             if self.group is not None and self.is_logical
@@ -181,32 +184,33 @@ class TensorRow(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The device tag; for a shard or a tensor subclass, the tag of its first tensor."""
+        """The device tag of the tensor. For a shard or a tensor subclass, the tag of the first
+        inner tensor."""
         held = self.inside if self.local is None else self.local.local()
         return held[0].device if held else self.tensor.device
 
     @property
     def place(self) -> str:
-        """The path: its keys joined by dots."""
+        """The path as a string with dots."""
         return join(self.path)
 
     def memory(self, number: int) -> tuple[object, ...]:
-        """Return a key that is equal for rows with the same elements; `number` is this row's."""
+        """Return a dict key. Tied tensors have equal keys. `number` is the index of the row."""
         if self.storage is None:
             return (number,)
         return self.storage, self.tensor.offset, self.tensor.shape
 
     @property
     def label(self) -> str:
-        """The key in the weights; for other tensors, the path."""
+        """The key of a weight, or the path of any other tensor."""
         return self.place if self.name is None else self.name
 
 
 class Value(NamedTuple):
-    """A value other than a tensor, with its path.
+    """A value that is not a tensor, and its path.
 
     `type` is none, bool, int, float, str, bytes, complex, storage, array, or a dotted class name.
-    For a long list, ``array`` is the list and `value` a string with its first items.
+    For a long list, ``array`` is the list, and `value` is a string with the first items.
     """
 
     path: Path
@@ -215,7 +219,8 @@ class Value(NamedTuple):
     array: StoredList | None = None
 
     def exact(self) -> str:
-        """Return a string that differs for different values; a long array adds its SHA-256."""
+        """Return a string that identifies the value. For a long array, the string contains a
+        SHA-256."""
         if self.array is None:
             return repr(self.value)
         if len(self.array) == len(self.array.first):
@@ -225,14 +230,14 @@ class Value(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A Python object that is neither a tensor nor a plain value; or a class or function."""
+    """A class, a function, or a Python object that is neither a tensor nor a simple value."""
 
     path: Path
     global_: str
 
 
 class EmbeddedFile(NamedTuple):
-    """A byte string that contains a file: its `kind` and its size in bytes."""
+    """A byte string that contains a complete file, such as a zip archive or a pickle."""
 
     path: Path
     kind: str
@@ -240,12 +245,15 @@ class EmbeddedFile(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Totals of all tensors.
+    """The totals of all tensors.
 
-    - `parameters`: elements of the weights, or of all tensors if there are no weights. Shared
-      elements count once.
-    - `nbytes`: bytes of all tensors if each were contiguous.
-    - `storage_nbytes`: bytes of all storages. `unused_nbytes`: bytes of storages in no tensor.
+    - `tensors`: number of all tensors
+    - `parameters`: number of elements of the weights, or of all tensors if there are no weights
+    - `nbytes`: sum of the bytes of all tensors, as if each tensor were contiguous
+    - `storage_nbytes`: sum of the bytes of all storages
+    - `unused_nbytes`: number of storage bytes that no tensor uses
+
+    Elements that several tensors share count once as parameters.
     """
 
     tensors: int
@@ -257,9 +265,10 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The facts that `inspect` shows.
+    """The content of a checkpoint, as `inspect` shows it.
 
-    `weights` is the path of the state_dict; None if there is none, or if there are several.
+    `weights` is the path of the state_dict. If there is no state_dict, or if the choice between
+    several state_dicts is ambiguous, `weights` is None.
     """
 
     path: str
@@ -275,23 +284,24 @@ class Summary:
     totals: Totals
     others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
-    is_module: bool = False  # whether the weights are those of a whole pickled module
-    part: PartOf | None = None  # the rank, if the file is one rank of a distributed checkpoint
-    about: str = ""  # how a folder was read
+    is_module: bool = False  # True if the weights belong to a pickled module
+    part: PartOf | None = None  # the rank, if the file is one rank's file
+    about: str = ""  # description of how the reader read a folder
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
-    words: tuple[str, ...] = ()  # the options in `chosen` that affect how a folder is read
-    adapter: Adapter | None = None  # set if the checkpoint is a LoRA adapter
+    words: tuple[str, ...] = ()  # the options in `chosen` that change the reading of a folder
+    adapter: Adapter | None = None  # None if the checkpoint is not a LoRA adapter
 
     @property
     def refused(self) -> list[str]:
-        """The names in its pickles that `torch.load(weights_only=True)` refuses."""
+        """The classes and functions of the file that `torch.load(weights_only=True)` refuses."""
         return [str(name) for name in self.globals if refused_by_weights_only(name)]
 
     def survives_dropping(self) -> bool:
-        """Return whether `--objects drop` keeps something useful.
+        """Return True if enough data is left after `--objects drop`.
 
-        If the checkpoint has weights, one tensor must survive. Without weights, all tensors must
-        survive; without tensors, a value must survive.
+        - If the checkpoint has weights, at least one tensor must be left.
+        - If the checkpoint has tensors but no weights, all tensors must be left.
+        - If the checkpoint has no tensors, at least one value must be left.
         """
         inside = {place_of(each.path) for each in self.objects}
 
@@ -305,16 +315,16 @@ class Summary:
         return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
-        """Return whether a path is below the pickled module that contains the weights."""
+        """Return True if `path` is inside the pickled module that contains the weights."""
         base = self.weights if self.is_module else None
         return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """Return the summary of `checkpoint`; no tensor bytes are read.
+    """Return the summary of `checkpoint` without reading tensor bytes.
 
-    Raises LimitError if the tree is nested too deep, and UsageError if there is no dict of tensors
-    at the `key` of the checkpoint.
+    Raises LimitError if the tree is nested too deep. Raises UsageError if the node at the `key` of
+    the checkpoint is not a dict of tensors.
     """
     warnings = [*checkpoint.warnings]
     weights = None
@@ -324,7 +334,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
             warnings += weights.module.unread
     except AmbiguousError as error:
         warnings.append(error.message)
-    source, size = checkpoint.source, 0  # bytes of the file, or of all files in the folder
+    source, size = checkpoint.source, 0  # size of the file or of the complete folder
     if source is not None:
         size = source.size if isinstance(source, ByteSource) else source.nbytes()
     survey = _Survey(weights, checkpoint)
@@ -354,11 +364,11 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 _new = tuple.__new__
 _NO_DEPTH = 1 << 62  # greater than the depth of any node
-MANY = 16  # minimum number of tensors in a dict for the fast path
+MANY = 16  # minimum number of tensors in a dict for `_together`
 
 
 class _Survey:
-    """A traversal of a tree that collects rows, values and objects."""
+    """A traversal of a tree. The traversal collects rows, values and objects."""
 
     def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
@@ -372,14 +382,15 @@ class _Survey:
         self.numbers: dict[Storage, int] = {}  # storage -> index in file order
 
     def run(self, root: Node) -> None:
-        """Visit every node once for each path; do not enter nodes shown as a tensor or value.
+        """Visit every node once for each of its paths.
 
-        The walk is depth-first: a deeper path that follows a node is inside this node.
+        Skip the nodes below a tensor or value. The traversal is depth-first, so the nodes below a
+        node directly follow the node and have longer paths.
         """
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else lambda path, base: None
-        shown = _NO_DEPTH  # depth of the node to skip, while the walk is inside it
-        base: int | None = None  # depth of the weights, while the walk is inside them
+        shown = _NO_DEPTH  # depth of the current tensor or value
+        base: int | None = None  # depth of the state_dict; None outside it
 
         def is_done(path: Path, node: Node) -> bool:
             return shown == _NO_DEPTH and self._together(path, node, base, name_of)
@@ -417,9 +428,9 @@ class _Survey:
         self._mark_shared()
 
     def _together(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
-        """Add the rows of a large dict that contains only tensors; return False for other nodes.
+        """Add the rows of a large dict of tensors and return True. For other nodes, return False.
 
-        `_tensor` would add the same rows, but takes twice the time.
+        `_tensor` adds the same rows, but takes twice as long.
         """
         if self.logical or not isinstance(node, dict) or len(node) < MANY:
             return False
@@ -445,15 +456,15 @@ class _Survey:
         return True
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
-        """Add the row of an object that is a tensor: a subclass, or a shard of a distributed one.
+        """Add the rows of a tensor subclass, or the row of a shard of a distributed tensor.
 
-        The inner tensors of a subclass get rows after the subclass. The bytes of the subclass's row
-        are the sum of the inner tensors.
+        The rows of inner tensors follow the row of the tensor subclass. The number of bytes of the
+        tensor subclass is the sum for the inner tensors.
         """
         assert node.tensor is not None
         piece = None
         if node.global_ is not None and node.global_.name == "_rebuild_from_type_v2":
-            from ckptkit.formats.distributed.meshes import piece_of  # few files have any
+            from ckptkit.formats.distributed.meshes import piece_of  # few files contain shards
 
             with suppress(CkptkitError):
                 piece = piece_of(node)
@@ -481,23 +492,23 @@ class _Survey:
         number = None if tensor.storage is None else self._number(tensor.storage)
         group = self.parts.get(name) if self.parts and name is not None else None
         row = name, path, tensor, number, tensor.nbytes, None, (), group, False
-        self.rows.append(_new(TensorRow, row))  # twice as fast as TensorRow(...)
+        self.rows.append(_new(TensorRow, row))  # `_new` is twice as fast as TensorRow(...)
 
     def _number(self, storage: Storage) -> int:
         return self.numbers.setdefault(storage, len(self.numbers))
 
     def _mark_shared(self) -> None:
-        """Mark the tensors whose storage another tensor uses too."""
+        """Set `is_shared` for the tensors that share a storage with another tensor."""
         held = [row.storage for row in self.rows if row.storage is not None]
         if all(map(lt, held, islice(held, 1, None))):
-            return  # strictly increasing, so no storage occurs twice: true for almost all files
+            return  # fast path for most files: no storage is shared
         shared = {storage for storage, count in Counter(held).items() if count > 1}
         for number, row in enumerate(self.rows if shared else ()):
             if row.storage in shared:
                 self.rows[number] = row._replace(is_shared=True)
 
     def warnings(self) -> Iterator[str]:
-        """Yield the calls that unpickling makes, and why quantized weights are not dequantized."""
+        """Yield warnings about harmful calls, and about weights that ckptkit cannot dequantize."""
         for made, (first, *more) in self.harmful.items():
             place = join(first) or "the root"
             text = f"loading this file with pickle would call {made} (the value at {place})"
@@ -513,7 +524,7 @@ class _Survey:
 
 
 def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
-    """Return the totals of all tensors; `free[n]` is the size of storage n in bytes."""
+    """Return the totals of all tensors. `free` contains the size of each storage in bytes."""
     stored = sum(free) + sum([row.nbytes for row in rows if row.group and row.is_logical])
     contiguous = 0
     for _, _, _, storage, nbytes, _, inside, _, _ in rows:
@@ -521,7 +532,8 @@ def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
             free[storage] -= nbytes
         if not inside:
             contiguous += nbytes
-    # Count the parameters of the weights, or of all tensors; count shared elements once.
+    # Count the parameters of the weights. If there are no weights, count the parameters of all
+    # tensors. Count shared elements once.
     counted = [row for row in rows if row.name is not None]
     counted = counted or [row for row in rows if not row.inside]
     shared = [row for row in counted if row.is_shared]
@@ -538,9 +550,9 @@ def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return whether two paths are equal.
+    """Return True if two paths are equal.
 
-    Keys other than strings and integers are compared by identity: `==` on crafted keys could take
+    Compare keys that are not strings or integers by identity, because `==` on crafted keys can take
     very long.
     """
     return len(path) == len(other) and all(
@@ -553,7 +565,11 @@ Naming = Callable[[Path, int], "str | None"]
 
 
 def _naming(weights: Weights) -> Naming:
-    """Return a function that maps a path and the depth of the weights to the key in the weights."""
+    """Return a function that returns the key of the weight at a path.
+
+    The arguments of the function are the path of the weight and the length of the state_dict's
+    path. If the node at the path is not a weight, the function returns None.
+    """
     nodes = weights.nodes
     all_are_named = isinstance(weights.node, dict) and len(nodes) == len(weights.node)
 
@@ -571,14 +587,15 @@ def _naming(weights: Weights) -> Naming:
 
 
 def selected(rows: Sequence[TensorRow]) -> tuple[int, int, int]:
-    """Return (tensors, parameters, bytes) of a selection; parameters count tied tensors once."""
+    """Return the numbers of tensors, parameters and bytes of the selected rows. Count the
+    parameters of tied tensors once."""
     different = {row.tensor.elements_key: row for row in rows}.values()
     parameters = sum(row.tensor.numel for row in different)
     return len(rows), parameters, sum(row.nbytes for row in different)
 
 
 def matching(rows: list[TensorRow], globs: Sequence[str]) -> list[TensorRow]:
-    """Return the rows whose name or path matches one of the globs; all rows without globs."""
+    """Return the rows whose name or path matches a glob. If `globs` is empty, return all rows."""
     if not globs:
         return rows
     matches = matcher(globs)

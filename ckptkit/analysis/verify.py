@@ -1,4 +1,4 @@
-"""Verify structure, lengths and checksums of a checkpoint; optionally a manifest and values."""
+"""Verify the structure, lengths, checksums, digests and values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ from ckptkit.core.text import some
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
 from ckptkit.formats.recovering import tensors
 
-_EXPONENTS = ("exponent", "ldexp")  # scales stored as exponent bytes; 255 is NaN
+_EXPONENTS = ("exponent", "ldexp")  # dtypes of scales stored as exponent bytes
 
 
-COMPARED = 1_000  # maximum number of findings to search for repetitions
+COMPARED = 1_000  # maximum number of findings to compare in `_without_implied`
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The findings in one file or folder, and the amount of checked data.
+    """The findings in a file or folder, and the amount of checked data.
 
-    ``records`` and ``nbytes`` count the data with checksums. ``tensors`` is 0 if the file cannot be
-    read. ``notes`` lists data that could not be checked, and the warnings of the reader.
+    - ``records``: number of records with a checksum
+    - ``nbytes``: number of bytes with a checksum
+    - ``tensors``: number of tensors, or 0 for an unreadable file
+    - ``notes``: warnings of the reader, and notes about data without checksums
     """
 
     path: str
@@ -58,8 +60,8 @@ class Verdict:
     nbytes: int
     findings: tuple[Defect, ...]
     notes: tuple[str, ...] = ()
-    damaged: bool = False  # bytes are damaged; other findings are about intact bytes
-    recoverable: str = ""  # the command that may save tensors: `formats.recoverable`
+    damaged: bool = False  # False if the findings are only about values or digests
+    recoverable: str = ""  # command that may save tensors
 
     @property
     def ok(self) -> bool:
@@ -75,12 +77,12 @@ def verify(
     values: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Check structure, lengths and checksums of a checkpoint, and look for contradictions.
+    """Check the structure, lengths and checksums of a checkpoint.
 
-    With `expected` (tensor ids by name), the digests of the weights that `matches` selects are
-    compared. With `values`, NaN and infinities in tensors and scales are findings too. If bytes are
-    damaged, these two checks are skipped. Raises PathError, UnsupportedError, LimitError, and
-    FormatError if the file is not a checkpoint.
+    `expected` maps names to tensor ids. With `expected`, `verify` compares the ids of the weights
+    that `matches` selects. With `values`, NaN and infinities in tensors and scales are findings
+    too. If bytes are damaged, `verify` does not compare ids or check values. Raises PathError,
+    UnsupportedError and LimitError. Raises FormatError if the file is not a checkpoint.
     """
     place = open_place(path)
     try:
@@ -103,7 +105,7 @@ def verify(
 
 
 class _Verifier:
-    """The verification of one file or folder in progress, and its findings."""
+    """The state of the verification of one file or folder."""
 
     def __init__(
         self, place: ByteSource | Folder, options: Options, progress: Progress | None
@@ -116,18 +118,18 @@ class _Verifier:
         self.tensors: list[tuple[str, Tensor]] = []
         self.findings: list[Defect] = []
         self.remarks: list[str] = []
-        self.damaged = True  # until all bytes are checked
+        self.damaged = True  # `check_bytes` sets False for intact bytes
         self.records = self.nbytes = self.unsummed = 0
 
     def check_bytes(self) -> Checkpoint | None:
-        """Check structure and checksums. Return the checkpoint; None if the file is damaged."""
+        """Check structure and checksums. Return the checkpoint, or None if the file is damaged."""
         try:
             self.format = formats.match(self.probe)
         except DAMAGE as error:
             self._wrong(error)
             return None
         try:
-            # `identify` raises an error that tells which kind of file this is.
+            # If the file is not a checkpoint, `identify` raises an error that describes the file.
             self.format = self.format or formats.identify(self.probe)
         except TruncatedError as error:
             self._wrong(error)
@@ -136,7 +138,7 @@ class _Verifier:
             self.checkpoint = self.format.read(self.probe)
         except DAMAGE as error:
             if self.format.chooses and isinstance(error, AmbiguousError):
-                raise  # the path contains several checkpoints; that is not damage
+                raise  # several checkpoints in a folder are not damage
             self._wrong(error)
         parts: list[CheckedPart] = []
         try:
@@ -163,14 +165,16 @@ class _Verifier:
         return None if self.damaged else self.checkpoint
 
     def _wrong(self, error: CkptkitError) -> None:
-        """Add an error as a finding; in a folder, add the name of the affected file."""
+        """Add an error as a finding. In a folder, the finding contains the name of the affected
+        file."""
         below = ""
         if self.format is not None and error.where not in (None, self.place.name):
             below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
         self.findings.append(Defect(error.message, below, hint=error.hint))
 
     def check_values(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for each tensor with NaN or infinite elements; GGML types dequantized."""
+        """Add a finding for each tensor with NaN or infinite elements. Dequantize GGML types
+        first."""
         numbers = {
             id(group.inputs[0]): group.tensor(BY_NAME["float32"])
             for group in quantized.find(checkpoint).groups
@@ -186,7 +190,10 @@ class _Verifier:
             self.tell(tensor.nbytes, total)
 
     def check_scales(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for scales that are not finite or divide by zero; note other zeros."""
+        """Add a finding for scales that are not finite, and for zeros that a weight is divided by.
+
+        Zeros that a weight is multiplied by are listed in a note.
+        """
         zero = []
         for name, tensor, numbers in _scales(checkpoint):
             odd, total = 0, tensor.numel
@@ -198,7 +205,7 @@ class _Verifier:
                 what = f"{odd:,} of {total:,} scales are NaN or infinite"
                 self.findings.append(Defect(what, tensors=(name,)))
             count = zeros(tensor)
-            if count and numbers.combine == "divide":  # dequantization divides by the scale
+            if count and numbers.combine == "divide":  # zero is a divisor
                 what = f"{count:,} of {total:,} scales divide by zero"
                 self.findings.append(Defect(what, tensors=(name,)))
             elif count:
@@ -231,13 +238,14 @@ class _Verifier:
 
 
 def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """Yield (name, scales, encoding of the scales) of quantized weights with known layouts."""
+    """Yield (name, scales, encoding of the scales) for each quantized weight with a known
+    layout."""
     found = quantized.find(ck)
     names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
     for group in found.groups:
         for numbers in group.layout.scales if isinstance(group.layout, Blocks) else ():
             tensor = group.inputs[numbers.input]
-            if numbers.dtype != "map":  # nested scales are indices into a table, not numbers
+            if numbers.dtype != "map":  # codes of quantized scales
                 yield names.get(id(tensor), group.name), tensor, numbers
 
 
@@ -264,5 +272,5 @@ def _nonfinite(row: tuple[str, Tensor]) -> tuple[str, Tensor, int, int]:
     name, tensor = row
     try:
         return name, tensor, *nonfinite(tensor)
-    except TensorError:  # no elements to read: on meta, sparse
+    except TensorError:  # the tensor is on meta or sparse
         return name, tensor, 0, 0

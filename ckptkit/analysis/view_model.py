@@ -1,7 +1,7 @@
-"""Build the reports of inspect, diff and stats: title, tables and remarks, for every view.
+"""Make reports from the results of inspect, diff and stats.
 
-Input: the results of `analysis`. Output: reports of escaped text. The terminal, the notebook, the
-HTML page and the browser print them.
+A report consists of a title, tables and remarks. All strings in a report are escaped. The terminal,
+the notebook, the HTML page and the browser print these reports.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ckptkit.lora.reading import Adapter
 
 
-LISTED = 8  # maximum list items to show; JSON and the tree show all
-LONG = 200  # maximum characters of a value to show; JSON and the tree show all
+LISTED = 8  # maximum number of list items in a table
+LONG = 200  # maximum number of characters of a value in a table
 ENTRIES = ("name", "value")  # headers of the tables of values, objects and metadata
 PAIRED = ("in A", "in B", "shape", "sure", "by")
 NAMES = ("name",)
@@ -49,7 +49,7 @@ Values = tuple[tuple[str, Plain], ...]  # (type, value) of each value in a row
 
 
 class Report(NamedTuple):
-    """A title, remarks, tables, and notes below the tables."""
+    """The content of a page: a title, remarks, tables, and notes below the tables."""
 
     title: str
     remarks: list[str]
@@ -60,9 +60,10 @@ class Report(NamedTuple):
 def of_checkpoint(
     summary: Summary, rows: Sequence[TensorRow], *, flat: bool = False, sort: str = "file"
 ) -> Report:
-    """Return the report of `inspect`, without warnings and advice; `rows` are the tensors to show.
+    """Return the report of `inspect` without warnings and hints. `rows` contains the tensors to
+    show.
 
-    Unless `flat`, each entry with training state is one row.
+    If `flat` is false, one row represents each entry with training state.
     """
     state: list[str] = []
     if not flat and summary.weights and len(rows) == len(summary.rows):
@@ -77,17 +78,17 @@ def of_checkpoint(
     )
 
 
-# Names of entries that only the training loop reads.
+# Names of entries with training state, such as optimizers.
 _TRAINING = re.compile(r".*(optim|sched|loops|callback|scaler|rng|random_state|sampler).*", re.I)
 
 
 def _entry(path: Path) -> str:
-    """Return the first key of a path as text."""
+    """Return the first key of a path as a string."""
     return key_text(path[0]) if path else ""
 
 
 def _training_entries(summary: Summary) -> list[str]:
-    """Return the root keys of training state outside the weights."""
+    """Return the root keys of entries with training state."""
     places: tuple[Sequence[Value | TensorRow], ...] = (summary.rows, summary.values)
     found = dict.fromkeys(_entry(each.path) for each in flatten(places) if len(each.path) > 1)
     own = _entry(summary.weights or ())
@@ -95,7 +96,8 @@ def _training_entries(summary: Summary) -> list[str]:
 
 
 def _training_state(summary: Summary, entries: list[str]) -> Table:
-    """Return a table with a row for each entry: number of tensors, size and first values."""
+    """Return the table of entries with training state. A row contains the number of tensors, their
+    size and the first values."""
     cells = []
     for entry in entries:
         tensors = [row for row in summary.rows if _entry(row.path) == entry]
@@ -121,7 +123,7 @@ BRIEF = ("file", "format", "size", "tensors", "parameters", "dtypes", "weights")
 
 
 def brief(summary: Summary) -> tuple[str, ...]:
-    """Return the row of one file in the table of ``inspect --brief``; BRIEF has its columns."""
+    """Return the row of a file in the table of ``inspect --brief``. BRIEF contains the headers."""
     totals = summary.totals
     dtypes = Counter(
         row.dtype for row in summary.rows if row.name is not None or not summary.weights
@@ -139,8 +141,8 @@ def brief(summary: Summary) -> tuple[str, ...]:
 
 
 def larger(a: Summary, b: Summary) -> str:
-    """Return a sentence that names the larger of two files, the difference, and the larger
-    parts."""
+    """Return a sentence with the larger of two files, the difference in size, and the entries that
+    cause the difference."""
     if a.size == b.size:
         names = f"{escape(a.path)} and {escape(b.path)}"
         return f"{names} have the same size: {size(a.size)}"
@@ -191,7 +193,8 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
 
 
 def adapter_line(adapter: Adapter, *, command: bool = True) -> str:
-    """Return a line that describes an adapter, by default with the command that merges it."""
+    """Return a line that describes an adapter. By default, the line contains the command that
+    merges the adapter."""
     what = f"adapter of {adapter.layout}, {adapter_facts(adapter)}"
     if command:
         path = shell_word(adapter.path)
@@ -208,9 +211,10 @@ def adapter_facts(adapter: Adapter) -> str:
 
 
 def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
-    """Yield the tables of values, objects and metadata, without attributes of a pickled module.
+    """Yield the tables of values, objects and metadata. Do not include the attributes of a pickled
+    module.
 
-    `folded` are root entries whose values another table shows.
+    `folded` contains the root entries whose values are in another table.
     """
     values = [
         value
@@ -230,7 +234,8 @@ def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
 
 
 def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
-    """Yield (label, values), shortest paths first; a list is one row such as ``betas.{0..1}``."""
+    """Yield (label, values) with the shortest paths first. A list is one row, such as
+    ``betas.{0..1}``."""
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
         same = list(group)
@@ -244,12 +249,13 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
 
 
 def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
-    """Fold rows whose labels differ only in an index; a loss history becomes one row.
+    """Fold rows whose labels differ only in an index, such as the losses of all epochs.
 
-    If all values are equal, the row has one value. Up to LISTED lists keep rows of their own.
+    If all values are equal, the folded row contains the value once. Up to LISTED lists are not
+    folded.
     """
     found = list(rows)
-    gone: set[int] = set()  # positions of rows that were folded into another row
+    gone: set[int] = set()  # indices of rows that are folded into another row
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for position, (label, values) in enumerate(found):
         groups[family(label), tuple(kind for kind, _ in values)].append(position)
@@ -269,30 +275,30 @@ def _series_text(columns: Any) -> str:
 
 
 def value_text(kind: str, value: Plain) -> str:
-    """Return a value as in Python source, escaped and shortened."""
+    """Return a value as in Python source. Escape the string and cut long strings."""
     text = cut(str(value))
     return f"'{text}'" if kind == "str" else text
 
 
 def cut(text: str) -> str:
-    """Escape a string; shorten a long one to its first LONG characters and its length."""
+    """Escape a string. For a long string, return the first LONG characters and the length."""
     if len(text) <= LONG:
         return escape(text)
     return f"{escape(text[:LONG])}... ({len(text):,} characters)"
 
 
 def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
-    """Return the report of `diff`: the summary, the tables that have rows, and the advice.
+    """Return the report of `diff` with the summary, all tables that are not empty, and the hints.
 
-    Unless `flat`, names that differ only in an index fold into one row. `sort` orders the changed
-    tensors by "change" (largest first), by "name", or as in the "file".
+    If `flat` is false, names that differ only in an index are folded into one row. `sort` is the
+    order of the changed tensors: "change" (largest first), "name", or "file" (order of the file).
     """
     rows_of = unfolded if flat else fold
     paired = (*found.renamed, *found.reshaped)
     partners = {pair.old for pair in paired} | {pair.new for pair in paired}
 
     def module(name: str) -> int | None:
-        """Return a number that is equal for tensors in modules of the same structure."""
+        """Return a number. Tensors in modules of the same structure have equal numbers."""
         return None if found.modules is None else found.modules(name)
 
     made = []
@@ -312,7 +318,7 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
         made.append(Table(title, NAMES, [(escape(row.label),) for row in folded], (), len(left)))
     items = []
     for name, a, b, tolerance, difference in found.mismatched:
-        closeness = ""  # set if values of different dtypes were compared
+        closeness = ""  # only for values of different dtypes
         if difference is not None:
             closeness = f"differ by up to {difference.largest:.3g}"
         elif tolerance is not None:
@@ -336,7 +342,7 @@ def _shapes(a: Kind, b: Kind) -> str:
 
 
 def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
-    """Return the table of tensors whose values differ, with a row for each group."""
+    """Return the table of tensors whose values differ. Each group of tensors is one row."""
     headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
     rows = []
     for group in groups:
@@ -352,7 +358,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
             f"{max(relative):.3g}" if relative else "",
             f"{min(cosine):.6f}" if cosine else "",
         )
-        rows.append((max(relative, default=-1.0), cells))  # groups without a distance sort last
+        rows.append((max(relative, default=-1.0), cells))  # -1 sorts last
     if sort == "change":
         rows.sort(key=lambda row: row[0], reverse=True)
     elif sort == "name":
@@ -362,7 +368,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
 
 
 def entries(found: Diff) -> Table:
-    """Return the table of other values that differ."""
+    """Return the table of values, other than tensors, that differ."""
     cells = []
     for path, a, b in found.entries:
         texts = ["(absent)" if text is None else cut(text) for text in (a, b)]
@@ -396,15 +402,16 @@ def _notes(found: Diff) -> Iterator[str]:
 
 
 WIDE = 16  # number of histogram bins in a table
-MEASURED = ("mean", "std", "min", "max", "norm")  # columns of tables, in this order
-ODD = {"nan": "NaN", "inf": "inf"}  # name in JSON -> title; both are 0 for a healthy tensor
+MEASURED = ("mean", "std", "min", "max", "norm")  # column headers for statistics, in this order
+ODD = {"nan": "NaN", "inf": "inf"}  # name in JSON -> column header
 COLUMNS = ("name", "tensors", "count", *MEASURED, "zeros", *ODD.values(), "histogram")
 
 
 def numbers(tally: Tally, kind: str) -> dict[str, Any]:
-    """Return the statistics of the JSON schema.
+    """Return the statistics of a tensor for JSON.
 
-    Values without finite elements are None, as are the minimum and maximum of complex numbers.
+    If a tensor has no finite elements, the mean, the minimum and similar statistics are None. For
+    complex numbers, the minimum and maximum are None.
     """
     there, ordered = tally.finite > 0, kind != "complex"
     return {
@@ -425,7 +432,7 @@ def numbers(tally: Tally, kind: str) -> dict[str, Any]:
 def statistics_table(
     rows: Iterable[TensorStats], found: Statistics, bars: Callable[[Sequence[int]], str]
 ) -> Table:
-    """Return the table of the rows and the totals; `bars` formats the counts of a histogram."""
+    """Return the table of statistics with the totals. `bars` formats the counts of a histogram."""
 
     def cells(row: TensorStats, label: str) -> tuple[str, ...]:
         found = numbers(row.tally, row.kind)
@@ -447,13 +454,13 @@ def statistics_table(
 
 
 def measured(found: dict[str, Any]) -> list[str]:
-    """Return the statistics of one tensor as strings: ``mean 0.5``, ``3 zeros``."""
+    """Return the statistics of one tensor as strings, such as ``mean 0.5`` and ``3 zeros``."""
     named = [f"{name} {short(found[name])}" for name in MEASURED if found[name] is not None]
     return named + [f"{found[name]:,} {name}" for name in ("zeros", *ODD) if found[name]]
 
 
 def short(value: Any) -> str:
-    """Format a number with three digits."""
+    """Format a number with three significant digits."""
     if value is None:
         return ""
     if isinstance(value, complex):
