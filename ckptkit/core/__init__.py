@@ -1,8 +1,8 @@
-"""The values that all other rooms use: byte sources, tensors, the tree, Checkpoint, Plan.
+"""Values that all other subpackages use: byte sources, tensors, trees, Checkpoint and Plan.
 
-In: bytes and ranges of bytes. Out: frozen values that describe them; this room reads no file format
-and no tensor elements. Uses no other room. Also here: errors with their exit codes, limits, dtypes,
-text for messages.
+Input: files and byte ranges. Output: frozen values that describe the bytes. This subpackage parses
+no file format and decodes no tensor elements. It imports no other subpackage of ckptkit. It also
+defines errors with exit codes, limits, dtypes, and functions that format messages.
 """
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Checks of arguments: each function raises an ArgumentError that names the expected type.
+"""Checks of function arguments. Each function raises an ArgumentError that names the expected type.
 
-`checked` wraps a function so that its annotations select the checks, from the table `KINDS`.
+`checked` wraps a function and checks its arguments. The table `KINDS` maps annotations to checks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ckptkit.core.text import shown
 
 
 def text(name: str, value: object) -> str:
-    """Return a string argument."""
+    """Return `value`. Raise ArgumentError unless `value` is a string."""
     if not isinstance(value, str):
         raise wrong(name, "a string", value)
     return value
 
 
 def texts(name: str, value: object) -> list[str]:
-    """Return an argument of several strings. A single string becomes a list of one."""
+    """Return a string, or several strings, as a list of strings."""
     if isinstance(value, str):
         return [value]
     is_several = isinstance(value, Iterable) and not isinstance(value, bytes)
@@ -33,7 +33,7 @@ def texts(name: str, value: object) -> list[str]:
 
 
 def text_pairs(name: str, value: object) -> list[tuple[str, str]]:
-    """Return an argument of pairs of strings."""
+    """Return the pairs of strings in `value` as a list."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise wrong(name, "pairs of strings", value)
     listed: list[Any] = list(value)
@@ -49,14 +49,14 @@ def _is_pair(value: object) -> bool:
 
 
 def device(name: str, value: object) -> object:
-    """Return an argument that names a device: a string or a torch.device."""
+    """Return a device: a string or a torch.device."""
     if not isinstance(value, str) and type(value).__name__ != "device":
         raise wrong(name, "a name such as 'cpu' or a torch.device", value)
     return value
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
-    """Return an argument that is a mapping with string keys. None becomes an empty mapping."""
+    """Return a mapping with string keys. If `value` is None, return an empty mapping."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -65,19 +65,19 @@ def mapping(name: str, value: object) -> Mapping[Any, Any]:
 
 
 def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
-    """Return an argument that renames: a mapping of old to new names, or a function."""
+    """Return a mapping of old to new names, or a function that renames."""
     return value if callable(value) else mapping(name, value)
 
 
 def flags(**values: object) -> None:
-    """Check arguments that are True or False."""
+    """Raise ArgumentError unless each value is True or False."""
     for name, value in values.items():
         if not isinstance(value, (int, type(None))):
             raise wrong(name, "True or False", value)
 
 
 def numbers(name: str, value: object) -> list[float]:
-    """Return an argument of several numbers."""
+    """Return a list or tuple of numbers as a list."""
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
     if not all(isinstance(each, (int, float)) for each in listed):
         raise wrong(name, "a list of numbers", value)
@@ -85,21 +85,21 @@ def numbers(name: str, value: object) -> list[float]:
 
 
 def count(name: str, value: object) -> int | None:
-    """Return an argument that is an integer >= 0, or None."""
+    """Return `value`, an integer >= 0 or None."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise wrong(name, "an integer >= 0", value)
     return value
 
 
 def tolerances(**values: object) -> None:
-    """Check arguments that are numbers >= 0, or None."""
+    """Raise ArgumentError unless each value is a number >= 0 or None."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, (int, float)) and value >= 0):
             raise wrong(name, "a number >= 0", value)
 
 
 def path(name: str, value: object) -> str:
-    """Return an argument that is a path or URL."""
+    """Return a path or URL as a string."""
     if not isinstance(value, (str, os.PathLike)):
         error = wrong(name, _PATHS[name], value)
         error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
@@ -123,7 +123,7 @@ _PATHS = {
 
 
 def is_stream(value: object) -> TypeGuard[IO[bytes]]:
-    """Return whether an argument is a binary file object. Raises ArgumentError for a text file."""
+    """Return True for a binary file object. Raise ArgumentError for a text file."""
     if isinstance(value, (str, os.PathLike)) or not hasattr(value, "write"):
         return False
     if hasattr(value, "encoding"):  # a text stream rejects bytes
@@ -134,16 +134,16 @@ def is_stream(value: object) -> TypeGuard[IO[bytes]]:
 
 
 def module(name: str, value: object) -> None:
-    """Check that an argument is a torch.nn.Module, without importing torch."""
+    """Raise ArgumentError unless `value` is a torch.nn.Module. Do not import torch."""
     if not any(each.__module__ == "torch.nn.modules.module" for each in type(value).__mro__):
         error = wrong(name, "a torch.nn.Module", value)
         if isinstance(value, type):
-            error.hint = f"make one: {value.__name__}(...)"
+            error.hint = f"pass an instance: {value.__name__}(...)"
         raise error
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return an argument that is callable."""
+    """Return `value`, a callable."""
     if not callable(value):
         raise wrong(name, "a function", value)
     return value
@@ -162,7 +162,7 @@ def takes_two(function: Callable[..., Any]) -> bool:
 
 
 def wrong(name: str, expected: str, value: object) -> ArgumentError:
-    """Return the error for argument `name`: what is expected, and what `value` is."""
+    """Return an ArgumentError for the argument `name`, with the expected type and the value."""
     plain = isinstance(value, (str, int, float, bytes, type(None)))
     given = shown(value) if plain else type(value).__name__
     if isinstance(value, type):
@@ -171,14 +171,14 @@ def wrong(name: str, expected: str, value: object) -> ArgumentError:
 
 
 def number(name: str, value: object) -> float | None:
-    """Return an argument that is a number, or None."""
+    """Return `value`, a number or None."""
     if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         raise wrong(name, "a number", value)
     return value
 
 
 def settings(name: str, value: object) -> list[Any] | None:
-    """Return an argument of several settings: numbers, or dicts of glob -> number; or None."""
+    """Return a list of settings, or None. Each setting is a number or a dict of glob -> number."""
     if value is None:
         return None
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
@@ -188,12 +188,12 @@ def settings(name: str, value: object) -> list[Any] | None:
 
 
 def flag(name: str, value: object) -> object:
-    """Return an argument that is True or False."""
+    """Return `value`, True or False."""
     flags(**{name: value})
     return value
 
 
-# The check for each annotation.
+# A check maps the name and value of an argument to a valid value.
 Kinds = Mapping[str, Callable[[str, Any], Any]]
 KINDS: Kinds = {
     "bool": flag,
@@ -219,9 +219,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F, more: Kinds | None = None) -> F:
-    """Return `function` with checks of the arguments whose annotations are in `KINDS` or `more`.
+    """Return a wrapper that checks the arguments of `function`.
 
-    The returned function raises ArgumentError for a wrong argument.
+    `KINDS` and `more` map annotations to checks. The wrapper checks each argument whose annotation
+    is in one of these mappings, and raises ArgumentError for a wrong argument.
     """
     known = {**KINDS, **(more or {})}
     code = function.__code__

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """Facts about a file that is one part of a checkpoint, such as a rank or a shard.
+    """Facts about a file that contains one rank or one shard of a checkpoint.
 
-    ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"). ``detail`` describes which tensors
-    the part contains. ``folder`` is the folder of all parts, None if unknown. ``alone``: whether
-    `part_only` can read it.
+    ``name`` describes the file ("rank 0 of 2 of an FSDP checkpoint"). ``detail`` describes the
+    tensors in the file. ``folder`` is the folder with all files of the checkpoint, or None if this
+    folder is unknown. ``alone`` is True if `part_only` can read the file.
     """
 
     kind: str
@@ -40,31 +40,32 @@ class PartOf:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
     def refusal(self, what: str = "this requires the complete checkpoint") -> UnsupportedError:
-        """Return the error of a command that needs the complete checkpoint."""
+        """Return the error for a command that requires the complete checkpoint."""
         return UnsupportedError(f"is {self}; {what}", hint=self.hint)
 
     @property
     def hint(self) -> str:
         """The command to use instead."""
-        complete = "put all parts into one folder and give the folder"
+        complete = "put the files of all ranks into one folder and pass the folder"
         if self.folder:
             command = shell_command(
                 ("ckptkit", "convert", *argument(self.folder), "out.safetensors")
             )
-            complete = f"the folder has all parts: `{command}`"
-        return f"{complete}; --part-only reads this part alone" if self.alone else complete
+            complete = f"the folder contains the complete checkpoint: `{command}`"
+        return f"{complete}; --part-only reads only this file" if self.alone else complete
 
 
 class NoOpWarning(str):
-    """A warning about a no-op; --strict makes it an error."""
+    """A warning that a step is a no-op. With --strict, the step fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Entries from separate files, such as optimizer.pt beside the file of the weights.
+    """Entries from separate files, such as optimizer.pt in the folder of model.safetensors.
 
-    ``files`` maps entries to names of files; ``weights`` is the entry of the weights.
-    ``unordered``: the file of the weights does not keep the order of the model's parameters.
+    ``files`` maps each entry to the name of its file. ``weights`` is the name of the entry that
+    contains the weights. ``unordered`` is True if the order of the weights in their file may differ
+    from the order of the model's parameters.
     """
 
     files: Mapping[str, str]
@@ -76,7 +77,7 @@ Entry: TypeAlias = (
     "Tensor | TypedStorage | dict[Any, Entry] | list[Entry] | tuple[Entry, ...] | str | bytes | "
     "bool | int | float | complex | Global | Object | SetNode | Pairs | ByteString | StoredBytes | "
     "StoredList | None"
-)  # what a checkpoint can contain
+)  # the values that a checkpoint can contain
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,10 +131,10 @@ class Checkpoint:
 
     @cached_property
     def selection(self) -> Weights | None:
-        """The weights and their path in the tree, None if there are none.
+        """The weights and their path in the tree. None if the checkpoint contains no weights.
 
-        Raises AmbiguousError if several entries may be the weights. Raises UsageError if `key` does
-        not name a mapping of tensors.
+        Raises AmbiguousError if several entries may be the weights. Raises UsageError if the entry
+        `key` is not a mapping of tensors.
         """
         try:
             return locate(self.root, self.key)
@@ -141,7 +142,10 @@ class Checkpoint:
             raise error.at(self.name or "") from error.__cause__
 
     def require_complete(self) -> Checkpoint:
-        """Return this checkpoint. Raises UnsupportedError for a part, unless `part_only`."""
+        """Return this checkpoint if it is complete or `part_only` is set.
+
+        Raises UnsupportedError otherwise.
+        """
         if self.part is not None and not self.part_only:
             raise self.part.refusal().at(self.name or "")
         return self
@@ -156,12 +160,16 @@ class Checkpoint:
 
     @property
     def unordered(self) -> bool:
-        """True if an optimizer may number the weights in another order than the file."""
+        """True if the order of an optimizer's parameters may differ from the order of the file."""
         return self.beside is not None and self.beside.unordered
 
     @property
     def required(self) -> Weights:
-        """The weights. Raises UsageError if there are no weights, or only tensors elsewhere."""
+        """The weights and their path in the tree.
+
+        Raises UsageError if the checkpoint contains no weights, or if only other entries contain
+        tensors.
+        """
         if self.selection is None:
             if is_optimizer(self.root):
                 raise UsageError(
@@ -190,7 +198,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str | None:
-        """The file or folder, for messages."""
+        """The name of the file or folder, for messages."""
         return self.source.name if self.source is not None else None
 
     def with_root(
@@ -206,7 +214,7 @@ class Checkpoint:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The options with which a command selects the same weights."""
+        """The command-line options that select these weights."""
         return (*(() if self.key is None else ("--key", self.key)), *self.words)
 
     def with_key(self, key: str | None) -> Checkpoint:
@@ -225,7 +233,7 @@ class Checkpoint:
                 if each == key and type(each) is type(key):
                     return _plain_entry(value)
         except RecursionError:
-            pass  # CPython compares nested keys recursively
+            pass  # CPython compares nested tuples recursively
         if not isinstance(key, str):
             raise UnknownNameError(f"there is no entry {key!r}", where=self.name)
         try:
@@ -242,7 +250,7 @@ class Checkpoint:
             return False
 
     def __contains__(self, key: object) -> bool:
-        """Return whether `ck[key]` exists."""
+        """Return True if `ck[key]` exists."""
         try:
             self[key]
         except UnknownNameError:
@@ -309,20 +317,20 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        """Return one line without memory addresses.
+        """Return one line that describes the checkpoint.
 
-        Reads headers only and never raises.
+        The line contains no memory addresses. This method reads only headers and never raises.
         """
         return f"<Checkpoint {self.heading}>"
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: the weights and the other entries."""
+        """Return HTML for notebooks, with tables of the weights and the other entries."""
         html: str = hooks.call("html", self)
         return html
 
     @property
     def heading(self) -> str:
-        """One line: name, format, number of tensors and parameters, bytes. Never raises."""
+        """One line with name, format, number of tensors and parameters, and size. Never raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -347,11 +355,11 @@ class Checkpoint:
 
 Source: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Mapping[Any, Any] | Checkpoint
-)  # what functions accept as a checkpoint
+)  # the types that functions accept as a checkpoint
 
 
 def opened(source: Source) -> Checkpoint:
-    """Return the checkpoint of a source. Open the source if it is not a Checkpoint."""
+    """Return `source` if it is a Checkpoint. Otherwise, open `source` and return its checkpoint."""
     if isinstance(source, Checkpoint):
         return source
     made: Checkpoint = hooks.call("open", source)
@@ -364,13 +372,13 @@ P = ParamSpec("P")
 def edit(
     function: Callable[Concatenate[Checkpoint, P], Checkpoint],
 ) -> Callable[Concatenate[Source, P], Checkpoint]:
-    """Wrap an edit: the returned function accepts any Source and checks its arguments."""
+    """Return a wrapper of `function` that accepts any Source and checks its arguments."""
     made: Any = arguments.checked(function, {"Checkpoint": lambda _, source: opened(source)})
     return made  # type: ignore[no-any-return]
 
 
 def several(sources: Iterable[Source]) -> list[Checkpoint]:
-    """Open several checkpoints. Raises ArgumentError for a single one."""
+    """Open several checkpoints. Raise ArgumentError if `sources` is a single checkpoint."""
     if isinstance(sources, (str, bytes, os.PathLike, Mapping, Checkpoint)) or not isinstance(
         sources, Iterable
     ):
@@ -379,7 +387,7 @@ def several(sources: Iterable[Source]) -> list[Checkpoint]:
 
 
 def _plain_entry(node: Node) -> Entry:
-    """Return the tensor or number that an Object evaluates to; return other nodes unchanged."""
+    """Return the tensor or number that an Object constructs. Return other nodes unchanged."""
     entry: Entry = node
     if isinstance(node, Object):
         tensor = node.tensor
@@ -390,7 +398,7 @@ def _plain_entry(node: Node) -> Entry:
 
 
 def _class_of(node: Node) -> str:
-    """Return `` of class C`` for a ``_rebuild_from_type_v2(function, class, ...)``."""
+    """Return `` of class C`` if a node calls ``_rebuild_from_type_v2(function, C, ...)``."""
     args = node.args if isinstance(node, Object) else ()
     made = args[1] if isinstance(args, tuple) and len(args) > 2 else None
     return f" of class {escape(str(made))}" if isinstance(made, Global) else ""

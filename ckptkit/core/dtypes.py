@@ -1,9 +1,9 @@
-"""The table of element types: the only source of their names, sizes and codes.
+"""The table of element types, with the name and size of each type in every format.
 
 Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy, ggml. `bits`
-is the size of one element of `shape` as torch reports it. Torch counts a float4_e2m1fn_x2 pair as
-one element of 8 bits, but each quint4x2 element as 4 bits. The types of ggml store a row in blocks
-of `block` elements, and `bits` is the size of a block.
+is the size of one element. Torch counts a pair of float4_e2m1fn_x2 numbers as one element of 8
+bits, but each quint4x2 number as an element of 4 bits. ggml types store blocks of `block` elements.
+For ggml types, `bits` is the size of a block.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ckptkit.core.text import meant
 class DType:
     """An element type. A DType equals its name, and the torch or numpy dtype of that name.
 
-    The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name,
-    but not by a torch or numpy dtype: these have other hashes.
+    The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name.
+    They do not find a DType by a torch or numpy dtype, because the hashes differ.
 
-    ``name`` is the name in torch, without ``torch.``. ``kind`` is one of float, int, bool, complex,
-    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`). ``storage`` is the typed
-    storage class in module torch, None if torch writes an UntypedStorage. ``safetensors`` is the
-    code in a header. ``numpy`` is the numpy name, None if numpy has none.
+    ``name`` is the name in torch, without ``torch.``. ``kind`` is float, int, bool, complex,
+    quantized, bits, blocks (of ggml) or unknown (:func:`unknown`). ``storage`` is the typed storage
+    class in module torch. If torch writes an UntypedStorage, ``storage`` is None. ``safetensors``
+    is the name of the type in a safetensors header. ``numpy`` is the name of the type in numpy. If
+    numpy does not have the type, ``numpy`` is None.
     """
 
     name: str
@@ -35,26 +36,27 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
     numpy: str | None = None
-    packed: int = 1  # elements in a safetensors header for each torch element of the last dimension
-    block: int = 1  # elements in a block of `bits`
+    packed: int = 1  # safetensors counts this number of elements where torch counts one
+    block: int = 1  # number of elements in a block of `bits`
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element or block, 1 for types smaller than a byte."""
+        """Number of bytes of an element or block. 1 for types smaller than a byte."""
         return self.bits // 8 or 1
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of `elements` elements, rounded up to a whole byte or block."""
+        """Return the number of bytes of `elements` elements, rounded up to complete blocks."""
         if self.block > 1:
             return -(-elements // self.block) * self.bits // 8
         return (elements * self.bits + 7) // 8
 
     @property
     def component(self) -> int:
-        """Number of bytes that a change of byte order reverses: half an element for complex types.
+        """Number of bytes in each group that a change of byte order reverses.
 
-        The value is 1 for blocks, because the fields of a block differ in size. The code that
-        decodes a block swaps its fields.
+        For complex types this is half an element, because the real and the imaginary part are
+        swapped separately. For blocks it is 1, because the fields of a block differ in size. The
+        code that decodes a block swaps the bytes of each field.
         """
         if self.kind == "blocks":
             return 1
@@ -116,12 +118,12 @@ TABLE: tuple[DType, ...] = (
     DType("bits1x8", 8, "bits"),
     DType("bits2x4", 8, "bits"),
     DType("bits4x2", 8, "bits"),
-    # Placeholders in torch: torch.save rejects them.
+    # torch.save rejects tensors of these types.
     *(DType(f"int{bits}", 8, "int") for bits in range(1, 8)),
     *(DType(f"uint{bits}", 8, "int") for bits in range(1, 8)),
 )
 
-# F4 with an odd last dimension. It has no torch type, because torch stores pairs.
+# The type of F4 tensors with an odd last dimension. Torch has no such type: it stores F4 in pairs.
 FLOAT4 = DType("float4_e2m1fn", 4, "float", None, "F4")
 
 BY_NAME: dict[str, DType] = {row.name: row for row in (*TABLE, FLOAT4)}
@@ -129,8 +131,8 @@ BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
 
-# The types of tensors in GGUF files, by their number (ggml.h). Removed types and unused numbers are
-# missing; `formats.gguf` maps the numbers of types that torch has.
+# The types of tensors in GGUF files, by their number in ggml.h. Types that ggml removed and unused
+# numbers are missing. `formats.gguf` contains the numbers of types that exist in torch.
 GGML: dict[int, DType] = {
     number: DType(name, 8 * nbytes, "blocks", block=block)
     for number, name, block, nbytes in (
@@ -160,19 +162,19 @@ DTypeLike: TypeAlias = Any  # a name, a DType, or a dtype of torch, numpy or ml_
 
 UINT8 = BY_NAME["uint8"]
 NOT_IN_TORCH = frozenset({FLOAT4.name, "float6_e2m3", "float6_e3m2"})
-UNKNOWN = "unknown dtype"  # the `layout` of a tensor whose element size is unknown
+UNKNOWN = "unknown dtype"  # `layout` of a tensor whose element size is unknown
 
 
 def unknown(name: str) -> DType:
-    """Return a placeholder for an unsupported type, such as one of a later torch."""
+    """Return a placeholder for an unsupported type, for example of a later torch version."""
     return DType(name, 8, "unknown")
 
 
 def parse(given: DTypeLike) -> DType:
-    """Return the type for ``float32``, ``fp16``, ``torch.float32``, ``np.float32`` and so on.
+    """Return the DType for ``float32``, ``fp16``, ``torch.float32``, ``np.float32`` and so on.
 
-    Raises FormatError for an unknown name, ArgumentError for an object that is neither a name nor a
-    dtype of torch, numpy or ml_dtypes.
+    Raise FormatError for an unknown name. Raise ArgumentError for an object that is neither a name
+    nor a dtype of torch, numpy or ml_dtypes.
     """
     name = _name(given)
     plain = name.strip().lower().removeprefix("torch.")

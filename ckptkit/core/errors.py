@@ -1,11 +1,11 @@
 """Errors: one class for each kind of failure that a caller may want to handle differently.
 
-Every failure that ckptkit foresees is a :class:`CkptkitError`. It consists of a sentence, the file
-or place, a hint (what to type next) and the exit code of the command line. Any other exception that
-reaches the user is a bug. Many classes also derive from the builtin error that Python code catches
-for such a failure.
+Every error that ckptkit raises on purpose is a :class:`CkptkitError`. It consists of a message, the
+name of the file, a hint (such as a command to run next) and the exit code of the command line. Any
+other exception that reaches the user is a bug. Many classes also derive from a builtin exception,
+which Python code expects for such a failure.
 
-A warning with a stable code is a :class:`Notice`: a string with that code and facts.
+A warning with a stable code is a :class:`Notice`: a string with a code and facts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch reads the format
+NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch can read the file
 
 
 class CkptkitError(Exception):
@@ -28,7 +28,7 @@ class CkptkitError(Exception):
 
     exit_code = 3
     code = "failed"
-    part: str | None = None  # the part of a request that failed; it begins the printed message
+    part: str | None = None  # rule that failed, such as "rule 2"; the message begins with it
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CkptkitError(Exception):
 
     @property
     def where(self) -> str | None:
-        """The file or place of the failure."""
+        """The name of the file in which the failure occurred."""
         return self._where
 
     @where.setter
@@ -57,7 +57,7 @@ class CkptkitError(Exception):
 
     @property
     def hint(self) -> str | None:
-        """The advice. Python prints it too, as the first note of the exception."""
+        """Advice for the user. Python prints the hint too, as the first note of the exception."""
         return self._hint and _filled(self._hint, self._where)
 
     @hint.setter
@@ -74,21 +74,24 @@ class CkptkitError(Exception):
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def at(self, where: str) -> CkptkitError:
-        """Return this error with `where` filled in, unless it already names a place."""
+        """Return this error. If it has no `where` yet, set `where`."""
         if self.where is None:
             self.where = where
         return self
 
 
 def _filled(hint: str, where: str | None) -> str:
-    """Return the hint with file names filled in; without a file, only the names of its commands."""
+    """Return the hint with `where` and a new file name inserted.
+
+    If `where` is unknown, return commands without file names, such as `inspect`.
+    """
     if "{where}" not in hint:
         return hint
     if not where:
         return hint.replace(" {where}", "").replace(" {new}", "").replace("`ckptkit ", "`")
     from ckptkit.core.text import output_name, shell_word
 
-    where = f"./{where}" if where.startswith("-") else where  # "-x" would be an option
+    where = f"./{where}" if where.startswith("-") else where  # a command reads "-x" as an option
     new = shell_word(output_name(where, "new"))
     return hint.replace("{where}", shell_word(where)).replace("{new}", new)
 
@@ -120,7 +123,7 @@ class UnknownNameError(UsageError, KeyError):
 
 
 class PositionError(UsageError, IndexError):
-    """An index is out of the range of a tensor."""
+    """An index is outside the bounds of a tensor."""
 
     code = "position"
 
@@ -162,7 +165,7 @@ class FormatError(InputError, ValueError):
 
 
 class TruncatedError(FormatError):
-    """The bytes end earlier than the format states."""
+    """The file is truncated: it ends before the last byte that its header describes."""
 
     code = "truncated"
 
@@ -211,7 +214,7 @@ class LimitError(InputError):
 
 
 class TensorError(InputError, ValueError):
-    """A tensor does not fit its storage, or the operation is undefined for its dtype."""
+    """A tensor exceeds its storage, or the operation is not defined for the tensor's dtype."""
 
     code = "tensor"
 
@@ -249,7 +252,7 @@ class VerifyError(OutputError):
 
 
 def address_space() -> int | None:
-    """Return the limit in bytes that ``ulimit -v`` sets for memory, None if there is none."""
+    """Return the memory limit in bytes that ``ulimit -v`` sets, or None without such a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -266,18 +269,18 @@ def _is_nowhere() -> bool:
     return False
 
 
-_PROJECTS = {"yaml": "pyyaml"}  # packages whose project on PyPI has another name
+_PROJECTS = {"yaml": "pyyaml"}  # names on PyPI of packages that are imported by another name
 
 
-# Parts of the messages of Python and the dynamic loader when memory runs out.
+# Parts of error messages of Python and the dynamic loader that mean "out of memory".
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't start new thread")
 
 
 def foreseen(error: BaseException) -> BaseException:
-    """Convert an error of the environment to a CkptkitError; return other errors unchanged.
+    """Convert an error of the environment to a CkptkitError. Return other errors unchanged.
 
-    Errors of the environment are missing memory, missing optional packages, and a working directory
-    that was removed.
+    Errors of the environment are: out of memory, a missing optional package, and a removed working
+    directory.
     """
     text = str(error) if isinstance(error, (ImportError, RuntimeError)) else ""
     if isinstance(error, MemoryError) or any(each in text for each in _NO_MEMORY):
@@ -299,20 +302,19 @@ def foreseen(error: BaseException) -> BaseException:
 
 
 # Stable codes of warnings that other code looks for.
-ADAPTER = "adapter"  # a note: which adapter was merged
-DELTA = "delta"  # the file contains frames of a delta and no weights
+ADAPTER = "adapter"  # a note that names the merged adapter
+DELTA = "delta"  # the file contains only the frames of a delta, but no weights
 LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it
-NO_CHECKSUM = "no-checksum"  # some storages lack a checksum: ckptkit cannot detect damage
-NO_VERSION = "no-version"  # an archive without a version record, which torch rejects
-RUNS_CODE = "runs-code"  # a value whose loading would call a function that is not allowlisted
-WRONG_TOTAL = "wrong-total"  # the total size in an index of shards does not match the tensors
+NO_CHECKSUM = "no-checksum"  # ckptkit cannot verify some storages, because they have no checksum
+NO_VERSION = "no-version"  # torch rejects the zip file, because it contains no version
+RUNS_CODE = "runs-code"  # a program that loads a value calls a function that is not allowlisted
+WRONG_TOTAL = "wrong-total"  # the total size in a shard index does not match the tensors
 
 
 class Notice(str):
     """A warning with a stable `code` and its `facts`.
 
-    A Notice prints, compares, hashes and serializes as the string. Pickling and copying keep the
-    code and the facts.
+    A Notice is a string. A copy, and the result of unpickling, have the same code and facts.
     """
 
     code: str
@@ -333,11 +335,11 @@ def _made(code: str, text: str, facts: dict[str, Any]) -> Notice:
 
 
 def within(place: str, warning: str) -> str:
-    """Return `warning` with "`place`: " in front. A Notice keeps its code and facts."""
+    """Return `warning` with the prefix "`place`: ". A Notice keeps its code and facts."""
     text = f"{place}: {warning}"
     return Notice(warning.code, text, **warning.facts) if isinstance(warning, Notice) else text
 
 
 def coded(warnings: Iterable[str], code: str) -> list[Notice]:
-    """Return the warnings with this code, in order."""
+    """Return the warnings with the code `code`, in the same order."""
     return [each for each in warnings if isinstance(each, Notice) and each.code == code]

@@ -1,4 +1,4 @@
-"""Hooks that let core call functions of higher rooms without importing them."""
+"""Hooks: `ckptkit.core` calls functions of other subpackages by name, without importing them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Limits that keep a hostile or damaged file from exhausting memory and time.
 
-Each limit is far above the needs of real checkpoints. Fields named ``..._bytes`` are in bytes, all
-other fields are counts. Environment variables change them at import, such as
-``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
+Each limit is far above the needs of real checkpoints. A field named ``..._bytes`` is a number of
+bytes. Every other field is a count. An environment variable can change a limit when ckptkit is
+imported, such as ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
 from __future__ import annotations
@@ -20,77 +20,83 @@ PREFIX = "CKPTKIT_LIMIT_"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    pickle_bytes: int = 256 << 20  # one pickle stream, without the large byte strings (read lazily)
-    pickle_stack: int = 1_000_000  # values on the stack of the pickle machine at once
-    pickle_marks: int = 10_000  # MARKs open at once
+    pickle_bytes: int = 256 << 20  # size of one pickle stream; large byte strings do not count
+    pickle_stack: int = 1_000_000  # number of values on the stack of a pickle at one time
+    pickle_marks: int = 10_000  # number of open MARK opcodes in a pickle
     memo_entries: int = 5_000_000
-    value_bytes: int = 512 << 20  # memory for the values of one pickle, estimated
-    memo_sparse: int = 10_000  # memo entries set out of order
+    value_bytes: int = 512 << 20  # estimated memory for all values of one pickle
+    memo_sparse: int = 10_000  # number of memo entries that a pickle sets out of order
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples in dict keys: CPython hashes tuples recursively
-    odd_keys: int = 10_000  # dict keys whose hashes a file can choose: large ints, floats, tuples
-    key_values: int = 1_000_000  # values in all tuples that are dict keys
-    string_bytes: int = 64 << 20  # one text string
-    line_bytes: int = 1 << 20  # the argument of a text opcode
-    name_bytes: int = 64 << 10  # a module, class, record or tensor name
-    int_bytes: int = 1 << 10  # a big integer
-    revisits: int = 100_000  # repeated visits of values under other paths
+    # Number of large integers, floats and tuples among dict keys. A hostile file can choose such
+    # keys with equal hashes.
+    odd_keys: int = 10_000
+    key_values: int = 1_000_000  # number of values in all tuples that are dict keys
+    string_bytes: int = 64 << 20  # size of one string
+    line_bytes: int = 1 << 20  # size of the argument of a text opcode
+    name_bytes: int = 64 << 10  # size of the name of a module, class, zip member or tensor
+    int_bytes: int = 1 << 10  # size of one integer
+    revisits: int = 100_000  # number of times that values are visited again, at another path
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
-    record_bytes: int = 256 << 20  # a zip member except storages, or bytes in a pickle
-    # Bytes of all inflated records of a file, without storages. INFLATED times the size of the file
-    # is allowed in addition.
+    # Size of a zip member other than a storage, and of a byte string in a pickle.
+    record_bytes: int = 256 << 20
+    # Decompressed size of all zip members except storages. INFLATED times the size of the file is
+    # allowed in addition.
     inflated_free: int = 8 << 20
-    # Bytes of a decompressed file (gzip, zstd). UNPACKED times the compressed size is allowed in
+    # Decompressed size of a gzip or zstd file. UNPACKED times the compressed size is allowed in
     # addition.
     unpacked_free: int = 1 << 30
-    inflate_ratio: int = 1_100  # deflate reaches at most 1,032
+    inflate_ratio: int = 1_100  # decompressed bytes per compressed byte; deflate reaches 1,032
     tar_members: int = 10_000
-    tar_records_bytes: int = 512  # extended headers of one member: those of torch contain a time
-    npy_header_bytes: int = 64 << 10  # header of one numpy array
-    safetensors_header_bytes: int = 100_000_000  # the limit of the safetensors library
+    tar_records_bytes: int = 512  # size of the extended headers of one tar member
+    npy_header_bytes: int = 64 << 10  # size of the header of one numpy array
+    safetensors_header_bytes: int = 100_000_000  # the safetensors library has the same limit
     index_bytes: int = 64 << 20
     json_depth: int = 128
-    json_values: int = 12_000_000  # numbers, strings, lists and objects in one JSON text
+    json_values: int = 12_000_000  # number of numbers, strings, lists and objects in a JSON file
     rank: int = 64
-    ranks: int = 1 << 20  # ranks, parts or mesh pieces that a file claims to have
-    chunk_visits: int = 5_000_000  # comparisons to prove that the chunks cover a tensor
-    optimizer_values: int = 64  # values that an optimizer keeps for a parameter: Adam has three
-    trace_bytes: int = 64 << 20  # all pickles in a file that a scan traces
-    scan_depth: int = 8  # files inside files
-    scan_parts: int = 1_000_000  # parts of a file that a scan examines
-    scan_inflated_bytes: int = 1 << 30  # inflated size of all compressed data in a file
-    list_gaps: int = 100_000  # missing indices of lists that are rebuilt from flat names
-    rule_bytes: int = 64 << 10  # text of one tensor rule
-    rule_labels: int = 10_000  # labels of one variable of a rule
-    rule_variables: int = 64  # variables in a name
-    rule_terms: int = 100  # operators and ( ) of one size
-    rule_steps: int = 100_000  # to match names against rules; each name adds 64
-    rule_targets: int = 1_000_000  # tensors that one rule step makes
-    rule_copies: int = 4_000_000  # copies that fill the targets of one rule step
-    expansion: int = 4  # output bytes per storage byte, unless the caller allows more
-    expansion_free: int = 64 << 20  # output bytes that are always allowed in addition
+    ranks: int = 1 << 20  # number of ranks or shards that a file claims to have
+    chunk_visits: int = 5_000_000  # number of comparisons that prove that chunks cover a tensor
+    optimizer_values: int = 64  # number of optimizer values for one parameter; Adam has three
+    trace_bytes: int = 64 << 20  # size of all pickles that a scan traces in one file
+    scan_depth: int = 8  # nesting of files inside files
+    scan_parts: int = 1_000_000  # number of parts of a file that a scan examines
+    scan_inflated_bytes: int = 1 << 30  # decompressed size of all compressed data in a file
+    list_gaps: int = 100_000  # number of missing indices in lists that are rebuilt from flat names
+    rule_bytes: int = 64 << 10  # length of one tensor rule
+    rule_labels: int = 10_000  # number of labels of one variable in a rule
+    rule_variables: int = 64  # number of variables in a tensor name
+    rule_terms: int = 100  # number of operators, and nesting of parentheses, in one size
+    # Number of steps that match tensor names against rules. Each tensor name adds 64 to the limit.
+    rule_steps: int = 100_000
+    rule_targets: int = 1_000_000  # number of tensors that one rule step creates
+    rule_copies: int = 4_000_000  # number of copies that fill the target tensors of a rule step
+    expansion: int = 4  # output bytes per input byte, unless the caller allows more
+    expansion_free: int = 64 << 20  # number of output bytes that are always allowed in addition
 
 
 MOST = 10**18
-INFLATED = 8  # bytes of inflated records per byte of the file, in addition to `inflated_free`
-UNPACKED = 20  # bytes of a decompressed file per compressed byte, in addition to `unpacked_free`
-# The highest values of limits that other code bounds: beyond them Python recurses or raises.
+# Decompressed bytes of zip members per byte of the file, in addition to `inflated_free`.
+INFLATED = 8
+# Bytes of a decompressed file per compressed byte, in addition to `unpacked_free`.
+UNPACKED = 20
+# Maximum values of some limits. Above the maximum, Python or numpy would raise an error.
 CEILINGS = {
     "key_depth": 1_000,  # hash() recurses in C
     "int_bytes": 1_780,  # str() and int() of 4,300 digits
     "json_depth": 256,  # json.loads
     "rank": 64,  # numpy
-    "rule_variables": 100,  # names are matched by recursion
-    "rule_terms": 200,  # a size is read and computed by recursion
+    "rule_variables": 100,  # ckptkit matches names recursively
+    "rule_terms": 200,  # ckptkit parses and computes a size recursively
 }
 
 
 def from_environment(environment: Mapping[str, str]) -> Limits:
     """Return the limits that the environment variables set.
 
-    Warns about a variable that names no limit: another version of ckptkit may define it. Raises
-    UsageError for a value that is not a number in range.
+    If no limit has the name of a variable, warn: another version of ckptkit may define that limit.
+    Raise UsageError for a value that is not an integer in range.
     """
     known = {PREFIX + field.name.upper(): field.name for field in fields(Limits)}
     found = {}
@@ -116,7 +122,7 @@ LIMITS = from_environment(os.environ)
 
 
 def check(name: str, seen: int, what: str) -> None:
-    """Raise LimitError if `seen` exceeds the limit called `name`."""
+    """Raise LimitError if `seen` exceeds the limit `name`."""
     limit: int = getattr(LIMITS, name)
     if seen > limit:
         raise LimitError(
@@ -126,18 +132,18 @@ def check(name: str, seen: int, what: str) -> None:
 
 
 def check_inflated(seen: int, size: int) -> None:
-    """Raise LimitError if a file of `size` bytes inflates to `seen` bytes, which are too many."""
+    """Raise LimitError if `seen` decompressed bytes are too many for a file of `size` bytes."""
     check(
         "inflated_free",
         seen - INFLATED * size,
-        f"bytes of inflated records beyond {INFLATED} times the size of the file",
+        f"decompressed bytes of zip members beyond {INFLATED} times the size of the file",
     )
 
 
 def raise_limit_hint(name: str, seen: int) -> str | None:
-    """Return a hint with the setting that raises the limit to `seen`, or at least doubles it.
+    """Return a hint with the environment variable that raises the limit to `seen` or more.
 
-    None if `seen` exceeds the highest value that the limit may have.
+    Return None if `seen` exceeds the maximum value of the limit.
     """
     limit: int = getattr(LIMITS, name)
     most = CEILINGS.get(name, MOST)

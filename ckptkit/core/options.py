@@ -1,4 +1,4 @@
-"""Options of reading and writing, in one record that is created once and passed on."""
+"""Options for reading and writing checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WORDS = {
     "objects": ("keep", "drop", "error"),
     "ties": ("alias", "duplicate"),
 }
-_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the highest value of each option
-# The options that change the bytes of an output for a given checkpoint and format.
+_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # maximum value of each option
+# The options that affect the bytes of an output file.
 LAYOUT = ("objects", "ties", "all", "shard_size", "ranks", "extras", "sidecars", "check")
 
 
@@ -119,7 +119,7 @@ class Options:
             raise arguments.wrong("progress", "a function", self.progress)
 
     def changed(self, changes: dict[str, Any]) -> Options:
-        """Return these options with `changes`. Raises ArgumentError for an unknown name."""
+        """Return these options with `changes`. Raise ArgumentError for an unknown name."""
         for name in changes:
             if name not in _NAMES:
                 other = _OPTIONS_OF_COMMANDS.get(name)
@@ -129,12 +129,12 @@ class Options:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command-line options with which a command reads the same folder in the same way."""
+        """The command-line options that make a command read the folder with these options."""
         parts = () if self.parts is None else ("--parts", self.parts)
         return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
 
 
-# Command-line options without an argument of the same name: what to use in Python.
+# Hints for command-line options that have no Python argument of the same name.
 _OPTIONS_OF_COMMANDS = {
     "cast": "ckptkit.convert(source, destination, lambda ck: ckptkit.cast(ck, 'float16'))",
     "no_check": "use check=False",

@@ -1,14 +1,15 @@
-"""Plan: the bytes of each output file, a picklable value. It is complete before any copy starts.
+"""Plan: a description of the bytes of each output file.
 
-A plan is one or more output files, each a sequence of segments. A segment is one of
+A plan can be pickled, and is complete before ckptkit copies the first byte. It consists of one or
+more output files. Each output file is a sequence of segments, of these types:
 
-- ``bytes``: literal bytes, written unchanged;
-- ``Range``: bytes of a source, copied;
-- ``Derived``: bytes that are computed;
-- ``Checksummed``: a ``Range`` or ``Derived`` whose CRC-32 a placeholder needs;
-- ``ChecksumPlaceholder``: bytes with holes that those CRC-32s fill.
+* ``bytes``: ckptkit writes these bytes unchanged.
+* ``Range``: ckptkit copies these bytes from a source.
+* ``Derived``: ckptkit computes these bytes.
+* ``Checksummed``: a ``Range`` or ``Derived`` whose CRC-32 is needed by a placeholder.
+* ``ChecksumPlaceholder``: bytes with gaps into which ckptkit writes CRC-32s.
 
-A patch, in contrast, edits an existing file in place.
+A Patch, in contrast, edits an existing file in place.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ckptkit.core.text import plural
 
 
 class Checksummed(NamedTuple):
-    """An extent whose bytes count toward checksum `number`.
+    """Bytes that are included in the CRC-32 with the index `number`.
 
-    The extents of one checksum are consecutive in the file.
+    All bytes of one CRC-32 are consecutive in the output file.
     """
 
     extent: Extent
@@ -33,10 +34,10 @@ class Checksummed(NamedTuple):
 
 
 class ChecksumPlaceholder(NamedTuple):
-    """`template` with holes for CRC-32s.
+    """Bytes with gaps for CRC-32s.
 
-    For each hole (position, number), checksum `number` is written at `position` of the template
-    (4 bytes, little-endian).
+    For each pair (position, number) of `holes`, the CRC-32 with the index `number` is written at
+    `position` of `template`. A CRC-32 has 4 bytes, little-endian.
     """
 
     template: bytes
@@ -53,7 +54,7 @@ Segment = bytes | Range | Derived | Checksummed | ChecksumPlaceholder
 
 
 def length(segment: Segment) -> int:
-    """Return the number of bytes of the segment in the output."""
+    """Return the number of bytes that the segment has in the output."""
     if isinstance(segment, bytes):
         return len(segment)
     if isinstance(segment, (Range, Derived)):
@@ -65,16 +66,16 @@ def length(segment: Segment) -> int:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OutputFile:
-    """One output file and its segments in order.
+    """One output file, with its segments in order.
 
-    `name` is its path inside the output folder, with slashes, or "" if the plan is a single file.
-    With `keeps_sums`, segments that are ranges keep the checksum of their source.
+    `name` is the path of the file inside the output folder, with slashes. If the output is a single
+    file, `name` is "". If `keeps_sums` is set, each Range keeps the checksum of its source.
     """
 
     name: str
     segments: tuple[Segment, ...]
     keeps_sums: bool = False
-    size: int = field(init=False, compare=False)  # bytes of the whole file
+    size: int = field(init=False, compare=False)  # number of bytes of the complete file
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", sum(map(length, self.segments)))
@@ -87,8 +88,8 @@ class OutputFile:
 class Plan:
     """Everything that one command writes.
 
-    `notes` tell the user which data the format could not keep. `tensors` is the number of written
-    tensors, None if exactly the weights are written.
+    `notes` tell the user which data the output format cannot represent. `tensors` is the number of
+    written tensors. If exactly the weights are written, `tensors` is None.
     """
 
     files: tuple[OutputFile, ...]
@@ -101,17 +102,17 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def folders(self) -> list[str]:
-        """Paths of the folders inside the output, outer ones first."""
+        """Paths of the folders inside the output. Each folder follows its parent folder."""
         parts = [file.name.split("/") for file in self.files]
         return sorted({"/".join(each[:n]) for each in parts for n in range(1, len(each))})
 
     def sources(self) -> list[ByteSource]:
-        """Return every source that the plan reads, without repeats."""
+        """Return each source that the plan reads, once."""
         every = chain.from_iterable(sources(file.segments) for file in self.files)
         return list({id(source): source for source in every}.values())
 
@@ -134,10 +135,10 @@ class Plan:
 
 
 class Edit(NamedTuple):
-    """`data` written at byte `offset` of a file, contiguously or scattered.
+    """An edit that writes `data` at byte `offset` of a file.
 
-    If ``places`` is not empty, each byte of `data` has its own place. Places are little-endian
-    uint32 in ascending order, relative to `offset`.
+    If ``places`` is empty, the bytes are contiguous. Otherwise ``places`` contains the position of
+    each byte, relative to `offset`. The positions are little-endian uint32 in ascending order.
     """
 
     offset: int
@@ -152,18 +153,19 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Patch:
-    """An edit of the file `base` in place: new bytes in a few places, and a new size.
+    """New bytes for some positions of the file `base`, and its new size. ckptkit edits it in place.
 
-    The writes happen in an order in which no reader accepts a half-written file. First ``breaks``
-    makes the file invalid. Then ``edits`` change it (rising; disjoint from each other and the
-    seal). Last, ``seal`` makes it valid again. Without a seal the patch is a no-op.
+    ckptkit writes in an order in which no reader accepts a half-written file. First, ``breaks``
+    makes the file invalid. Then ckptkit writes ``edits``, in ascending order of their offsets.
+    Last, ``seal`` makes the file valid again. ``edits`` and ``seal`` do not overlap. A patch
+    without a ``seal`` is a no-op.
     """
 
     base: LocalFile
     breaks: Edit | None
     edits: tuple[Edit, ...]
     seal: Edit | None
-    size: int  # bytes of the whole file afterwards
+    size: int  # number of bytes of the file after the edit
     notes: tuple[str, ...] = ()
 
     @property
@@ -184,7 +186,7 @@ class Patch:
 
 
 def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
-    """Yield the extents of all non-literal segments."""
+    """Yield the Range or Derived of each segment, except literal bytes and placeholders."""
     for segment in segments:
         if isinstance(segment, (Range, Derived)):
             yield segment
@@ -193,7 +195,7 @@ def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
 
 
 def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
-    """Yield the source of each read of the segments. Sources may repeat."""
+    """Yield the sources from which the segments read. A source may repeat."""
     for extent in extents(segments):
         if isinstance(extent, Range):
             yield extent.source

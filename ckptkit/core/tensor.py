@@ -1,10 +1,10 @@
-"""Storage and Tensor: descriptions of byte ranges, validated when they are made.
+"""Storage, TypedStorage and Tensor: descriptions of byte ranges.
 
 A storage is a byte range with a device tag. A tensor is a strided view of a storage. Two tensors
-share memory if and only if they hold the same Storage object. This module reads no data.
+share memory if and only if they refer to the same Storage object. This module reads no data.
 
-All three classes are immutable, which only the type checker enforces: constructing a frozen
-dataclass takes 3x as long, and a file may have 100,000 storages and tensors.
+The three classes are immutable, but only the type checker enforces this. Python takes 3x as long to
+construct a frozen dataclass, and a file may contain 100,000 storages and tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Storage:
 
     record: Final[Record]
     device: Final[str] = "cpu"
-    crc32: Final[int | None] = None  # CRC-32 of the bytes as stored in the source; None: unknown
+    # CRC-32 of the bytes in their source. It is None if the source does not contain a CRC-32.
+    crc32: Final[int | None] = None
     big_endian: Final[bool] = False
 
     @property
@@ -63,10 +64,11 @@ class Storage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class TypedStorage:
-    """A storage as elements of `dtype`, or as bytes if `dtype` is None (torch's UntypedStorage).
+    """A storage whose elements have the type `dtype`.
 
-    Pickled tensors refer to typed storages. A checkpoint rarely contains one as a value. Torch 0.1
-    to 0.3 stored views of storages: such a view covers the elements `start` to `stop`.
+    If `dtype` is None, the elements are bytes (torch's UntypedStorage). Pickled tensors refer to
+    typed storages. Few checkpoints contain a typed storage as a value. Torch 0.1 to 0.3 could save
+    a view of a storage. The view contains the elements from `start` to `stop`.
     """
 
     storage: Final[Storage]
@@ -117,7 +119,8 @@ class Tensor:
     def over(self, storage: Storage) -> Tensor:
         """Return this tensor with another storage of the same length.
 
-        The method skips the checks, for speed: a file may have 100,000 tensors of a few shapes.
+        This method does not validate the new tensor, because a file may contain 100,000 tensors of
+        a few shapes.
         """
         made: Any = object.__new__(Tensor)
         made.storage, made.dtype, made.shape = storage, self.dtype, self.shape
@@ -140,7 +143,7 @@ class Tensor:
         return tensor
 
     def __getitem__(self, index: object) -> Array:
-        """Read some elements by a numpy index: integers, slices, ``...`` and None.
+        """Read the elements that `index` selects: integers, slices, ``...`` and None, as in numpy.
 
         Only the bytes of these elements, and gaps below 64 KiB between them, are read.
         """
@@ -227,7 +230,7 @@ class Tensor:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Start and length, in bytes, of the part of the storage that the elements cover."""
+        """Start and length, in bytes, of the range of the storage that contains all elements."""
         if 0 in self.shape:
             return 0, 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -250,9 +253,9 @@ def contiguous_stride(shape: Shape) -> Shape:
 def check_geometry(
     storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int
 ) -> None:
-    """Raise TensorError unless the storage contains every element.
+    """Raise TensorError unless the storage contains every element of the tensor.
 
-    Raises LimitError for too many dimensions. Python integers do not overflow.
+    Raise LimitError if the tensor has too many dimensions. Python integers do not overflow.
     """
     rank = len(shape)
     if rank != len(stride) and (storage is not None or stride):
@@ -263,7 +266,7 @@ def check_geometry(
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
     for n, s in zip(shape, stride or shape):  # noqa: B905 - same lengths, and `strict` is slower
-        # The shift is nonzero for negative numbers and for numbers of more than 63 bits.
+        # If a number is negative or has more than 63 bits, the result of the shift is not 0.
         if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(
                 "a tensor's sizes and strides are not all non-negative integers of 64 bits"

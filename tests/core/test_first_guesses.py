@@ -52,7 +52,7 @@ GUESSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda net: ckptkit.open(net, "model"), "key='model'"),  # type: ignore[arg-type]
     (lambda net: ckptkit.save(net, "x.pth", no_extras=True), "extras=False"),
     (lambda net: ckptkit.convert(net, "x.pth", cast="fp16"), "ckptkit.cast(ck, 'float16')"),
-    (lambda net: ckptkit.diff(net, torch.nn.Linear), "make one: Linear(...)"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.diff(net, torch.nn.Linear), "pass an instance: Linear(...)"),  # type: ignore[arg-type]
 ]
 
 
