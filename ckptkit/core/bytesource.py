@@ -1,15 +1,19 @@
 """Byte sources (a local file, memory, a folder of files), ranges of their bytes, and CRC-32s.
 
-A source has a size, an identity and `read`. An extent is a `Range` of a source, or a `Derived`:
-bytes that an operation computes from extents. A record locates the bytes of a storage: `locate`
-returns an extent. Files are read with `pread`, not through `mmap`: if a file is truncated
-meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only tensors that
-`ckptkit.load` returns are memory-mapped. Only regular files are opened, and none outside the folder
-of the checkpoint. While an edit in place is incomplete, its journal lies beside the file.
+A source has a size, an identity and a method `read`. A `Range` is a byte range of a source. A
+`Derived` is a sequence of bytes that an operation computes from other bytes. The type `Extent` is
+`Range` or `Derived`. A `Record` locates the bytes of a storage. Its method `locate` returns a
+`Range` or `Derived`.
 
-Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (the extra
-`speed`) exceeds 20 GB/s. Inside `reading`, every source adds the bytes that a thread reads to the
-checksums of that thread, so checksums of the input need no second pass.
+ckptkit reads files with `pread` instead of `mmap`. If another program truncates the file, `pread`
+returns fewer bytes, but access to a memory map would kill the process. Only tensors that
+`ckptkit.load` returns are memory-mapped. ckptkit opens only regular files, and no file outside the
+folder of the checkpoint. While an edit in place is incomplete, a journal exists beside the file.
+
+Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (installed with the
+extra `speed`) exceeds 20 GB/s. Inside the context manager `reading`, every source adds the bytes
+that a thread reads to the checksums of that thread. Checksums of the input therefore need no second
+pass.
 """
 
 from __future__ import annotations
@@ -52,12 +56,15 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux; Python 3.13 and later define it
 
 
 def identity_of(info: os.stat_result) -> Identity:
-    """Return the identity of a local file. ctime comes last: chmod and link change it too."""
+    """Return the identity of a local file.
+
+    The last item is ctime, which changes with the bytes, but also through chmod and link.
+    """
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class _Thread(threading.local):
-    """The checksums that this thread updates while it reads; None outside of `reading`."""
+    """The checksums that this thread updates while it reads. None outside of `reading`."""
 
     sums: ReadSums | None = None
 
@@ -66,9 +73,10 @@ READING = _Thread()
 
 
 class Member(NamedTuple):
-    """`length` contiguous bytes of a container for which the container stores a CRC-32.
+    """`length` contiguous bytes of a file, such as a zip member, whose CRC-32 the file contains.
 
-    The bytes lie between `offset` and `stop`. If they fill that range, they start at `offset`.
+    The bytes are somewhere between `offset` and `stop`. If `length` is `stop - offset`, they start
+    at `offset`.
     """
 
     name: str
@@ -83,38 +91,39 @@ class ByteSource(ABC):
 
     name: str  # for messages
     size: int  # in bytes
-    identity: Identity  # changes when the bytes change, as far as the file system can tell
-    # True if each read is a network request: then few large reads are faster than many small ones.
+    identity: Identity  # differs after a change of the bytes, if the file system reports the change
+    # True if each read is a network request. Then a few large reads are faster than many small
+    # reads.
     remote = False
     compares_answers = False  # True if every read checks that the file is unchanged
-    # True if forked processes can read at the same time: they share no file position.
+    # True if forked processes can read at the same time, because they do not share a file position.
     is_shared = False
-    whole: ByteSource | None = None  # the file that contains this one, or its compressed file
-    # For a container: a function that yields the members with a CRC-32 of a source.
+    whole: ByteSource | None = None  # the archive or compressed file that contains this source
+    # A function that yields the members of a source for which the source contains a CRC-32.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`.
 
-        Raises TruncatedError where the source has fewer.
+        Raises TruncatedError if the source ends before the last of these bytes.
         """
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`, if possible without a copy.
 
-        Raises like `read`.
+        Raises the same errors as `read`.
         """
         buffer[:] = self.read(offset, len(buffer))
 
     def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after another, with the bytes from `offset`. Raises like `read`."""
+        """Fill the buffers, one after another, with the bytes from `offset`."""
         for buffer in buffers:
             self.read_into(offset, buffer)
             offset += len(buffer)
 
     def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes from `offset`, `offset + step`, `offset + 2 * step`..."""
+        """Fill buffer number n with the bytes from `offset + n * step`, for each buffer."""
         for buffer in buffers:
             self.read_into(offset, buffer)
             offset += step
@@ -129,11 +138,11 @@ class ByteSource(ABC):
         """Raise InputChangedError if the bytes changed since the source was opened."""
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
-        """Return the folder that contains this file, and the name there; None without a folder."""
+        """Return the folder of this file, and the name of the file. None if it has no folder."""
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
-        """Release the file. Later reads raise an error."""
+        """Close the file. A later read raises an error."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -166,7 +175,7 @@ class Memory(ByteSource):
             self.whole.check_unchanged()
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
-        """Return the folder and name of the file that the bytes were decompressed from."""
+        """Return the folder and name of the compressed file that contained the bytes."""
         return None if self.whole is None else self.whole.folder_and_name()
 
     def read(self, offset: int, length: int) -> bytes:
@@ -179,7 +188,7 @@ class Memory(ByteSource):
 
 
 class Section(ByteSource):
-    """Contiguous bytes of another source, such as a file inside an archive."""
+    """A range of contiguous bytes of another source, such as a file inside an archive."""
 
     def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > whole.size:
@@ -205,10 +214,11 @@ class Section(ByteSource):
 
 
 class LocalFile(ByteSource):
-    """A regular file, opened once: all reads use the open file, even if its name is reused.
+    """A regular file that ckptkit opens once.
 
-    A pickle of this object contains its path and identity. A worker process that unpickles the
-    object reopens the file, and rejects a changed file.
+    All reads use the same open file, even if another file replaces it under the same path. A pickle
+    of this object contains its path and identity. When a worker process unpickles the object, it
+    opens the file again and rejects a changed file.
     """
 
     is_shared = hasattr(os, "pread")
@@ -282,11 +292,12 @@ class LocalFile(ByteSource):
             offset += size
 
     def map(self) -> mmap | None:
-        """Map the whole file, copy on write. Return None if the system cannot map it.
+        """Map the complete file into memory, copy-on-write.
 
-        The map reserves no memory, so the file may be larger than the memory. Raises
-        InputChangedError if the file was truncated since it was opened. If the file is truncated
-        later, a read of the missing part kills the process.
+        The map does not reserve memory, so the file may be larger than the memory. Return None if
+        the operating system cannot map the file. Raise InputChangedError if the file was truncated
+        since ckptkit opened it. If the file is truncated later, access to the missing bytes kills
+        the process.
         """
         import mmap
 
@@ -304,7 +315,7 @@ class LocalFile(ByteSource):
         if preadv is None or offset < 0:
             super().read_into_apart(offset, step, buffers)
             return
-        for buffer in buffers:  # one system call each: there may be many small buffers
+        for buffer in buffers:  # one system call for each buffer; the buffers may be many and small
             try:
                 count = preadv(fd, (buffer,), offset)
             except OSError as error:
@@ -345,10 +356,11 @@ class LocalFile(ByteSource):
             )
 
     def _only_moved(self, now: os.stat_result) -> bool:
-        """Return whether links, mode, owner or name changed (and so ctime), but not the bytes.
+        """Return True if links, mode, owner or name of the file changed, but not its bytes.
 
-        A file that a rename replaced loses a link. If only ctime changed, a program may have
-        written to the file and then restored mtime.
+        Such a change sets a new ctime. If another file replaced this file by a rename, the link
+        count of this file is lower. If only ctime changed, return False: a program may have written
+        to the file and then restored mtime.
         """
         if identity_of(now)[:-1] != self.identity[:-1]:
             return False
@@ -368,19 +380,20 @@ class LocalFile(ByteSource):
     def close(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
-            with suppress(OSError):  # all reads are complete
+            with suppress(OSError):  # no read can fail afterwards
                 os.close(fd)
 
 
 class Folder:
-    """A folder of files, addressed by plain names.
+    """A folder. Its methods take the plain names of files in the folder.
 
-    Names that lead out of the folder raise PathError, and so do symbolic links. One kind of link is
-    followed, because the Hugging Face cache consists of them: ``snapshots/<revision>/<name>`` ->
-    ``../../blobs/<hash>``, also from folders below ``<revision>``.
+    The methods raise PathError for names that lead out of the folder, and for symbolic links. The
+    links in a Hugging Face cache are an exception. ckptkit follows these links from
+    ``snapshots/<revision>/<name>``, and from folders below ``<revision>``, to
+    ``../../blobs/<hash>``.
     """
 
-    _within = ""  # path of this folder in the outermost Folder, which owns the open files
+    _within = ""  # path of this folder relative to the outermost Folder, which keeps the open files
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -399,7 +412,7 @@ class Folder:
         return os.path.lexists(os.path.join(self.path, plain_name(name, self.name)))
 
     def open(self, name: str) -> ByteSource:
-        """Return the file called `name`. Repeated calls return the same object."""
+        """Return the file `name`. Repeated calls return the same object."""
         key = self._within + name
         if key not in self._open:
             place = os.path.join(self.path, plain_name(name, self.name))
@@ -412,7 +425,7 @@ class Folder:
         return self._open[key]
 
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the subfolders, sorted, without links to folders."""
+        """Return the names of the subfolders, sorted. Omit symbolic links to folders."""
         try:
             with os.scandir(self.path) as entries:
                 return tuple(
@@ -422,9 +435,9 @@ class Folder:
             raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
 
     def sub(self, name: str) -> Folder:
-        """Return the folder `name` inside this one. Raises PathError for a link.
+        """Return the subfolder `name`. Raise PathError for a link.
 
-        This folder keeps and closes the files that are opened there.
+        If you close this folder, it also closes the open files of the subfolder.
         """
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
@@ -436,12 +449,12 @@ class Folder:
         return inner
 
     def nbytes(self) -> int:
-        """Return the bytes of the files in the folder, and of opened files in its subfolders."""
+        """Return the total size of the files in the folder, and of open files in its subfolders."""
         paths = [os.path.join(self.path, name) for name in self.list()]
         return sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) + self._deeper()
 
     def _deeper(self) -> int:
-        """Return the bytes of the opened files in subfolders."""
+        """Return the total size of the open files in subfolders."""
         inside = re.compile(re.escape(self._within) + "[^/]+/")
         return sum(source.size for key, source in self._open.items() if inside.match(key))
 
@@ -459,7 +472,7 @@ class Folder:
 
 
 class Record(Protocol):
-    """The location of a storage's bytes, computed only when needed."""
+    """The location of a storage's bytes. `locate` computes the location on demand."""
 
     @property
     def length(self) -> int: ...
@@ -481,7 +494,10 @@ class Range(NamedTuple):
         return self.source.read(self.offset, self.length)
 
     def part(self, start: int, length: int) -> Range:
-        """Return `length` bytes of this range from `start`. The caller ensures that they exist."""
+        """Return the range of `length` bytes that begins at byte `start` of this range.
+
+        The caller ensures that these bytes are inside this range.
+        """
         return Range(self.source, self.offset + start, length)
 
 
@@ -489,33 +505,44 @@ Piece = bytes | memoryview
 
 
 class Operation:
-    """A computation of output bytes from those of other extents; a frozen value, picklable.
+    """A computation of output bytes from input bytes. An operation is frozen and can be pickled.
 
-    The output depends only on the inputs, the fields and the requested range.
+    The output depends only on the inputs, the fields of the operation and the requested byte range.
     :mod:`ckptkit.compute.operation` contains the simplest operations. A new operation overrides
-    `read`, and the following attributes and methods if their defaults do not apply.
+    `read`. It also overrides the other attributes and methods of this class if their defaults do
+    not apply.
     """
 
     __slots__ = ()
-    seekable: ClassVar[bool] = True  # reading a part of the output costs only its share
+    # True if the time to read a part of the output is proportional to the size of this part.
+    seekable: ClassVar[bool] = True
     needs_numpy: ClassVar[bool] = True
-    whole: ClassVar[bool] = False  # needs a whole tensor in memory: only one runs at a time
-    expands: ClassVar[bool] = False  # its output, not its input, counts against the limits on size
+    # True if the operation needs a complete tensor in memory. Only one such operation runs at a
+    # time.
+    whole: ClassVar[bool] = False
+    # True if the limits on size apply to the output of the operation instead of its input.
+    expands: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
-        """Yield bytes `start` to `stop` of `extent`. Its `operation` is this object."""
+        """Yield the bytes of `extent` from `start` to `stop`. `extent` has this operation."""
         raise NotImplementedError
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield the ends of parts of about `size` bytes that separate tasks may compute."""
+        """Divide the output into parts of about `size` bytes. Yield the end of each part.
+
+        Separate tasks may compute the parts.
+        """
         yield extent.length
 
     def runs(self, extent: Derived) -> Sequence[Extent]:
-        """Return the extents whose concatenation is the output; empty if the bytes are computed."""
+        """Return ranges whose concatenation is the output.
+
+        Return an empty sequence if the operation must compute the output.
+        """
         return ()
 
     def needed(self, extent: Derived, number: int) -> int:
-        """Return the number of bytes of input `number` whose checksum `read` does not verify."""
+        """Return the number of bytes that `read` reads from input `number` without verification."""
         return extent.inputs[number].length
 
 
@@ -523,7 +550,7 @@ class Operation:
 class Derived:
     """`length` bytes that `operation` computes from `inputs`.
 
-    Frozen and picklable, so that another machine can execute a plan.
+    A Derived is frozen and can be pickled, so that another machine can execute a plan.
     """
 
     operation: Operation
@@ -534,7 +561,7 @@ class Derived:
         return self
 
     def sources(self) -> Iterator[ByteSource]:
-        """Yield every source of the bytes."""
+        """Yield every source from which the operation reads."""
         for each in self.inputs:
             if isinstance(each, Range):
                 yield each.source
@@ -546,9 +573,10 @@ Extent = Range | Derived
 
 
 def small_file_beside(source: ByteSource | Folder | None, name: str) -> bytes | None:
-    """Return the bytes of the file `name` in a folder, or in the folder of a file.
+    """Return the bytes of the file `name`.
 
-    None if the file is missing, unreadable, or larger than 4 MiB.
+    The file is in the folder `source`, or in the folder that contains the file `source`. Return
+    None if the file `name` is missing, unreadable or larger than 4 MiB.
     """
     if source is None:
         return None
@@ -563,7 +591,7 @@ def small_file_beside(source: ByteSource | Folder | None, name: str) -> bytes | 
 
 
 def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
-    """Return the file that contains byte `offset` of a source, and the byte's offset there."""
+    """Return the file that contains byte `offset` of a source, and the offset in this file."""
     while isinstance(source, Section):
         offset += source.offset
         source = source.whole
@@ -571,9 +599,9 @@ def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
 
 
 def leaves(extent: Extent) -> Iterator[Range]:
-    """Yield the ranges of files that an extent reads.
+    """Yield the byte ranges of all files that are needed for `extent`.
 
-    A range of a file inside an archive is given as a range of the archive.
+    If a file is inside an archive, yield the ranges of the archive.
     """
     if isinstance(extent, Derived):
         for each in extent.inputs:
@@ -583,14 +611,17 @@ def leaves(extent: Extent) -> Iterator[Range]:
 
 
 def starts_anywhere(extent: Extent) -> bool:
-    """Return whether reading any part of an extent costs only its share."""
+    """Return True if the time to read a part of `extent` is proportional to the part's size."""
     if isinstance(extent, Range):
         return True
     return extent.operation.seekable and all(map(starts_anywhere, extent.inputs))
 
 
 def runs(extent: Extent) -> Iterator[Extent]:
-    """Yield the extents whose concatenation equals `extent`: usually `extent` itself."""
+    """Yield the ranges and derived bytes whose concatenation is `extent`.
+
+    For most extents, yield only `extent`.
+    """
     found = extent.operation.runs(extent) if isinstance(extent, Derived) else ()
     if not found:
         yield extent
@@ -600,7 +631,10 @@ def runs(extent: Extent) -> Iterator[Extent]:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A record computed by `operation` from other records. `locate` returns a Derived."""
+    """A Record whose bytes `operation` computes from other records.
+
+    `locate` returns a Derived.
+    """
 
     operation: Operation
     records: tuple[Record, ...]
@@ -613,13 +647,16 @@ class Pending:
 # CRC-32
 
 
-LARGE = 64 << 10  # bytes: shorter data are not worth the import of ISA-L
+LARGE = 64 << 10  # minimum number of bytes for which ISA-L saves time in spite of its import
 
 Data = bytes | bytearray | memoryview
 
 
 def crc32(data: Data, start: int = 0) -> int:
-    """Return the CRC-32 of earlier bytes, whose CRC-32 is `start`, followed by `data`."""
+    """Return the CRC-32 of the concatenation of earlier bytes and `data`.
+
+    `start` is the CRC-32 of the earlier bytes.
+    """
     return (_fastest() if len(data) >= LARGE else zlib.crc32)(data, start)
 
 
@@ -634,11 +671,14 @@ def _fastest() -> Callable[[Data, int], int]:
 
 
 def crc32_combine(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of a concatenation. `size` is the size of the second byte string.
+    """Return the CRC-32 of the concatenation of two byte strings.
+
+    `first` and `second` are the CRC-32s of the byte strings. `size` is the length of the second
+    byte string.
 
     A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. `size` more bytes
-    multiply the polynomial by x**(8 size). Called with the CRC-32s of the first byte string and of
-    the concatenation, this function returns the CRC-32 of the second byte string.
+    multiply the polynomial by x**(8 size). If `second` is the CRC-32 of the concatenation, this
+    function returns the CRC-32 of the second byte string.
     """
     return _multiply(_power(8 * size), first) ^ second
 
@@ -666,8 +706,8 @@ def _multiply(a: int, b: int) -> int:
 class ReadSums:
     """CRC-32s of the bytes that a thread reads from some sources.
 
-    A run is [index of the source, offset, length, CRC-32]. A read that starts at the end of a run
-    extends it.
+    A run is a list of four integers: index of the source, offset, length and CRC-32. If a read
+    starts at the end of a run, it extends this run.
     """
 
     def __init__(self, identities: Sequence[object]) -> None:
@@ -690,7 +730,7 @@ class ReadSums:
 
 @contextmanager
 def reading(sums: ReadSums | None) -> Iterator[None]:
-    """Add the bytes that this thread reads inside the block to `sums`."""
+    """Add the bytes that this thread reads inside the block to the checksums `sums`."""
     before, READING.sums = READING.sums, sums
     try:
         yield
@@ -703,11 +743,11 @@ def reading(sums: ReadSums | None) -> Iterator[None]:
 
 JOURNAL = ".ckptkit-journal"  # suffix of the file name of a journal
 STREAM = "-"  # standard input or output
-_NO_STREAM = "checkpoints are read in any order, which a pipe does not allow: save it as a file"
+_NO_STREAM = "ckptkit cannot seek in a pipe or device: save the checkpoint as a file"
 
 
 def open_regular(path: str, name: str, follow: bool) -> int:
-    """Open `path`, a regular file, without waiting for the writer of a FIFO. Raises PathError."""
+    """Open the regular file `path`. Raise PathError for a FIFO, without waiting for its writer."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_CLOEXEC", 0)
@@ -724,7 +764,7 @@ def open_regular(path: str, name: str, follow: bool) -> int:
         why = error.strerror or str(error)
         if error.errno == errno.ELOOP and not follow:
             why = "is a symbolic link"
-        hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
+        hint = "`ulimit -n 65536` allows more open files" if error.errno == errno.EMFILE else None
         raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
     except ValueError as error:  # an embedded null byte
         raise PathError(f"cannot be opened: {error}", where=name) from error
@@ -735,7 +775,7 @@ def open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def check_is_name(path: str) -> None:
-    """Raise UsageError if the path of an output is "-" and the command cannot write there."""
+    """Raise UsageError if `path` is "-". The command cannot write to standard output."""
     if path == STREAM:
         raise UsageError(
             "cannot write this output to standard output",
@@ -745,7 +785,7 @@ def check_is_name(path: str) -> None:
 
 
 def _instead(path: str, name: str) -> str | None:
-    """Return a hint for a missing path: similar names, a broken link, or a missing folder."""
+    """Return a hint for a missing path: a broken link, a missing folder, or similar names."""
     folder, wanted = os.path.split(path)
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which does not exist"
@@ -760,9 +800,10 @@ def _instead(path: str, name: str) -> str | None:
 
 
 def blobs_of(path: str) -> str | None:
-    """Return the folder ``blobs`` of the Hugging Face cache that contains `path`, resolved.
+    """Return the real path of the folder ``blobs`` in the Hugging Face cache that contains `path`.
 
-    `path` is ``snapshots/<revision>`` or below. Return None if `path` is not in such a cache.
+    In such a cache, `path` is ``snapshots/<revision>`` or a folder inside it. Return None if `path`
+    is not in a Hugging Face cache.
     """
     while (parent := os.path.dirname(path)) != path:
         if os.path.basename(parent) == "snapshots":
@@ -773,7 +814,7 @@ def blobs_of(path: str) -> str | None:
 
 
 def plain_name(name: str, folder: str) -> str:
-    """Return `name` if it is a plain file name. Raises PathError."""
+    """Return `name`. Raise PathError unless `name` is a file name without folders."""
     odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
     if odd or name in ("", ".", ".."):
         raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
@@ -781,19 +822,19 @@ def plain_name(name: str, folder: str) -> str:
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of the journal of `path`, with links resolved. The journal need not exist."""
+    """Return the path that a journal of the file `path` has. Resolve links in `path`."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{JOURNAL}")
 
 
 def file_of(journal: str) -> str:
-    """Return the file that a journal belongs to."""
+    """Return the path of the file that the edit with this journal changes."""
     folder, name = os.path.split(journal)
     return os.path.join(folder, name[1 : -len(JOURNAL)])
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Return whether an edit in place of the file `path`, or inside the folder, is incomplete."""
+    """Return True if an edit in place of `path` is incomplete. `path` is a file or a folder."""
     try:
         return any(name.endswith(JOURNAL) for name in os.listdir(path))
     except OSError:  # not a folder
@@ -804,7 +845,7 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
 
 
 class FileObject(ByteSource):
-    """A binary file object, read from its beginning. The caller closes it."""
+    """A binary file object. Offset 0 is its beginning. The caller closes the file object."""
 
     def __init__(self, file: BinaryIO) -> None:
         given = getattr(file, "name", None)
@@ -842,7 +883,7 @@ class FileObject(ByteSource):
                 data = self._file.read(length)
                 while len(data) < length and (more := self._file.read(length - len(data))):
                     data += more
-            except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
+            except (OSError, ValueError) as error:  # ValueError: the file object is closed
                 raise InputError(f"cannot be read: {error}", where=self.name) from error
         if len(data) < length:
             raise InputChangedError("became shorter while it was read", where=self.name)
@@ -854,7 +895,8 @@ class FileObject(ByteSource):
 def standard_input() -> FileObject:
     """Return standard input as a file. Repeated calls return the same file.
 
-    A pipe is copied to a temporary file first, because a checkpoint is read in any order.
+    If standard input is a pipe, copy it to a temporary file first, because ckptkit reads a
+    checkpoint in any order.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(

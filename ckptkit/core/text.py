@@ -1,9 +1,9 @@
-"""Text for messages and views: counts, lists of names, sizes, escapes, suggestions, URLs.
+"""Functions that format text: counts, lists of names, sizes, escapes, suggestions, URLs.
 
-Folding joins names that differ only in an index into one row, ``layers.{0..31}.attn.weight``. An
-index is a number between two dots. Each folded row lists the exact indices of its names. Indices
-are folded one at a time, the last one first, and only rows that are equal in all other columns
-join.
+`fold` joins names that differ only in an index into one line, ``layers.{0..31}.attn.weight``. An
+index is a number between two dots. Each folded line lists the exact indices of its names. `fold`
+joins along one index at a time, from the last index to the first. Two lines join only if all their
+other columns are equal.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
-# Characters that Python calls printable, but that are invisible: joiners, fillers, and others.
+# Invisible characters for which str.isprintable() returns True: joiners, fillers and others.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]"
 )
 
 
 def escape(text: str) -> str:
-    """Escape characters of `text` that move the cursor, or that hide or reorder other characters.
+    """Escape the invisible characters of `text`, and those that move the cursor or reorder text.
 
-    These are the characters that Python calls unprintable (control characters, line breaks,
-    bidirectional marks, zero-width characters, lone surrogates, special spaces), and printable ones
-    that are invisible.
+    ``str.isprintable()`` returns False for most of these characters: control characters, line
+    breaks, bidirectional marks, zero-width characters, lone surrogates and special spaces. The
+    regular expression `_INVISIBLE` matches more invisible characters.
     """
     if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
         return text
@@ -37,7 +37,7 @@ def escape(text: str) -> str:
 
 
 def message(label: str, text: str, hint: str | None = None) -> list[str]:
-    """Return the lines of a message for standard error: ``label: text`` and ``hint: ...``."""
+    """Return the lines of a message: ``label: text`` and, with a hint, ``hint: ...``."""
     lines = [f"{label}: {text}", *([f"hint: {hint}"] if hint else [])]
     return [escape(line) for line in lines]
 
@@ -52,20 +52,20 @@ def _escaped(char: str) -> str:
 
 
 def argument(path: str) -> tuple[str, ...]:
-    """Return a path as arguments, preceded by ``--`` if it starts with a dash."""
+    """Return `path` as command-line arguments. If it starts with a dash, ``--`` comes first."""
     return ("--", path) if path.startswith("-") else (path,)
 
 
-_typed: list[bool] = []  # not empty while a command of the command line runs
+_typed: list[bool] = []  # empty unless a command runs
 
 
 def typed(option: str, argument: str) -> str:
-    """Return `option` on the command line, or `argument` in Python."""
+    """Return `option` if a command runs. Return `argument` if Python code uses ckptkit."""
     return option if _typed else argument
 
 
 def typed_value(name: str, value: str) -> str:
-    """Return the option or argument for a value: ``--key model``, or ``key='model'`` in Python."""
+    """Return ``--key model`` if a command runs. Return ``key='model'`` for Python code."""
     return typed(f"--{name} {shell_word(value)}", f"{name}={value!r}")
 
 
@@ -80,12 +80,12 @@ def on_command_line() -> Iterator[None]:
 
 
 def shell_command(words: Iterable[str]) -> str:
-    """Join words into a command for a shell (bash, zsh), quoted where needed."""
+    """Join words into a shell command (bash, zsh). Quote words with special characters."""
     return " ".join(map(shell_word, words))
 
 
 def shell_word(word: str) -> str:
-    """Quote a word for a shell; an unprintable word becomes ``$'...'`` with escaped bytes."""
+    """Quote a word for a shell. A word with unprintable characters becomes ``$'...'``."""
     from shlex import quote
 
     if escape(word) == word:
@@ -102,23 +102,23 @@ def _quoted_byte(byte: int) -> str:
     return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
 
 
-# Suffixes of the files that ckptkit writes; the suffix selects the format.
+# Suffixes of the files that ckptkit writes. The suffix selects the format.
 WRITTEN = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar", ".safetensors", ".npz")
 
 
 def output_name(path: str, mark: str, suffix: str | None = None) -> str:
-    """Return ``run-cpu.pth`` for ``run.pth`` and the mark ``cpu``.
+    """Return a name for an output file: ``run-cpu.pth`` for the path ``run.pth`` and mark ``cpu``.
 
-    For a URL, the file is in the working directory. `path` may be ``-`` for standard input.
-    `suffix` replaces the suffix of `path`. A suffix that ckptkit does not write, such as
-    ``data.pkl`` or ``model.tar.gz``, becomes ``.pth``.
+    If `path` is a URL, the output file is in the working directory. `path` may be ``-`` for
+    standard input. `suffix` replaces the suffix of `path`. If ckptkit cannot write the suffix of
+    `path` (``data.pkl``, ``model.tar.gz``), the output file has the suffix ``.pth``.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     path = "stdin" if path == "-" else path
     stem, own = os.path.splitext(path.rstrip("/"))
     folder, name = os.path.split(stem)
-    if name.startswith(".") and not own:  # a DCP folder may be given by its file .metadata
+    if name.startswith(".") and not own:  # the user may name a DCP folder by its file .metadata
         stem = folder if os.path.basename(folder).strip(".") else "checkpoint"
     if own in (".gz", ".bz2", ".xz", ".zst"):
         stem, own = os.path.splitext(stem)
@@ -131,7 +131,7 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Format a number of bytes in decimal units: ``1.1 MB`` is 1,100,000."""
+    """Format a number of bytes in decimal units. 1,100,000 becomes ``1.1 MB``."""
     if nbytes < 1_000:
         return f"{nbytes} B"
     scaled = nbytes / 1_000 if nbytes < 1 << 100 else float("inf")
@@ -149,8 +149,8 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int | None:
-    """Return the number of bytes for ``5GB``, ``5GiB`` or digits; None for other strings."""
-    from fractions import Fraction  # imported late: it imports decimal
+    """Return the number of bytes for ``5GB``, ``5GiB`` or digits. Return None for other strings."""
+    from fractions import Fraction  # slow: this module imports decimal
 
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
@@ -158,7 +158,7 @@ def parse_size(text: str) -> int | None:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a count with its noun: ``1 tensor``, ``97 tensors``, ``2 entries``."""
+    """Format a count and its noun: ``1 tensor``, ``97 tensors``, ``2 entries``."""
     if count != 1:
         noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
     return f"{count:,} {noun}"
@@ -179,7 +179,7 @@ def quoted(names: Iterable[str], most: int = NAMES) -> str:
 
 
 def and_more(count: int) -> str:
-    """Return `` and 93 more`` for 93 omitted names, "" for 0."""
+    """Return `` and 93 more`` for 93 omitted names. Return "" for 0."""
     return f" and {count:,} more" if count > 0 else ""
 
 
@@ -187,7 +187,7 @@ SHOWN = 100  # maximum number of characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value from a file, shortened for a message."""
+    """Return the repr of a value from a file. Shorten the repr for a message."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "backslashreplace")
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
@@ -195,12 +195,12 @@ def shown(value: object) -> str:
 
 
 def mismatch(what: str, seen: int, expected: int) -> str:
-    """Return the message for a CRC-32 of `what` that differs from the CRC-32 in the container."""
+    """Return the message for a wrong CRC-32: `what` has the CRC-32 `seen` instead of `expected`."""
     return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that tests if a name matches one of the globs; ``*`` matches dots too."""
+    """Return a function that tests if a name matches one of the globs. ``*`` also matches dots."""
     from fnmatch import translate
 
     match = re.compile("|".join(map(translate, globs))).match
@@ -225,18 +225,18 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean a, b? ``, or "" if no name is similar."""
+    """Return ``did you mean a, b? ``. Return "" if no name is similar."""
     close = nearest(word, known)
     return f"did you mean {', '.join(close)}? " if close else ""
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """Return ``did you mean a, b?`` as a complete hint, or None if no name is similar."""
+    """Return ``did you mean a, b?``. Return None if no name is similar."""
     return meant(word, known).rstrip() or None
 
 
 def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | None:
-    """Return a hint for a missing entry `word`: similar names, and the first existing names."""
+    """Return a hint for the missing entry `word`, with similar names and the first known names."""
     listed = some(known, 12)
     return f"{meant(word, known)}the {noun} are: {listed}" if known else None
 
@@ -247,7 +247,7 @@ _COMPARED = 200  # maximum number of characters of a name to compare
 # URLs
 
 
-# scheme://..., possibly chained by fsspec: simplecache::s3://...
+# The start of a URL, scheme://. fsspec chains several, as in simplecache::s3://...
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _WEB_USER = re.compile(r"(?i)(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
 _PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
@@ -256,12 +256,12 @@ _GITHUB_PAGE = re.compile(r"(https?://github\.com/[^/]+/[^/]+)/blob/")
 
 
 def is_url(path: object) -> bool:
-    """Return whether `path` is a URL rather than a local path."""
+    """Return True if `path` is a URL, False if it is a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def shown_url(path: str) -> str:
-    """Return `path` for messages; from a URL, remove password and query (often a signature)."""
+    """Return `path` for messages. Remove the password and the query from a URL."""
     if not is_url(path):
         return path
     path = _PASSWORD.sub(r"\1:***@", _WEB_USER.sub("***@", path))
@@ -270,7 +270,10 @@ def shown_url(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """Return a file's URL if `url` is the web page or Git LFS pointer of the file, else None."""
+    """Return the URL of a file, if `url` is the web page or the Git LFS pointer of this file.
+
+    Return None for other URLs. The page may be on huggingface.co or github.com.
+    """
     place = without_query(url)
     if _HUB_PAGE.match(place):
         return _HUB_PAGE.sub(r"\1/resolve/", place)
@@ -283,7 +286,7 @@ def without_query(url: str) -> str:
 
 
 def in_folder(url: str, name: str) -> str:
-    """Return the URL of the file `name` in the folder `url`, with the same query."""
+    """Return the URL of the file `name` in the folder `url`. Keep the query of `url`."""
     folder, mark, query = url.partition("?")
     start = _start(folder)
     rest = folder[start:].rstrip("/")
@@ -292,7 +295,7 @@ def in_folder(url: str, name: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the URL of a file's folder, with the same query, and the file's name."""
+    """Return the URL of the folder of a file, and the name of the file. Keep the query of `url`."""
     place, mark, query = url.partition("?")
     start = _start(place)
     above, slash, name = place[start:].rpartition("/")
@@ -300,7 +303,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def _start(url: str) -> int:
-    """Return the length of the scheme. A folder may be the root, as in ``memory://``."""
+    """Return the length of the scheme. The folder may be the root, as in ``memory://``."""
     found = _URL.match(url)
     return found.end() if found else 0
 
@@ -345,46 +348,48 @@ _INDEX = r"(0|[1-9][0-9]{0,17})"
 _split = re.compile(rf"(?<![^.]){_INDEX}(?![^.])").split
 _last_index = re.compile(rf"((?:.*\.)?){_INDEX}((?:\..*)?)", re.DOTALL).fullmatch
 COUNTERS = ("num_batches_tracked", "step")
-RUNS = 8  # maximum number of ranges between braces; longer lists are shortened
+RUNS = 8  # maximum number of ranges between braces
 
-Indices = tuple[tuple[int, ...], ...]  # for each index of a name: its values in the folded row
+Indices = tuple[tuple[int, ...], ...]  # for each index in a name, its values in the folded line
 
 
 class Item(NamedTuple):
     label: str
-    columns: Hashable  # rows join only if these are equal
+    columns: Hashable  # lines join only if their columns are equal
     nbytes: int
 
 
 class Folded(NamedTuple):
     label: str
     columns: Any  # Hashable
-    nbytes: int  # sum over the rows
+    nbytes: int  # sum for all joined lines
     rows: int
 
 
-_Block = tuple[int, Indices, int, int]  # joined rows: position of the first, indices, bytes, count
+# Joined lines: position of the first line, indices, number of bytes, number of lines.
+_Block = tuple[int, Indices, int, int]
 
 
 class Modules:
     """Classifies modules by their direct members, such as weight and bias with their shapes.
 
-    `tensors` are all names of a checkpoint with a value to compare (dtype and shape). The kind of a
-    module is the sum of the hashes of its members: a set per module would take more memory than the
-    tensors.
+    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. `Modules` returns
+    the sum of the hashes of a module's members. Two modules are similar if their sums are equal. A
+    set of members for each module would need more memory than the names of the tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable]] = ()) -> None:
         self._kinds = kinds = dict[str, int]()
         for name, what in tensors:
             module, _, last = name.rpartition(".")
-            if not last.isdecimal():  # items of lists are not members of a module
+            if not last.isdecimal():  # an item of a list is not a member of a module
                 kinds[module] = kinds.get(module, 0) + hash((last, what))
 
     def __call__(self, name: str) -> int | None:
-        """Return the kind of a tensor's module, None for items of lists and for counters.
+        """Return the sum of hashes for the module of the tensor `name`.
 
-        Counters of training (steps, batches) are equal in all kinds of modules.
+        Return None for items of lists, and for counters of training steps and batches. Modules
+        that are not similar can contain equal counters.
         """
         module, _, last = name.rpartition(".")
         return None if last in COUNTERS else self._kinds.get(module)
@@ -394,18 +399,18 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join rows that differ only in an index. A joined row replaces the first of its rows.
+    """Join lines that differ only in an index. The joined line replaces the first of these lines.
 
-    If `part` is given, all items are tensors, and rows join only if their modules are of the same
-    kind (`Modules`). `part` maps the columns of a tensor to the value that determines the kind.
+    If `part` is given, all items are tensors. Then two lines join only if their modules are similar
+    (see `Modules`). `part` maps the columns of a tensor to its dtype and shape.
     """
     kind_of: Callable[[str], int | None] | None = None
     if part is not None:
         items = list(items)
         kind_of = Modules((label, part(columns)) for label, columns, _ in items)
     found: list[tuple[int, Folded]] = []
-    # For rows that agree in all but their last index: positions and indices, alternating. An array
-    # saves memory, since there may be a million rows.
+    # Maps all columns except the last index to an array. The array contains, for each line, its
+    # position and its last index. An array needs less memory than a list of a million pairs.
     runs: defaultdict[tuple[Any, ...], array[int]] = defaultdict(partial(array, "q"))
     for position, (label, columns, nbytes) in enumerate(items):
         if (last := _last_index(label)) is None:
@@ -437,22 +442,22 @@ def fold(
 
 
 def family(name: str) -> str:
-    """Return a name with ``*`` for each index: ``layers.*.weight``."""
+    """Replace each index of a name by ``*``. Return, for example, ``layers.*.weight``."""
     return "*".join(_split(name)[::2])
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return the folded labels of names: ``{0,2}.weight``."""
+    """Return the folded lines of names, such as ``{0,2}.weight``, as one string."""
     return some([row.label for row in fold(Item(name, (), 0) for name in names)])
 
 
 def unfolded(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
-    """Return the rows of the items without joining any."""
+    """Return one line for each item. Join no lines."""
     return [Folded(label, columns, nbytes, 1) for label, columns, nbytes in items]
 
 
 def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
-    """Join blocks that agree in every index except that of `dimension`."""
+    """Join blocks whose indices are equal, except the index number `dimension`."""
     together: defaultdict[Indices, list[_Block]] = defaultdict(list)
     for block in blocks:
         indices = block[1]
@@ -468,7 +473,7 @@ def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
 
 
 def _ranges(values: tuple[int, ...]) -> str:
-    """Format numbers as ``7``, ``{0..31}``, ``{0..3,5}``, with ``..`` for omitted runs."""
+    """Format numbers as ``7``, ``{0..31}`` or ``{0..3,5}``. If too long, omit ranges (``..``)."""
     ordered = sorted(set(values))
     if len(ordered) == 1:
         return str(ordered[0])

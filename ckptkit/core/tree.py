@@ -1,14 +1,18 @@
-"""The tree: plain Python containers and scalars, lazy leaves, and a few node types of its own.
+"""The tree: the values of a checkpoint, as Python containers, scalars and lazy tensors.
 
-Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
-:class:`OrderedMapping`, :class:`SetNode`, :class:`Pairs`,
+A node of the tree is None, a bool, int, float, complex, str, bytes, bytearray, list, tuple or dict,
+or has one of these types: :class:`OrderedMapping`, :class:`SetNode`, :class:`Pairs`,
 :class:`ByteString`, :class:`StoredBytes`, :class:`StoredList`, :class:`Global`, :class:`Object`,
-and the leaves Tensor and TypedStorage.
-All functions here are iterative, because a file may nest values to any depth. `walk` raises
-LimitError at the limit.
-Values of a file are never hashed, compared or printed by Python's recursive operators. Dict keys
-are the exception; readers check them first.
-`rebuild` copies a tree with replaced leaves or nodes, and keeps all sharing and all cycles.
+Tensor or TypedStorage.
+
+The functions of this module do not recurse, because a file may nest values to any depth. `walk`
+raises LimitError if a file exceeds the maximum depth.
+
+ckptkit does not hash, compare or print values of a file with Python operators, because these
+recurse. Dict keys are an exception. Readers check dict keys first.
+
+`rebuild` copies a tree and replaces leaves or nodes. The copy has the same shared values and cycles
+as the tree.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ Path = tuple[Node, ...]
 
 
 class Global:
-    """The name of a class or function, never imported. `name` is dotted for a nested one."""
+    """The name of a class or function, which ckptkit never imports.
+
+    For a nested class, `name` contains dots.
+    """
 
     __slots__ = ("module", "name")
 
@@ -52,13 +59,19 @@ class Global:
 
 
 class Object:
-    """A Python object other than a tensor or plain value, as the calls that would construct it.
+    """The calls in a pickle that construct a Python object other than a tensor or plain value.
 
-    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``). Then
-    the ``steps`` follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key,
-    value)...])``, ``("add", [...])``. ckptkit never runs these calls. ``tensor`` is set if the
-    result is known to be a tensor, and ``value`` if the result is a numpy scalar. Compared by
-    identity.
+    ckptkit never runs these calls. A program that loads the pickle calls ``callable`` with
+    ``args``. If ``new`` is set, the program calls ``callable.__new__`` with ``args`` and
+    ``kwargs``. Then the program runs each of ``steps`` in order:
+
+    * ``("build", state)`` sets the attributes of the object.
+    * ``("append", [values])`` appends values to a list.
+    * ``("set", [(key, value)...])`` sets items of a dict.
+    * ``("add", [values])`` adds values to a set.
+
+    ``tensor`` is the constructed tensor, if ckptkit knows that the object is a tensor. ``value`` is
+    the constructed number, if the object is a numpy scalar. Objects are compared by identity.
     """
 
     __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor", "value")
@@ -82,12 +95,12 @@ class Object:
 
     @property
     def state(self) -> Node:
-        """The argument of the last ``build`` step, None without such a step."""
+        """The argument of the last ``build`` step. None if no such step exists."""
         return next((value for step, value in reversed(self.steps) if step == "build"), None)
 
     @property
     def global_(self) -> Global | None:
-        """The class or function that constructs the object, if it is a plain name, else None."""
+        """The Global that constructs the object. None if another object constructs it."""
         return self.callable if isinstance(self.callable, Global) else None
 
     def __repr__(self) -> str:
@@ -95,7 +108,7 @@ class Object:
 
 
 class OrderedMapping(dict[Node, Node]):
-    """A ``collections.OrderedDict`` with its attributes (state_dicts carry ``_metadata``)."""
+    """A ``collections.OrderedDict`` with its attributes, such as ``_metadata`` of a state_dict."""
 
     __slots__ = ("state",)
 
@@ -110,23 +123,23 @@ class OrderedMapping(dict[Node, Node]):
 
 
 def like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> dict[Node, Node]:
-    """Return `entries` as a mapping of the class and attributes of `mapping`."""
+    """Return `entries` as a mapping with the class and the attributes of `mapping`."""
     return (
         OrderedMapping(entries, mapping.state) if isinstance(mapping, OrderedMapping) else entries
     )
 
 
-MODULE_VERSIONS = "_metadata"  # attribute of a state_dict: module path -> version of its format
+MODULE_VERSIONS = "_metadata"  # attribute of a state_dict that maps module paths to versions
 
 
 def attributes_of(node: Node) -> dict[Node, Node]:
-    """Return the attributes of an OrderedDict, {} for other nodes."""
+    """Return the attributes of an OrderedDict. Return {} for other nodes."""
     state = node.state if isinstance(node, OrderedMapping) else None
     return state if isinstance(state, dict) else {}
 
 
 def module_versions(node: Node) -> dict[Node, Node] | None:
-    """Return the ``_metadata`` of a state_dict, None if the state_dict lacks this mapping."""
+    """Return the ``_metadata`` of a state_dict. Return None if it has no ``_metadata``."""
     found = attributes_of(node).get(MODULE_VERSIONS)
     return found if isinstance(found, dict) else None
 
@@ -137,7 +150,7 @@ def versions_state(versions: Mapping[Node, Node]) -> Node:
 
 
 class SetNode:
-    """A set with its items in the order of the file. The order of a Python set is random."""
+    """The items of a set in the order of the file. A Python set does not keep this order."""
 
     __slots__ = ("frozen", "items")
 
@@ -150,9 +163,10 @@ class SetNode:
 
 
 class Pairs:
-    """A mapping that a dict cannot hold: its keys repeat, collide or are unhashable.
+    """A mapping that a Python dict cannot represent.
 
-    ckptkit shows such a mapping but refuses to write it.
+    Keys are unhashable, or two keys are equal, or a hostile file chose keys with equal hashes.
+    ckptkit shows such a mapping, but refuses to write it.
     """
 
     __slots__ = ("pairs", "state")
@@ -187,9 +201,9 @@ class ByteString:
 
 
 class StoredBytes:
-    """A long byte string that stays in its source until it is needed.
+    """A long byte string that ckptkit reads from its source on demand.
 
-    ``kind`` is ``bytes``, ``bytearray``, or ``python2`` (a ``str`` of Python 2).
+    ``kind`` is the Python type: ``bytes``, ``bytearray``, or ``python2`` for a ``str`` of Python 2.
     """
 
     __slots__ = ("extent", "kind")
@@ -203,9 +217,10 @@ class StoredBytes:
 
 
 class StoredList:
-    """A list of `count` numbers or strings that stays in its source; `of` names their type.
+    """A list of `count` numbers or strings that ckptkit reads from its source on demand.
 
-    ``first`` are the first few values; ``read`` returns all.
+    ``of`` is the type of the values. ``first`` are the first few values. ``read`` returns all
+    values.
     """
 
     __slots__ = ("count", "first", "of", "read")
@@ -241,15 +256,16 @@ _SIZED = (dict, list, tuple, str, bytes)
 PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
-# Classes whose objects are shown as their first argument.
+# ckptkit shows an object of these classes as its first constructor argument.
 TRANSPARENT = frozenset({("collections", "Counter")})
 
 
 def children(node: Node) -> Iterable[tuple[Node, Node]]:
-    """Return the children of `node` with their keys, as a user addresses them; none for leaves.
+    """Return the children of `node`, with the keys that a user types to select them.
 
-    The children of an Object are its attributes and items, or its arguments by position if it has
-    neither. Attributes of an OrderedDict (``_metadata``) are not included.
+    A leaf has no children. The children of an Object are its attributes and items. If an Object has
+    no attributes and items, its children are its arguments by position. The attributes of an
+    OrderedDict (``_metadata``) are not children.
     """
     if isinstance(node, dict):
         return node.items()
@@ -294,14 +310,15 @@ def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
 def walk(
     root: Node, skip: Callable[[Path, Node], bool] = lambda path, node: False
 ) -> Iterator[tuple[Path, Node]]:
-    """Yield every node with its path, depth first, containers before their children.
+    """Yield every node with its path, depth first. A container comes before its children.
 
-    If `skip` returns True for a container, its children are not visited. `skip` is called after the
-    container was yielded, and only if its children would be visited.
+    If `skip` returns True for a container, `walk` does not visit its children. `walk` calls `skip`
+    after it yields the container.
 
-    A node that occurs in several places is yielded at each place. After `LIMITS.revisits` repeated
-    values, each node is yielded once, because a hostile file could repeat nodes exponentially
-    often. A cycle is not followed twice. Nesting beyond `LIMITS.depth` raises LimitError.
+    If a node occurs at several paths, `walk` yields the node at each path. A hostile file could
+    repeat nodes exponentially often. After `LIMITS.revisits` repeated values, `walk` therefore
+    visits the children of each node only once. `walk` does not follow a cycle twice. It raises
+    LimitError if nodes are nested deeper than `LIMITS.depth`.
     """
     yield (), root
     if skip((), root):
@@ -336,12 +353,16 @@ def walk(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection, which would traverse a growing tree repeatedly and free nothing."""
+    """Pause garbage collection inside the block.
+
+    The collector would traverse a growing tree repeatedly, and would free nothing.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        if enabled and not gc.get_freeze_count():  # move all to the oldest generation, unscanned
+        # Move all objects to the oldest generation. The collector does not scan them.
+        if enabled and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
     finally:
@@ -350,9 +371,9 @@ def collector_paused() -> Iterator[None]:
 
 
 def nodes(root: Node) -> Iterator[Node]:
-    """Yield every node except scalars, once each, at any depth, in no order.
+    """Yield every node except scalars, once each, at any depth and in no particular order.
 
-    Keys, arguments of calls, states and attributes are included.
+    Dict keys, arguments of calls, and attributes are included.
     """
     seen: set[int] = set()
     waiting = [root]
@@ -367,7 +388,7 @@ def nodes(root: Node) -> Iterator[Node]:
 
 
 def held(node: Node) -> Iterable[Node]:
-    """Return everything that a node directly refers to: keys, values, states, parts of a call."""
+    """Return every node to which `node` directly refers: keys, values, attributes, arguments."""
     if isinstance(node, OrderedMapping):
         return (*node, *node.values(), node.state)
     if isinstance(node, dict):
@@ -406,7 +427,7 @@ _PYTHON_NAMES = {
 
 
 def type_name(node: Node) -> str:
-    """Return the name of the Python type of a node, and the class of an Object."""
+    """Return the name of the Python type of a node. For an Object, return its class."""
     if isinstance(node, Object):
         return str(node.global_ or "object")
     if isinstance(node, Global):
@@ -416,7 +437,7 @@ def type_name(node: Node) -> str:
 
 
 def join(path: Path) -> str:
-    """Format a path: keys joined by dots."""
+    """Join the keys of a path with dots."""
     try:
         return ".".join(path)
     except TypeError:  # some keys are not strings
@@ -424,7 +445,7 @@ def join(path: Path) -> str:
 
 
 def key_text(key: Node) -> str:
-    """Return a dict key or list index as text. For other keys, return the type in brackets."""
+    """Return a dict key or list index as a string. For other keys, return ``<type>``."""
     if isinstance(key, str):
         return key
     if isinstance(key, int):
@@ -441,14 +462,14 @@ def key_text(key: Node) -> str:
 
 
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
-    """Return the path and node at the dotted path. Keys may contain dots themselves.
+    """Return the path and node at the dotted path. Keys may contain dots.
 
-    Raises UnknownNameError if the path does not exist.
+    Raise UnknownNameError if the path does not exist.
     """
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
-    seen: set[tuple[int, int]] = set()  # stops at cycles, in which a path has endless splits
+    seen: set[tuple[int, int]] = set()  # ensures that a cycle ends
     while waiting:
         path, node, rest = waiting.pop()
         if (place := (id(node), len(rest))) in seen:
@@ -472,10 +493,10 @@ def rebuild(
     leaf: Callable[[Node], Node] = lambda node: node,
     swap: Mapping[int, Node] | None = None,
 ) -> Node:
-    """Copy the tree: apply `leaf` to each leaf once. `swap` maps ids of nodes to replacements.
+    """Copy the tree. Apply `leaf` to each leaf once. `swap` maps ids of nodes to replacements.
 
-    The copy of a replacement is not replaced again. Sharing and cycles are kept. Numbers, strings,
-    bytes and None are never passed to `leaf` and never replaced.
+    `rebuild` does not replace a replacement again. The copy has the same shared values and cycles
+    as the tree. Numbers, strings, bytes and None are copied unchanged, without a call of `leaf`.
     """
     work = _Rebuild(leaf, swap or {})
     new_root = work.copy(root)
@@ -486,21 +507,23 @@ def rebuild(
 
 
 class _Rebuild:
-    """State of `rebuild`: copies of nodes and a queue of shells to fill.
+    """State of `rebuild`: the copies of nodes, and a queue of empty copies.
 
-    A mutable node becomes an empty shell at once and is filled from the queue. Only tuples wait for
-    their items, and a tuple can contain itself only through a mutable node.
+    The copy of a mutable node is empty at first. `rebuild` takes the copy from the queue and fills
+    it. The copy of a tuple is created after the copies of its items. This always ends, because a
+    tuple can contain itself only through a mutable node.
     """
 
     def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
-        self.queue: list[Node] = []  # old and new nodes alternate: pairs would take more memory
+        # Contains a node, then its copy, then the next node, and so on. Pairs need more memory.
+        self.queue: list[Node] = []
         self._leaf = leaf
         self._swap = swap
         self._made: dict[int, Node] = {}
-        self._keep: list[Node] = []  # keeps nodes alive, so that the ids in _made stay unique
+        self._keep: list[Node] = []  # refers to nodes, so that Python cannot reuse the ids in _made
 
     def copy(self, node: Node, is_replaced: bool = False) -> Node:
-        """Return the copy of a node, or its shell."""
+        """Return the copy of a node. The copy of a mutable node may still be empty."""
         if node.__class__ not in PLAIN_TYPES and not is_replaced:
             node = self._swap.get(id(node), node)
         if id(node) in self._made:
@@ -531,11 +554,11 @@ class _Rebuild:
         return new
 
     def fill(self, old: Node, new: Node) -> None:
-        """Copy the contents of a mutable node into its shell."""
+        """Fill the empty copy `new` with copies of the contents of `old`."""
         copy, plain, made, swap = self.copy, PLAIN_TYPES, self._made, self._swap
         if isinstance(old, dict):
             leaf, keep = self._leaf, self._keep.append
-            for key, value in old.items():  # inlined for tensors: one call of `leaf` each
+            for key, value in old.items():  # `copy` is inlined for tensors, for speed
                 place = id(value)
                 if value.__class__ in plain:
                     other = value
@@ -572,7 +595,7 @@ class _Rebuild:
         new.value = old.value
 
     def _tuple(self, root: tuple[Node, ...]) -> Node:
-        """Copy nested tuples in post-order. Other items have a copy or a shell already."""
+        """Copy nested tuples. An inner tuple is copied before the tuple that contains it."""
         made, waiting = self._made, [root]
         while waiting:
             node = waiting[-1]

@@ -1,10 +1,14 @@
 """Selection of the state_dict in a tree.
 
-ckptkit tries these candidates in order: (1) the root, if all its values are tensors
-(``_extra_state`` does not count); (2) an entry with a well-known name, if all or most of its values
-are tensors; (3) the only mapping of tensors that is not an optimizer. A pickled ``nn.Module``
-counts as a state_dict made of its parameters, buffers and submodules, read without its class. numpy
-arrays count only if the tree contains no tensors.
+ckptkit tries these candidates in order:
+
+1. The root is the state_dict if all its values except ``_extra_state`` are tensors.
+2. An entry with a well-known name is the state_dict if most of its values are tensors.
+3. The only mapping of tensors that is not an optimizer is the state_dict.
+
+For a pickled ``nn.Module``, the state_dict consists of its parameters, buffers and submodules.
+ckptkit reads them without importing the class of the module. If the tree contains no tensors, numpy
+arrays take the place of tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from ckptkit.core.tree import (
     walk,
 )
 
-INSIDE = 200  # nodes to visit inside a tensor subclass: thousands may share a large state
+# Maximum number of nodes to visit inside a tensor subclass. Thousands of tensors may share a large
+# attribute.
+INSIDE = 200
 
 # Prefixes that wrappers add to the names of the wrapped module.
 WRAPPERS = {
@@ -42,7 +48,7 @@ WRAPPERS = {
     "_fsdp_wrapped_module.": "FSDP puts it there",
     "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
 }
-# Names of entries with weights, preferred ones first.
+# Well-known names of entries that contain weights, in order of preference.
 WELL_KNOWN = (
     "state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights",
     "model_state", "params_ema", "state_dict_ema", "model_ema", "ema",
@@ -50,7 +56,10 @@ WELL_KNOWN = (
 
 
 class Tensors(dict[str, Tensor]):
-    """A read-only dict of name -> Tensor: ckptkit writes a checkpoint's tree, not this dict."""
+    """A read-only dict of name -> Tensor.
+
+    A change of this dict would have no effect, because ckptkit writes the tree of a checkpoint.
+    """
 
     __slots__ = ()
 
@@ -71,9 +80,9 @@ class Tensors(dict[str, Tensor]):
 class Weights:
     """The state_dict of a checkpoint: its path, its node, and its tensors by name.
 
-    ``node`` is a mapping whose keys are the names, or the Object of a pickled module
-    (``is_module``), whose names are computed. ``nodes`` maps each name to the node of its tensor.
-    ``others`` are the paths of other candidates.
+    ``node`` is a mapping with the names of the tensors as keys, or the Object of a pickled module
+    (``is_module``). ckptkit computes the names of the tensors in a module. ``nodes`` maps each name
+    to the node of its tensor. ``others`` are the paths of entries that also may be the weights.
     """
 
     path: Path
@@ -83,9 +92,9 @@ class Weights:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Name to Tensor, in the order of the file."""
+        """A mapping of names to Tensors, in the order of the file."""
         if {*map(type, self.nodes.values())} <= {Tensor}:
-            return Tensors(self.nodes)  # ten times as fast as the loop below
+            return Tensors(self.nodes)  # 10x as fast as the code below
         return Tensors(
             (name, tensor)
             for name, node in self.nodes.items()
@@ -94,17 +103,17 @@ class Weights:
 
     @cached_property
     def hold_tensors(self) -> bool:
-        """True if the state_dict contains a tensor, possibly inside an extra state."""
+        """True if the state_dict contains a tensor, also inside an ``_extra_state``."""
         return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
 
     @cached_property
     def endings(self) -> frozenset[str]:
-        """The distinct last components of the names: a small set even if there are many names."""
+        """The distinct last components of the names, such as ``weight`` and ``bias``."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})
 
     @cached_property
     def dtypes(self) -> tuple[DType, ...]:
-        """The distinct dtypes of the plain tensors."""
+        """The distinct dtypes of the tensors, except tensors that an Object constructs."""
         found = [node.dtype for node in self.nodes.values() if node.__class__ is Tensor]
         return tuple(dict(zip(map(id, found), found, strict=True)).values())
 
@@ -117,27 +126,30 @@ class Weights:
 
     @cached_property
     def module(self) -> ModuleState | None:
-        """The state of the pickled module; None for a mapping."""
+        """The contents of the pickled module. None if ``node`` is a mapping."""
         return read_module(self.node) if isinstance(self.node, Object) else None
 
 
 def as_tensor(node: Node) -> Tensor | None:
-    """Return the tensor of a node that is a tensor or evaluates to a tensor, else None."""
+    """Return `node` if it is a Tensor, or the tensor that an Object constructs.
+
+    Return None for other nodes.
+    """
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
 
 
 def has_tensors(root: Node) -> bool:
-    """Return whether a tree contains a tensor."""
+    """Return True if the tree contains a tensor."""
     return any(as_tensor(node) is not None for _, node in walk(root))
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
     """Yield the tensors inside a tensor subclass, one for each storage.
 
-    Paths are relative to the arguments of the subclass. The last argument comes first: it holds the
-    attributes, whose names are better.
+    Each path starts with the position of an argument in `args`. The last argument comes first,
+    because it contains the attributes, and attributes have names.
     """
     seen: set[int] = set()
     for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
@@ -149,10 +161,10 @@ def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
 
 
 def locate(root: Node, key: str | None = None) -> Weights | None:
-    """Return the weights of a tree, or of its entry `key`; None if there are none.
+    """Return the weights of a tree, or of its entry `key`.
 
-    Raises AmbiguousError if there are several candidates, UsageError if `key` names no mapping of
-    tensors.
+    Return None if the tree contains no weights. Raise AmbiguousError if several entries may be the
+    weights. Raise UsageError if the entry `key` is not a mapping of tensors.
     """
     if key is not None:
         path, node = find(root, key)
@@ -167,8 +179,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, rule)) is not None:
             return Weights((), root, nodes)
         found = _search(root, rule)
-        # Well-known entries of the root that are candidates, even if the search found other paths
-        # first.
+        # Candidates that are well-known entries of the root. `_search` may have found the same
+        # nodes at other paths.
         by_node = {id(node): (node, nodes) for _, node, nodes in found}
         entries = {name: child for name, child in children(root) if name.__class__ is str}
         known: list[Found] = [
@@ -177,8 +189,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             if id(entries.get(name)) in by_node
         ]
         if rule == _PURE and not known:
-            # Accept well-known entries that are mostly tensors: they may also contain packed
-            # weights or states of metrics. Without such an entry, the root is a candidate too.
+            # Accept a well-known entry if most of its values are tensors. The other values may be
+            # packed weights or states of metrics. If no such entry exists, the root is a candidate.
             known = [
                 ((name,), entries[name], nodes)
                 for name in WELL_KNOWN
@@ -201,9 +213,9 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
 
 
 def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
-    """Yield each state_dict or pickled module of a tree with its tensors by name.
+    """Yield each state_dict or pickled module of a tree, with its tensors by name.
 
-    State_dicts inside other state_dicts, and optimizers, are not yielded.
+    Optimizers, and state_dicts inside other state_dicts, are omitted.
     """
     nodes = _read(root, _PURE)
     if nodes is not None:
@@ -213,21 +225,25 @@ def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
         yield node, nodes
 
 
-# What a state_dict may contain: tensors only; tensors and numpy arrays; or other values as well.
+# Rules for the values of a state_dict:
+# "pure" allows only tensors.
+# "arrays" allows only tensors and numpy arrays.
+# "mixed" allows any values, but requires at least one tensor or array.
 _PURE, _ARRAYS, _MIXED = _RULES = ("pure", "arrays", "mixed")
-# States of random number generators: torch on the CPU, torch on a GPU, and numpy (MT19937).
+# Kind, dtype and shape of the states of random number generators: torch on the CPU, torch on a GPU,
+# and numpy (MT19937).
 _GENERATORS = {
     ("tensor", "uint8", (5056,)),
     ("tensor", "uint8", (16,)),
     ("ndarray", "uint32", (624,)),
 }
-_MOST = 64  # maximum number of keys of a mapping that is checked for generator states
+_MOST = 64  # a mapping with more keys cannot be a mapping of generator states
 
 Found = tuple[Path, Node, dict[str, Node]]
 
 
 def _read(node: Node, rule: str) -> dict[str, Node] | None:
-    """Return the tensors of `node` by name if it is a state_dict by `rule`, else None."""
+    """Return the tensors of `node` by name. Return None if `rule` rejects `node`."""
     if isinstance(node, Object):
         return module_state(node)
     if not isinstance(node, dict) or not {*map(type, node)} <= {str}:
@@ -258,7 +274,7 @@ def _read(node: Node, rule: str) -> dict[str, Node] | None:
 
 
 def _read_most(node: Node) -> dict[str, Node] | None:
-    """Return the tensors of a mapping by name if most of its values are tensors, else None."""
+    """Return the tensors of a mapping by name. Return None unless most values are tensors."""
     nodes = _read(node, _MIXED) if isinstance(node, dict) else None
     return nodes if nodes and 2 * len(nodes) > len(node) else None
 
@@ -266,7 +282,7 @@ def _read_most(node: Node) -> dict[str, Node] | None:
 def _search(root: Node, rule: str) -> list[Found]:
     """Return the outermost state_dicts below the root, each once.
 
-    Optimizers and graph data of PyTorch Geometric are excluded.
+    Omit optimizers and graph data of PyTorch Geometric.
     """
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
@@ -280,7 +296,7 @@ def _search(root: Node, rule: str) -> list[Found]:
         if nodes:
             found.append((path, node, nodes))
         elif rule == _MIXED and isinstance(node, Object) and node.global_ in _NUMPY:
-            continue  # an object array such as metrics: it contains no weights
+            continue  # a numpy array of Python objects, for example metrics, contains no weights
         elif not is_optimizer(node) and as_tensor(node) is None:
             below = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
@@ -291,14 +307,14 @@ def _search(root: Node, rule: str) -> list[Found]:
     return found
 
 
-_OPEN = (dict, list, tuple, Object)  # nodes that the search enters
+_OPEN = (dict, list, tuple, Object)  # types of nodes whose children are searched
 _NUMPY = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 
 
 def _without_graphs(found: list[Found]) -> list[Found]:
-    """Drop graph data, which PyTorch Geometric saves as (data, slices).
+    """Return `found` without graph data, which PyTorch Geometric saves as (data, slices).
 
-    `slices` contains, under the same names as `data`, the offset of each graph in the tensors.
+    `slices` has the same names as `data`. It contains the offset of each graph in each tensor.
     """
     slices: dict[object, dict[str, Node]] = {}
     for path, _, nodes in found:
@@ -317,22 +333,22 @@ def _without_graphs(found: list[Found]) -> list[Found]:
 
 
 def place_of(path: Path) -> tuple[object, ...]:
-    """Return a path as a hashable key.
+    """Return a hashable value that identifies a path.
 
-    Keys other than strings and integers are compared by identity, because a hostile file could make
-    `==` slow.
+    Dict keys other than strings and integers are compared by identity, because a hostile file could
+    make `==` slow.
     """
     return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
 
 
 def is_optimizer(node: Node) -> bool:
-    """Return whether a node is the state_dict of an optimizer (torch/optim/optimizer.py)."""
+    """Return True if a node is the state_dict of an optimizer (torch/optim/optimizer.py)."""
     held = node.state if isinstance(node, Object) else node
     return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
 def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
-    """Return the ``state_dict()`` of a module: its parameters as plain tensors."""
+    """Return `parameters` as torch's ``state_dict()`` does: each Parameter becomes a tensor."""
     made: dict[int, Node] = {}
     for node in parameters.values():
         if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
@@ -343,8 +359,9 @@ def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
 class ModuleState(NamedTuple):
     """The state_dict of a pickled module.
 
-    ``nodes`` maps names to nodes. ``places`` maps the path of each node, relative to the module, to
-    its name. ``unread`` are sentences about differences from the state_dict of the live module.
+    ``nodes`` maps names to nodes. ``places`` maps paths to names. The paths start at the module.
+    ``unread`` contains warnings about differences from the ``state_dict()`` that torch would
+    return.
     """
 
     nodes: dict[str, Node]
@@ -353,23 +370,26 @@ class ModuleState(NamedTuple):
 
 
 def module_state(node: Object) -> dict[str, Node] | None:
-    """Return the state_dict of a pickled ``nn.Module`` as name -> node, None for other objects."""
+    """Return the state_dict of a pickled ``nn.Module`` as a mapping of names to nodes.
+
+    Return None for other objects.
+    """
     found = read_module(node)
     return None if found is None else found.nodes
 
 
 def read_module(node: Object) -> ModuleState | None:
-    """Return the state_dict of a pickled ``nn.Module`` with its paths, None for other objects.
+    """Return the state_dict of a pickled ``nn.Module``, with its paths and warnings.
 
-    The attributes ``_parameters``, ``_buffers`` and ``_modules`` of a module map names to values or
-    None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set`` are excluded, as
-    in torch.
+    Return None for other objects. The attributes ``_parameters``, ``_buffers`` and ``_modules`` of
+    a module map names to values or None (torch/nn/modules/module.py). As in torch, the state_dict
+    does not contain buffers whose names are in ``_non_persistent_buffers_set``.
     """
     if not _is_module(node):
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    # Classes and hooks whose code could add or change entries.
+    # Names of classes, and modules with hooks, whose code could add or change entries.
     classes: dict[str, None] = {}
     hooked: list[str] = []
     unread: list[str] = []
@@ -395,7 +415,8 @@ def read_module(node: Object) -> ModuleState | None:
                 places[path + place] = prefix + name
             elif isinstance(value, Object):
                 unread.append(prefix + name)
-        # The state_dict of activation checkpointing omits the name of the wrapped submodule.
+        # With activation checkpointing, names in the state_dict omit the name of the wrapped
+        # submodule.
         is_checkpointing = made is not None and made.module.endswith(".checkpoint_wrapper")
         for name, place, value in reversed(below):
             if _is_module(value):
@@ -407,14 +428,14 @@ def read_module(node: Object) -> ModuleState | None:
     remarks = []
     if classes:
         remarks.append(
-            f"a module is read without the code of its classes ({some(list(classes))}): "
+            f"ckptkit does not run the code of a module's classes ({some(list(classes))}): "
             "entries from their own state_dict or get_extra_state are missing"
         )
     if hooked:
         remarks.append(f"state_dict hooks of a module did not run: {some(hooked)}")
     if unread:
         remarks.append(
-            "weights of a module are missing, because ckptkit cannot read their form: "
+            "some weights of a module are missing, because ckptkit cannot read their classes: "
             f"{some(unread)}"
         )
     return ModuleState(nodes, places, tuple(remarks))
@@ -424,7 +445,7 @@ _Part = tuple[str, Path, Node]  # name, path below the module, value
 
 
 def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
-    """Return the parameters and buffers of a module, then its submodules."""
+    """Return two lists: the parameters and buffers of a module, and its submodules."""
     if module.global_ == _COMPILED and not module.steps:
         return [], [("_orig_mod", (0,), module.args[0])]
     path, attributes = _attributes(module)
@@ -446,10 +467,11 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
 
 
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
-    """Return the path of a module's attributes and the attributes; empty for other objects.
+    """Return the path of a module's attributes, and the attributes.
 
-    The attributes are the object's state or, for torch.fx, its first argument. Modules of torch
-    0.1.1 have no ``_modules``.
+    For an object that is not a module, the path and the attributes are empty. The attributes are in
+    the state of the Object. For torch.fx, they are in its first argument. Modules of torch 0.1.1
+    have no ``_modules``.
     """
     state = node.state
     first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None
@@ -470,9 +492,9 @@ def _is_module(node: Node) -> bool:
 
 
 def _is_of_torch(hook: Node) -> bool:
-    """Return whether a state_dict hook belongs to torch.
+    """Return True if a state_dict hook belongs to torch.
 
-    Hooks of torch change only names, and only those of modules with activation checkpointing.
+    A hook of torch changes only names, and only for modules with activation checkpointing.
     """
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")

@@ -1,4 +1,4 @@
-"""Scan files, several in parallel, for what loading them would run."""
+"""Scan files for code that runs when a program loads them. Scan several files in parallel."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
-Reading = Callable[[str, int], None]  # receives a path, and the number of bytes read from it
-MANY = 16  # files; for fewer files, starting worker processes costs more than it saves
-MOST = 8  # maximum number of workers by default
+Reading = Callable[[str, int], None]  # receives a path, and the number of bytes read from the file
+MANY = 16  # minimum number of files for which worker processes save time
+MOST = 8  # maximum number of workers that `scan_all` starts by default
 
 
 class Failure(NamedTuple):
-    """A file that could not be read."""
+    """A file that could not be read, with the error."""
 
     path: str
     error: CkptkitError
 
 
 class Watched(ByteSource):
-    """A source that reports the bytes read from it, in total at most its size."""
+    """A source that reports the number of bytes read. The total never exceeds its size."""
 
     def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
         self._source, self._report, self._left = source, report, source.size
@@ -55,7 +55,7 @@ class Watched(ByteSource):
             self._report(counted)
 
     def finish(self) -> None:
-        """Report the remaining bytes, which the scan does not need to read."""
+        """Report the bytes that the scan did not need to read."""
         self._count(self._left)
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -71,10 +71,11 @@ class Watched(ByteSource):
 def scan(
     path: PathLike, *, trust: Iterable[str] = (), progress: Reading | None = None
 ) -> FileVerdict:
-    """Return a verdict on what loading the file at `path` would do. Nothing is run or imported.
+    """Return a verdict: what would happen if a program loaded the file at `path`.
 
-    `trust` lists globs of trusted class and function names (``transformers.*``). Raises PathError
-    and InputError for files that cannot be read. Malformed content is part of the verdict.
+    ckptkit runs and imports nothing. `trust` lists globs of trusted class and function names, such
+    as ``transformers.*``. Raise PathError or InputError if the file cannot be read. Malformed
+    content raises no error, but affects the verdict.
     """
     with closing(open_place(path)) as place:
         if isinstance(place, Folder):
@@ -97,11 +98,12 @@ def scan_all(
     workers: int | None = None,
     progress: Reading | None = None,
 ) -> Iterator[FileVerdict | Failure]:
-    """Yield the verdicts on files, and on all files in folders, in order. Failures are yielded too.
+    """Yield a verdict on each file, in order. For a folder, yield a verdict on each file in it.
 
-    `workers` is the number of processes. The default for 16 files or more is the number of cores,
-    at most 8. `progress` receives a path and the number of bytes read from that file. The numbers
-    of a file add up to its size. A file that a worker process scans is reported once, at its end.
+    For a file that cannot be read, yield a Failure. `workers` is the number of processes. For 16
+    files or more, the default is the number of cores, but at most 8. ckptkit calls `progress` with
+    a path and the number of bytes read from that file. The numbers for a file add up to its size.
+    If a worker process scans a file, `progress` is called once, after the scan.
     """
     trust = tuple(trust)
     files = _files(paths)
@@ -121,8 +123,11 @@ def scan_all(
 def _spread(
     files: Iterable[str | Failure], trust: tuple[str, ...], workers: int
 ) -> Iterator[FileVerdict | Failure]:
-    """Yield results of worker processes, which work a few files ahead of the consumer."""
-    from concurrent.futures import ProcessPoolExecutor  # imported late: it imports pickle
+    """Scan files in worker processes and yield the results in order.
+
+    The workers scan a few files before the caller requests their results.
+    """
+    from concurrent.futures import ProcessPoolExecutor  # slow: this module imports pickle
 
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)
@@ -142,8 +147,8 @@ def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileV
         return future.result()
     except BrokenExecutor:
         path = file.path if isinstance(file, Failure) else file
-        killed = "the process that scanned it was killed"
-        return Failure(path, InputError(killed, hint="scan it alone: --workers 1"))
+        killed = "the process that scanned this file was killed"
+        return Failure(path, InputError(killed, hint="scan with one process: --workers 1"))
 
 
 def _attempt(
@@ -160,7 +165,7 @@ def _attempt(
 
 
 def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
-    """Yield the paths. For a folder, yield its files, sorted, and then those of subfolders."""
+    """Yield the paths of files. For a folder, yield its files, then the files of its subfolders."""
     for path in (os.fspath(each) for each in paths):
         try:
             if is_url(path):
@@ -176,7 +181,10 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
 
 
 def _walked(path: str) -> Iterator[str | Failure]:
-    """Yield every file below a local folder. Links to folders are reported as failures."""
+    """Yield every file inside a local folder and its subfolders.
+
+    For a link to a folder, yield a Failure.
+    """
     unlisted: list[OSError] = []
     for folder, folders, names in os.walk(path, onerror=unlisted.append):
         for error in unlisted:
@@ -186,7 +194,9 @@ def _walked(path: str) -> Iterator[str | Failure]:
         yield from (os.path.join(folder, name) for name in sorted(names))
         for name in folders:
             if os.path.islink(place := os.path.join(folder, name)):
-                yield Failure(place, InputError("is a link to a folder: not followed"))
+                yield Failure(
+                    place, InputError("is a link to a folder: ckptkit does not follow it")
+                )
     yield from (
         Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
         for error in unlisted
@@ -194,7 +204,7 @@ def _walked(path: str) -> Iterator[str | Failure]:
 
 
 def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
-    """Yield every file below a folder behind a URL."""
+    """Yield every file inside the folder at a URL and its subfolders."""
     check("scan_depth", depth, "folders inside folders")
     inner = folder.folders()
     yield from (in_folder(url, name) for name in folder.list() if name not in inner)

@@ -1,8 +1,8 @@
-"""Find every pickle in a file, also in places that no reader of its format looks at.
+"""Find every pickle in a file, also in places that a reader of its format ignores.
 
-Different readers may see a file as different formats. The search covers all these formats. Nested
-content is searched too, up to a limit: members of archives, compressed streams, and byte strings in
-pickles.
+Programs may disagree about the format of a file. The search covers all formats that the file can
+have. It also searches members of archives, compressed streams, and byte strings in pickles. A limit
+bounds the nesting.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _STEP = 1 << 20
 _POINTER = b"version https://git-lfs"  # a Git LFS pointer; "v" is not an opcode
-_TWO_FILES = "ends like a zip archive but begins like another file: readers may see either"
+_TWO_FILES = "begins like one file and ends like a zip archive: programs may read either file"
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
-    """Yield every pickle of a file, traced, and a remark for each part that could not be read.
+    """Yield a trace for every pickle of a file, and a remark for each part that cannot be read.
 
     Malformed content never raises an error.
     """
@@ -55,7 +55,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
 
 def inside(source: ByteSource) -> Iterator[Seen]:
-    """Yield the pickles and remarks of a byte string inside a pickle, like `pickles`."""
+    """Yield the traces and remarks for a byte string that a pickle contains. See `pickles`."""
     try:
         yield from _Search(source).file(source, "", 1, sure=False)
     except LimitError as error:
@@ -63,9 +63,10 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 def refused_by_weights_only(source: ByteSource) -> str | None:
-    """Return the first opcode or call that weights_only=True rejects in a torch.save file, or None.
+    """Return the first opcode or call of a torch.save file that weights_only=True rejects.
 
-    Rejected names do not count. Malformed content never raises an error.
+    Return None if weights_only=True accepts all opcodes and calls. This function does not check
+    names. Malformed content never raises an error.
     """
     for seen in pickles(source):
         if isinstance(seen, Traced) and seen.loader == TORCH_LOAD and seen.trace.refused:
@@ -74,7 +75,7 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
 
 
 class _Search:
-    """The search of one file, and its use of the limits."""
+    """The search of one file. It counts parts and bytes, and compares these with the limits."""
 
     def __init__(self, source: ByteSource) -> None:
         self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size
@@ -87,9 +88,9 @@ class _Search:
         check("scan_parts", self.parts, "parts of a file")
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield the pickles and remarks for all content that any reader would find in a source.
+        """Yield traces and remarks for all content that some reader would find in a source.
 
-        If `sure`, the source is certainly a file, and not only bytes that look like a file.
+        If `sure` is False, the source is a byte string that may look like a file by chance.
         """
         self._count()
         if depth > LIMITS.scan_depth:
@@ -102,7 +103,7 @@ class _Search:
             yield Remark(where, refusal)
         if found is not None:
             yield from self._all(found, where, depth, sure)
-        # Content that no format recognizes, or that other readers would see.
+        # From here on, search content that no format recognizes or that other readers would find.
         head, claimed = probe.head, found is not None
         is_zip = head.startswith(MAGIC)
         two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
@@ -115,16 +116,17 @@ class _Search:
         if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif head and not claimed and not is_zip and not head.startswith(_POINTER):
-            # The file name has the suffix of a pickle, or the bytes begin like a pickle.
+            # Search for a pickle if the file name has the suffix of a pickle, or if the bytes begin
+            # like a pickle.
             named = depth == 0 and source.name.lower().endswith(PICKLES)
             if named or looks_like_a_pickle(head):
                 stream = PickleStream("", source, 0, source.size)
                 yield from self._stream(stream, where, depth, maybe=not named, alone=sure)
         if closed := _starting(CLOSED, head):
-            yield Remark(where, f"is compressed ({closed}): not searched")
+            yield Remark(where, f"is compressed ({closed}): ckptkit does not search it")
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield the content of a container, up to the first damage."""
+        """Yield the content of a container, up to the first damaged byte."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):
@@ -159,7 +161,7 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        # Bytes that only look like compressed data decompress to few bytes or none.
+        # If the bytes look like compressed data by chance, the result has few bytes or none.
         is_noise = part.packed in WEAK_HEADS.values() and (
             not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
         )
@@ -187,10 +189,10 @@ class _Search:
         self, stream: PickleStream, where: str, depth: int, maybe: bool = False,
         alone: bool = False,
     ) -> Iterator[Seen]:  # fmt: skip
-        """Yield the pickles of a stream, also those that no reader would load.
+        """Yield the pickles of a stream, also pickles that no reader would load.
 
-        With `maybe`, bytes that merely begin like a pickle are skipped. `alone`: the stream is a
-        file, which torch.load may read as a legacy stream.
+        If `maybe`, skip bytes that begin like a pickle but are probably something else. If `alone`,
+        the stream is a complete file, and torch.load may read it as a legacy file.
         """
         inside = joined(where, stream.where)
         if stream.packed is not None:
@@ -208,12 +210,12 @@ class _Search:
             if number == 1 and alone and found.may_be_legacy and found.error is None:
                 least, maybe = max(least, 5), False
             follows = number > least
-            # A pickle that `pickle.dump` appended to the file counts without further evidence.
+            # A program may have appended a pickle with `pickle.dump`. Accept every complete pickle.
             is_whole = follows and found.error is None and found.protocol >= 2
             if (maybe or follows) and not (is_whole or _convinces(found)):
                 if number > 1 and not maybe:
                     left = f"{end - at:,} bytes follow the pickle"
-                    yield Remark(inside, f"{left}: other readers may interpret them")
+                    yield Remark(inside, f"{left}: other programs may read these bytes")
                 return
             place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
             yield from self._traced(stream, found, at, place, depth)
@@ -223,7 +225,7 @@ class _Search:
                 return
 
     def _scattered(self, stream: PickleStream, inside: str, depth: int) -> Iterator[Seen]:
-        """Yield pickles that are separated by other bytes."""
+        """Yield pickles with other bytes between them."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
             found = self._trace(stream.source, at, end)
@@ -235,7 +237,7 @@ class _Search:
     def _traced(
         self, stream: PickleStream, found: Trace, at: int, place: str, depth: int
     ) -> Iterator[Seen]:
-        """Yield a pickle, and the content of its byte strings."""
+        """Yield the trace of a pickle, and the traces of pickles in its byte strings."""
         self._count()
         yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
         for each in found.nested:
@@ -248,7 +250,7 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """Return the pickles of the first matching format, and why its reader would reject the file."""
+    """Return the pickles of the first matching format, or the reason why its reader fails."""
     refusal = None
     for format in FORMATS:
         try:
@@ -262,7 +264,10 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
 
 
 def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
-    """Return whether zip readers would find an archive that is not a member of a tar file."""
+    """Return True if a zip reader would find an archive at the end of the file.
+
+    Return False if this archive is a member of a tar file.
+    """
     archive = _zip_end(source)
     if archive is None or not is_tar(head):
         return archive is not None
@@ -276,7 +281,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
 
 
 def _base(source: ByteSource) -> int | None:
-    """Return the offset of a source in its file, None for a decompressed source."""
+    """Return the offset of a source in its file. Return None for a decompressed source."""
     at = 0
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
@@ -288,17 +293,18 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Return whether to treat bytes that look like a pickle as a pickle.
+    """Return True if bytes that begin like a pickle are probably a pickle.
 
-    The bytes count as a pickle if its names are valid, and it is complete or makes a call.
+    This is the case if the names in the bytes are valid identifiers, and the bytes either are a
+    complete pickle or contain a call. Random bytes contain a call every few thousand bytes.
 
-    In random bytes, there is a call every few thousand bytes. If ckptkit stops where CPython might
-    continue, the remaining bytes could still run code. Such bytes also count as a pickle.
+    Return True also if ckptkit stops at a byte where CPython might continue. The remaining bytes
+    could run code.
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
     if any(is_guarded(str(name)) and _could_be(str(name)) for name in found.globals):
-        return True  # the bytes import a module of Python or torch, whatever follows
+        return True  # the bytes import a module of Python or torch
     held = found.globals or (found.nested and found.protocol)
     whole = found.error is None and all(_could_be(str(name)) for name in found.globals)
     return bool(held) and whole
@@ -319,17 +325,17 @@ def _next(source: ByteSource, at: int, end: int) -> int:
 
 
 def joined(outer: str, inner: str) -> str:
-    """Return a description of the place `inner` inside `outer`."""
+    """Return the description of a place: ``outer > inner``."""
     return f"{outer} > {inner}" if outer and inner else outer or inner
 
 
-# Members of archives as lenient readers see them, damaged or not
+# Members of archives that lenient readers find, also damaged members
 
 
 def tar_members(source: ByteSource) -> Iterator[Found]:
-    """Yield every member of a tar file that has bytes, whatever its name and type.
+    """Yield every member of a tar file that is not empty. Its name and type do not matter.
 
-    Some readers stop at an invalid header. This function skips the header.
+    Some readers stop at an invalid header. This function skips an invalid header.
     """
     at = count = 0
     while at + BLOCK <= source.size and count < LIMITS.tar_members:
@@ -356,17 +362,23 @@ _LOCAL = Struct("<4s2xHH4xLLLHH")
 _TAIL = 22 + 0xFFFF
 _U32 = 0xFFFFFFFF
 _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
-# Name, method, offset of the bytes, and their number (None: up to the next header).
+# Name, compression method, offset and number of bytes. The number is None if the header does not
+# contain it.
 _Member = tuple[str, int, int, int | None]
 
 
 def zip_members(source: ByteSource) -> Iterator[Found]:
     """Yield every member of a zip file that some reader would find.
 
-    These are the members that the last directory lists, wherever the archive begins in the file
-    (zipfile, miniz, torch), and everything with a local header, listed or not (for readers that
-    start at the front, or repair). Contradicting checksums, flags, sizes and names do not matter:
-    the bytes of a member start after its local header.
+    This function finds two kinds of members:
+
+    * Members that the last directory of the file lists. Readers such as zipfile, miniz and torch
+      find these. The archive may begin anywhere in the file.
+    * Members that have a local header. Readers that start at the front of the file, or that repair
+      a file, find these.
+
+    The bytes of a member start after its local header. Wrong checksums, flags, sizes and names do
+    not matter.
     """
     members = {each[2]: each for each in (*_headers(source), *_listed(source))}
     script = any(_SCRIPT.fullmatch(name) for name, *_ in members.values())
@@ -376,7 +388,7 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
             continue
         where = f"{name} at byte {start:,}"
         if method not in METHODS:
-            yield Remark(where, f"is compressed by method {method}: not searched")
+            yield Remark(where, f"is compressed by method {method}: ckptkit does not search it")
             continue
         section, top = Section(source, start, end - start), name.partition("/")[0]
         found = member(name, section, top, script, METHODS[method], stored is None)
@@ -384,7 +396,10 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
 
 
 def _zip_end(source: ByteSource) -> tuple[int, int, int] | None:
-    """Return offset and size of the last directory, and the shift of offsets; None if missing."""
+    """Return the offset and size of the last directory, and the start of the archive.
+
+    Return None if the file contains no directory.
+    """
     length = min(source.size, _TAIL)
     tail = source.read(source.size - length, length)
     at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
@@ -421,7 +436,7 @@ def _listed(source: ByteSource) -> Iterator[_Member]:
 
 
 def _header(source: ByteSource, at: int) -> _Member | None:
-    """Return the fields of the local header at `at`, None without a header."""
+    """Return the fields of the local header at `at`. Return None if `at` is not a header."""
     if not 0 <= at <= source.size - _LOCAL.size:
         return None
     magic, flags, method, _, stored, size, n, x = _LOCAL.unpack(source.read(at, _LOCAL.size))
@@ -435,7 +450,7 @@ def _header(source: ByteSource, at: int) -> _Member | None:
 
 
 def _headers(source: ByteSource) -> Iterator[_Member]:
-    """Yield all local headers, wherever they are, by reading the whole file in pieces."""
+    """Yield all local headers in the file. Read the complete file in blocks."""
     count = 0
     for base in range(0, source.size, _STEP):
         piece = source.read(base, min(_STEP + 3, source.size - base))

@@ -1,10 +1,16 @@
-"""Trace a pickle: record which names it looks up and which calls it makes.
+"""Trace a pickle: record the names that it looks up and the calls that it makes.
 
-The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that constructs no
-values. It records every lookup, call and change that CPython would execute, also those before a
-failing opcode. Differences between unpicklers become doubts. On the stack, strings, numbers, byte
-strings and tuples are plain Python values, because names are built from them. A name is a Global.
-Any other value is a Sign.
+`Machine` reads the opcodes of a pickle and calls a builder (`ckptkit.pickles.machine.Builder`) for
+each value. `Tracer` is a builder that constructs no objects. It records every lookup, call and
+change that CPython would execute, also if a later opcode fails. If unpicklers would behave
+differently, it records a doubt.
+
+The stack contains these values:
+
+* Strings, numbers, byte strings and tuples are Python values, because a pickle can compute the name
+  of a global from them.
+* The name of a class or function is a Global.
+* Any other value is a Sign.
 """
 
 from __future__ import annotations
@@ -21,13 +27,13 @@ from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
-NESTED = 10_000  # maximum number of byte strings that are searched
+NESTED = 10_000  # maximum number of byte strings in a pickle that ckptkit searches for pickles
 DOUBTS = 20  # maximum number of recorded doubts
 MEMO = 1000  # maximum number of calls with a cached verdict
 SHOWN = 120  # maximum number of characters of a call's arguments in a message
 SHOWN_ITEMS = 8  # maximum number of items of a container in a message
-SHOWN_LEVELS = 4  # nesting levels in a message
-MOST_VISITED = 5_000_000  # maximum number of values that a trace visits inside containers
+SHOWN_LEVELS = 4  # maximum number of nesting levels in a message
+MOST_VISITED = 5_000_000  # maximum number of values inside containers that a trace visits
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
@@ -37,7 +43,7 @@ WEIGHTS_ONLY_OPCODES = frozenset((
     "TUPLE2", "TUPLE3",
 ))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
-# Names, in a trace, of the opcodes that change a list, dict or set.
+# Names that a trace uses for changes of a list, dict or set.
 _STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}
 _BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
 _NOT_CHANGED = "changes a value that is not a list or dict"
@@ -47,10 +53,11 @@ _NOT_CHANGED = "changes a value that is not a list or dict"
 class Sign:
     """A placeholder for a value.
 
-    `made` is the class or function that returned the value, None for a literal. `items` are the
-    items of a container; for a dict, keys and values alternate. `data` are the bytes of a large
-    byte string. `type` is the element type of a numpy.dtype. Nothing may change an object after its
-    state is set (`built`), nor a dict that is `fixed`.
+    `made` is the class or function that returned the value. For a literal, `made` is None. `items`
+    are the items of a container. For a dict, keys and values alternate. `data` is a large byte
+    string. `type` is the element type of a numpy.dtype. `built` is True after the state of the
+    object was set. Later changes of the object are suspicious, and so is any change of a dict that
+    is `fixed`.
     """
 
     sort: int
@@ -64,7 +71,7 @@ class Sign:
 
 
 class _SignView:
-    """The values of a trace; see `ckptkit.pickles.judge.View`."""
+    """Gives `judge` access to the values of a trace. See `ckptkit.pickles.judge.View`."""
 
     def __init__(self) -> None:
         self.left = MOST_VISITED
@@ -84,7 +91,10 @@ class _SignView:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the types of values and of the items of tuples; None for tuples inside tuples."""
+        """Return the type of each value. For a tuple, return the types of its items.
+
+        Return None if a type is a literal container, such as a tuple inside a tuple.
+        """
         found: list[Any] = []
         for value in values:
             is_tuple = value.__class__ is tuple
@@ -96,7 +106,7 @@ class _SignView:
 
 
 class Tracer:
-    """The builder that traces a pickle, and its records."""
+    """Traces a pickle."""
 
     counted = frozenset((Global, tuple))
     watchful = True
@@ -105,21 +115,21 @@ class Tracer:
     def __init__(self, source: ByteSource, start: int, stop: int) -> None:
         self.machine = Machine(source, start, stop, self, "trace_bytes")
         self.globals: dict[Global, Global] = {}
-        self.called: dict[int, int] = {}  # id of a Global -> how often a call consumed it
-        self.times: dict[int, int] = {}  # id of a Global -> how often it was pushed
+        self.called: dict[int, int] = {}  # id of a Global -> number of calls that consumed it
+        self.times: dict[int, int] = {}  # id of a Global -> number of times that it was pushed
         self.calls: dict[tuple[str, str, str], list[Any]] = {}
         self.nested: list[Nested] = []
         self.doubts: list[str] = []
         self.refused: tuple[int, str] | None = None  # offset and reason
         self.view = _SignView()
         self.unfinished: Sign | None = None  # an object whose state must follow next
-        # Cache for calls whose verdict depends only on the types of the arguments. It contains the
-        # level, the result, and whether all calls can share the result. They can if nothing may
-        # change it.
+        # Cache for calls whose verdict depends only on the types of the arguments. Each value
+        # contains the level, the result of the call, and True if all calls can share this result.
+        # Calls can share a result that a pickle cannot change.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
-        """Run until STOP or a failure. The reason of a failure is recorded."""
+        """Run until STOP or an error, and return the trace. The trace contains the error."""
         error, goes_on, result = None, False, None
         try:
             result = self.machine.run()
@@ -151,8 +161,8 @@ class Tracer:
             refused=None if self.refused is None else self.refused[1],
             error=error,
             goes_on=goes_on,
-            # torch.load compares the value with this number. It may also be a Decimal, or a tensor
-            # with one element.
+            # torch.load compares the value of the pickle with MAGIC_NUMBER. A Decimal, or a tensor
+            # with one element, can be equal to MAGIC_NUMBER too.
             may_be_legacy=result == MAGIC_NUMBER
             or (isinstance(result, Sign) and (result.made is not None or bool(result.text))),
         )
@@ -192,13 +202,16 @@ class Tracer:
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
-        """Return the Global of this name, one object per name, and count the push."""
+        """Return the Global object for a name, and count the push.
+
+        Equal names have the same Global object.
+        """
         known = self.globals.setdefault(name, name)
         self.pushed(known)
         return known
 
     def pushed(self, value: Any) -> None:
-        """Count each name that is pushed, also names inside tuples."""
+        """Count each Global that is pushed, also inside tuples."""
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -212,12 +225,12 @@ class Tracer:
                 self.times[id(each)] = self.times.get(id(each), 0) + 1
 
     def _take(self, *names: Any) -> None:
-        """Record that a call consumes names. Consumed names do not count as values."""
+        """Record that a call consumes names. A consumed name does not count as a value."""
         for name in names:
             if name.__class__ is Global:
                 self.called[id(name)] = self.called.get(id(name), 0) + 1
 
-    # Byte strings that may be files
+    # Byte strings that may contain a file
 
     def text(self, text: str) -> None:
         if text[-1:] == "." or text[:1] == "\x80":
@@ -227,7 +240,7 @@ class Tracer:
                 pass
 
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
-        """Return a byte string, a Sign for a large one, and a string for ASCII of Python 2."""
+        """Return a byte string, a Sign for a large one, or a str for an ASCII str of Python 2."""
         if isinstance(value, StoredBytes):
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)
@@ -237,11 +250,11 @@ class Tracer:
         if kind != "python2":
             return value
         if value.decode(errors="ignore").encode() != value:
-            self.refuse("a string of Python 2 that is not UTF-8")
+            self.refuse("contains a Python 2 string that is not UTF-8")
         return value.decode() if value.isascii() else value
 
     def _keep(self, data: bytes | ByteSource) -> None:
-        """Record a byte string that may be a file."""
+        """Record the byte string `data` if it may be a file."""
         head = data[:8] if isinstance(data, bytes) else data.read(0, min(8, data.size))
         if looks_like_a_file(head) and len(self.nested) < NESTED:
             source = Memory(data) if isinstance(data, bytes) else data
@@ -271,7 +284,7 @@ class Tracer:
         if judged.kind != judge.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a computed value")
         if judged.kind == judge.LOADS and not self._loads(args[0]):
-            self.doubt("loads a file that is computed")
+            self.doubt("loads a file whose bytes are computed")
         result = self._result(made, args, judged)
         if isinstance(result, Sign):
             if judge.is_unfinished(result.made):
@@ -281,14 +294,14 @@ class Tracer:
         return result
 
     def persistent(self, pid: Any) -> Any:
-        """Resolve a persistent id: return a storage, or the class in an id of a legacy file.
+        """Resolve a persistent id. Return a storage, or the class in the id of a legacy file.
 
-        Legacy files have ("module", class, file, source text), the oldest without "module". The
-        source is never run.
+        In a legacy file, such an id is ("module", class, file name, source code). The oldest files
+        omit "module". ckptkit never runs the source code.
         """
         parts = pid if isinstance(pid, tuple) else ()
         if parts[:1] == ("storage",):
-            # (..., class, key, device, size[, view]), as torch writes it
+            # torch writes ("storage", class, key, device, size) or the same with a view at the end.
             kinds, more = [type(each) for each in parts[1:5]], parts[5:]
             plain = more in ((), (None,))
             if len(more) == 1 and isinstance(more[0], tuple):
@@ -296,7 +309,7 @@ class Tracer:
             if plain and kinds == [Global, str, str, int]:
                 self._take(parts[1])
             else:
-                self.doubt("names a storage not by class, key, device and size")
+                self.doubt("identifies a storage by values other than class, key, device and size")
             return _STORAGE
         if not isinstance(pid, int):
             self.refuse("has a persistent id that is not a storage")
@@ -305,14 +318,12 @@ class Tracer:
             return _STORAGE
         texts = judge.TEXT | judge.BYTES | judge.NONE
         if not all(self.view.sort(each) & texts for each in parts[parts.index(made) + 1 :]):
-            self.doubt("describes a class by something other than strings")
-        return made  # the name was counted when it was pushed
+            self.doubt("the description of a class contains values other than strings")
+        return made  # `_named` already counted the name
 
     def outside(self, opcode: str, value: Any) -> Any:
         if opcode.startswith("EXT"):
-            self.doubt(
-                f"uses number {value:,} of copyreg's extensions, which the loading program defines"
-            )
+            self.doubt(f"uses copyreg extension {value:,}, which the loading program defines")
             return Sign(judge.UNKNOWN, text=f"extension {value}")
         self.doubt("uses a buffer or a value from outside the file")
         return _STORAGE if opcode == "PERSID" else Sign(judge.UNKNOWN, text="a buffer")
@@ -320,10 +331,10 @@ class Tracer:
     # Changes
 
     def build(self, target: Any, state: Any) -> None:
-        """Record that attributes are set, or that __setstate__ of the class is called."""
+        """Record that the pickle sets attributes, or calls __setstate__ of the class."""
         self.step("build", target, state)
         if not (isinstance(target, Sign) and isinstance(target.made, Global)):
-            self.refuse("sets the state of a value without one")
+            self.refuse("sets the state of a value that has no state")
 
     def extend(self, target: Any, items: list[Any], how: str) -> None:
         self.step(how, target, items)
@@ -346,7 +357,7 @@ class Tracer:
         return Sign({"list": judge.LIST, "dict": judge.DICT, "frozenset": judge.SET}[kind], items)
 
     def _check_keys(self, keys: Sequence[Any]) -> None:
-        """Record a doubt for keys whose hashing could run code of the file."""
+        """Record a doubt for each key whose hash function could run code of the file."""
         for key in keys:
             if key.__class__ is not str and not judge.is_key(self.view, key):
                 self.doubt(f"hashes {brief(key)}")
@@ -358,18 +369,18 @@ class Tracer:
         return stack[-1]
 
     def finish(self, built: Any) -> None:
-        """Record an unfinished object if another opcode comes before its state."""
+        """Record an unfinished object if an opcode other than its BUILD comes next."""
         if self.unfinished is not None and self.unfinished is not built:
             self.note(f"{_described(self.unfinished.made)} (without its state)", judge.UNSURE, ())
         self.unfinished = None
 
     def fill(self, values: Any) -> None:
-        """Record an unfinished object before a literal with more than numbers and strings."""
+        """Record an unfinished object, unless all `values` are numbers and strings."""
         if self.unfinished and not all(self.view.sort(each) & judge.SCALAR for each in values):
             self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
-        """Record a change of a value, unless values of this kind may change."""
+        """Record a change of a value, unless the allowlist permits this change."""
         if isinstance(target, Global):
             self.note(f"{target} (changed)", judge.HARMFUL, value)
             return
@@ -381,7 +392,8 @@ class Tracer:
                 self.note("(a value that is not an object)", judge.UNSURE, value)
                 return
             self.fill(value)
-        elif target.built:  # an earlier state may have replaced the method that this opcode calls
+        # The earlier state may have replaced the method that this opcode calls.
+        elif target.built:
             self.finish(None)
             self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
             return
@@ -393,7 +405,7 @@ class Tracer:
                 self.note(f"{_described(target.made)} (changed)", judged.kind, value)
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
-                for part in value:  # the dtype refers to its dict of fields
+                for part in value:  # the dtype uses the dict of its fields, so fix this dict
                     if isinstance(part, Sign) and part.sort == judge.DICT:
                         part.fixed = True
         if step != "build" and target.items is not None:
@@ -410,7 +422,7 @@ class Tracer:
             known[2] += 1
 
     def _result(self, made: Any, args: Any, judged: judge.Judged) -> Any:
-        """Return the result of a call: bytes, a nested class, or a Sign."""
+        """Return the result of a call: bytes, a Global, or a Sign."""
         name = str(made)
         if not isinstance(args, tuple):
             return Sign(judged.sort, None, made)
@@ -439,7 +451,7 @@ class Tracer:
         data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
-        for each in [*self.nested]:  # do not search the bytes a second time as a byte string
+        for each in [*self.nested]:  # remove the byte string, or a scan would search it twice
             if data in (each.source, getattr(each.source, "data", None)):
                 self.nested.remove(each)
         source = Memory(data) if isinstance(data, bytes) else data
@@ -457,7 +469,7 @@ def _described(made: Any) -> str:
 def brief(args: Any) -> str:
     """Return shortened arguments for a message.
 
-    The arguments contain text of the file: escape them before printing.
+    The arguments may contain text of the file. Escape the result before you print it.
     """
     text = "".join(_pieces(args, SHOWN_LEVELS))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
@@ -495,6 +507,6 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
-    """Return the names and calls of the pickle at `start`. Malformed bytes never raise an error."""
+    """Return the trace of the pickle at `start`. Malformed bytes never raise an error."""
     with collector_paused():
         return Tracer(source, start, source.size if stop is None else stop).run()

@@ -1,22 +1,21 @@
-"""Verdicts on what loading a file would do, from the names and calls in its pickles.
+"""Verdicts: what would happen if a program loaded a file.
 
-The functions here are pure: they read no file and run no code.
+A verdict depends on the names and calls in the pickles of the file. The functions of this module
+read no file and run no code.
 
-The verdicts on a pickle, from harmless to harmful:
+A pickle gets one of these verdicts, from harmless to harmful:
 
-    safe for weights_only    `torch.load(weights_only=True)`, the default of torch, loads it
-    harmless                 every call and name is allowlisted, with matching arguments and states,
-                             but weights_only rejects the file
-    needs these classes      harmless except for objects of classes that are not allowlisted, whose
-                             code was not reviewed
-    cannot tell              the pickle is malformed, two readers could differ, names are computed,
-                             an opcode or call is not proved harmless, or the pickle contains a name
-                             that is not allowlisted, even if nothing calls that name
-    would run code           loading it with pickle calls something else, with arguments from the
-                             file
+* ``safe for weights_only``: `torch.load(weights_only=True)`, the default of torch, loads the file.
+* ``harmless``: every call and name is allowlisted, but weights_only rejects the file.
+* ``needs these classes``: the pickle contains objects of classes that are not allowlisted. Nobody
+  reviewed the code of these classes. Every other call and name is allowlisted.
+* ``cannot tell``: the pickle is malformed, or unpicklers may interpret it differently, or it
+  computes a name, or ckptkit cannot verify a call, or the pickle contains the name of a function
+  that is not allowlisted, even if no opcode calls this function.
+* ``would run code``: a program that loads the pickle calls a function that is not allowlisted, with
+  arguments from the file.
 
-The verdict on a file is the worst of those on its pickles, its programs, and the parts that could
-not be read.
+The verdict on a file is the worst verdict on its pickles, its programs and its unreadable parts.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-# The allowlist contains the names of weights_only of torch 2.13. Other versions of torch differ as
-# follows. Since 2.15, an object of an extension class (pybind11) that the user has allowed must
-# also have a state (NEWOBJ, then BUILD); the default list contains no such class.
-# (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14) Names
-# with the first version that accepts them, and with the first that rejects them again.
-SINCE = {("torch", "bcomplex32"): "2.15"}
-UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
+# The allowlist contains the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain
+# the names that other versions of torch treat differently (torch/_weights_only_unpickler.py of
+# torch 2.13, 2.14.1 and the development branch after 2.14).
+# Torch 2.15 also requires a state (BUILD after NEWOBJ) for objects of pybind11 classes that the
+# user added to the allowlist. The default allowlist contains no such class.
+SINCE = {("torch", "bcomplex32"): "2.15"}  # first version that accepts the name
+UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}  # first version that rejects the name
 SHOWN = 8  # maximum number of names in a reason
 FINDINGS = (CLASSES, UNKNOWN, CODE)
 
@@ -57,11 +56,14 @@ FINDINGS = (CLASSES, UNKNOWN, CODE)
 class PickleVerdict:
     """The verdict on one pickle.
 
-    ``needs`` are the classes of its objects that are not allowlisted. ``held`` are names among its
-    values that are neither allowlisted nor of Python or torch. ``runs`` are calls of unknown code.
-    ``reasons`` explain why the verdict is uncertain. ``refused`` is the reason why weights_only
-    rejects the pickle, None if it accepts the pickle. ``versions`` are differences between versions
-    of torch.
+    * ``needs`` are the classes of its objects that are not allowlisted.
+    * ``held`` are classes and functions that the pickle stores as values. They are not allowlisted,
+      and do not belong to Python or torch.
+    * ``runs`` are calls of functions that are not allowlisted.
+    * ``reasons`` explain why the verdict is uncertain.
+    * ``refused`` is the reason why weights_only rejects the pickle. It is None if weights_only
+      accepts the pickle.
+    * ``versions`` describe how other versions of torch treat the pickle.
     """
 
     found: Traced
@@ -78,7 +80,7 @@ class PickleVerdict:
 class FileVerdict:
     """The verdict on one file.
 
-    ``path`` is the requested path, or a path below it.
+    ``path`` is the path that the caller passed, or the path of a file inside that folder.
     """
 
     path: str
@@ -91,9 +93,9 @@ class FileVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """Names whose packages the caller trusts: globs over full names, such as ``transformers.*``.
+    """Globs of class and function names that the caller trusts, such as ``transformers.*``.
 
-    A glob that matches a package or module also matches all names in it.
+    A glob that matches a package or module also matches all names in this package or module.
     """
 
     globs: tuple[str, ...] = ()
@@ -106,7 +108,7 @@ class Trusted:
 def judge_file(
     path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
 ) -> FileVerdict:
-    """Return the verdict on a file from its pickles, its programs and the unreadable parts."""
+    """Return the verdict on a file. `seen` are its pickles, programs and unreadable parts."""
     pickles: list[PickleVerdict] = []
     remarks: list[Remark] = []
     programs: list[Program] = []
@@ -138,7 +140,7 @@ def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
         for name in trace.globals
         if not judge.is_known(name) and not _is_trusted(str(name), trusted)
     ]
-    if found.loader == TORCHSCRIPT:  # the archive contains the code of its own classes
+    if found.loader == TORCHSCRIPT:  # the archive contains the code of the classes in __torch__
         unknown = [name for name in unknown if judge.top_of(name) != "__torch__"]
     held = tuple(name for name in unknown if name in trace.values and judge.is_own(name))
     needs = tuple(name for name in unknown if name not in held and judge.is_own(name))
@@ -183,7 +185,7 @@ def _is_trusted(name: str, trusted: Trusted) -> bool:
 
 
 class Finding(NamedTuple):
-    """One reason for a verdict: place, reason, and offset in the file if known."""
+    """One reason for a verdict, with its place and its offset in the file, if known."""
 
     verdict: str
     where: str
@@ -192,9 +194,9 @@ class Finding(NamedTuple):
 
 
 def counts(result: object, strict: bool) -> bool:
-    """Return whether a result is a finding, by its verdict.
+    """Return True if the verdict of `result` is a finding.
 
-    With `strict`, everything that weights_only rejects is a finding.
+    If `strict`, every file that weights_only rejects is a finding.
     """
     return isinstance(result, FileVerdict) and result.verdict in (
         (HARMLESS, *FINDINGS) if strict else FINDINGS
@@ -202,7 +204,7 @@ def counts(result: object, strict: bool) -> bool:
 
 
 def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
-    """Yield the reasons for a verdict. For a pickle that would run code, these are its calls."""
+    """Yield the reasons for a verdict. For a pickle that would run code, yield its calls."""
     for pickle in file.pickles:
         where, base = pickle.found.where, pickle.found.base
         offset = None if base is None else base + pickle.found.offset
@@ -227,10 +229,10 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield the classes that must be trusted, and the callables that their code may receive."""
+    """Yield messages with the classes that a pickle needs, and the functions that it contains."""
     names = some(list(map(str, pickle.needs)), SHOWN)
     if names:
-        only = "" if pickle.held else "; only their own code decides"
+        only = "" if pickle.held else "; review the code of these classes"
         yield f"needs {names}{only}"
     if pickle.held:
         held = some(list(map(str, pickle.held)), SHOWN)
@@ -238,7 +240,7 @@ def needed(pickle: PickleVerdict) -> Iterator[str]:
 
 
 def differences(names: Iterable[Global]) -> Iterator[str]:
-    """Yield a sentence for each name on which versions of torch disagree."""
+    """Yield a sentence for each name that some versions of torch reject."""
     for name in names:
         key = name.module, name.name
         if key in SINCE:

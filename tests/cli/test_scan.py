@@ -70,7 +70,7 @@ def test_other_classes_are_a_finding_unless_all_are_trusted(
 ) -> None:
     result = ckptkit("scan", classes)
     assert result.exit_code == 1
-    assert "needs mine.nets.Net; only their own code decides" in result.stdout
+    assert "needs mine.nets.Net; review the code of these classes" in result.stdout
     assert ckptkit("scan", classes, "--trust", "other").exit_code == 1
     assert ckptkit("scan", classes, "--trust", "mine.nets").exit_code == 0
     held = tmp_path / "held.pth"

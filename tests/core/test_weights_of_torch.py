@@ -208,10 +208,10 @@ def test_weights_in_a_form_of_their_own(tmp_path: Path) -> None:
     assert [
         said
         for said in unread(quantized, tmp_path)
-        if "cannot read their form" in said and ": 0, 0._packed" in said
+        if "cannot read their classes" in said and ": 0, 0._packed" in said
     ]
     (said,) = unread(nn.Sequential(nn.LazyLinear(3)), tmp_path)
-    assert said.endswith("cannot read their form: 0.weight, 0.bias")
+    assert said.endswith("cannot read their classes: 0.weight, 0.bias")
 
 
 def test_modules_of_torch_need_no_warning(tmp_path: Path) -> None:

@@ -670,7 +670,7 @@ def test_entries_of_the_memo_below_zero(line: bytes) -> None:
         machine(b"N" + line + b".")
 
 
-NOT_UTF8 = "a string of Python 2 that is not UTF-8 (SHORT_BINSTRING at byte 2)"
+NOT_UTF8 = "contains a Python 2 string that is not UTF-8 (SHORT_BINSTRING at byte 2)"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
