@@ -167,7 +167,10 @@ def test_next_steps(ckptkit: Ckptkit, several: Path, words: str, said: str) -> N
 def test_a_pipe(run_pth: Path) -> None:
     words = f"{shlex.join(COMMAND)} inspect <(cat {shlex.quote(str(run_pth))})"
     done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 3 and "cannot seek in a pipe or device: save the checkpoint as a file" in done.stderr
+    assert (
+        done.returncode == 3
+        and "cannot seek in a pipe or device: save the checkpoint as a file" in done.stderr
+    )
 
 
 def test_options(ckptkit: Ckptkit) -> None:
