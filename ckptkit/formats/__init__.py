@@ -1,7 +1,7 @@
-"""Read a file or folder into a Checkpoint; plan the output file of a Checkpoint.
+"""Read a file or folder into a Checkpoint, and plan the output files of a Checkpoint.
 
-Each format is a module. ``format.py`` defines the interface of formats; `table` lists them. Uses
-core, remote, compute, rules, pickles, quantized and publish.
+Each family of formats is a module. ``format.py`` defines the interface of a format. ``table.py``
+lists the formats. Uses core, remote, compute, rules, pickles, quantized and publish.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ from ckptkit.formats.table import (
     TORCH_ZIP,
 )
 
-WHOLE = ("always", "asked")  # values of Format.everything: the format can store the whole tree
+# Values of `Format.everything` for formats that can store the whole tree.
+WHOLE = ("always", "asked")
 
 
 def match(probe: Probe) -> Format | None:
     """Return the format that recognizes a file or folder; None if no format recognizes it.
 
-    The option `parts` requires a folder. Raises CorruptError if a container that several formats
-    share, such as a zip file, is damaged.
+    Raises UsageError if the option `parts` is set and the probe is a file. Raises CorruptError if a
+    container that several formats share, such as a zip file, is damaged.
     """
     if probe.options.parts is not None:
         if probe.is_folder:
@@ -78,7 +79,7 @@ def match(probe: Probe) -> Format | None:
 def identify(probe: Probe) -> Format:
     """Return the format of a file or folder, recognized by its content.
 
-    Raises an InputError that names what the file contains instead.
+    If no format recognizes the file, raises an InputError that describes its content.
     """
     found = match(probe)
     if found is not None:
@@ -98,7 +99,7 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         checkpoint = identify(probe).read(probe)
         source = checkpoint.source
         if probe.is_folder and isinstance(source, ByteSource) and checkpoint.folder is None:
-            inside = source.folder_and_name()  # the one file of the folder that contains weights
+            inside = source.folder_and_name()  # `source` is the one file that was read
             folder = None if inside is None else inside[0]
             checkpoint = replace(checkpoint, folder=folder)
         checkpoint = _with_part(checkpoint)
@@ -109,7 +110,8 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         raise error.at(place.name) from error.__cause__
 
 
-# Features of a possible shard: file name, entries of the root, and classes in the pickle.
+# Signs that a file may be one rank's shard: its file name, entries of its root dict, or classes in
+# its pickle.
 _PART_NAMES = re.compile(
     r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
     r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
@@ -119,7 +121,7 @@ _PIECES = ("DTensor", "ShardedTensor")
 
 
 def _with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint. If its file is a shard of one rank, which is rare, set `part`."""
+    """Return the checkpoint. If its file is a shard of one rank, set `Checkpoint.part`."""
     root, source = checkpoint.root, checkpoint.source
     if not isinstance(source, ByteSource) or not (
         _PART_NAMES.search(os.path.basename(source.name))
@@ -133,15 +135,16 @@ def _with_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the byte ranges that have checksums, and the defects found.
+    """Yield each byte range that has a checksum, and each defect.
 
-    If the format has no check beyond reading, yield nothing.
+    If the format has no `check` function, yield nothing.
     """
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
 
-TRIED = 64 << 20  # maximum size of a damaged file that a hint tries to recover in memory
+# Maximum size of a damaged file that `recoverable` recovers in memory to test a command.
+TRIED = 64 << 20
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
     UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves the rest, which may be garbage",
@@ -149,10 +152,11 @@ _SAVES = {
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that recovers some tensors of a damaged file, "" if there is none.
+    """Return the command that recovers some tensors of a damaged file, or "".
 
-    If the file is local and at most `TRIED` bytes long, this function tries the command. Otherwise
-    it reads headers only, and the command may find no intact tensor.
+    If the file is local and at most `TRIED` bytes long, this function runs the recovery in memory
+    to test the command. Otherwise, this function reads headers only. The returned command may then
+    find no intact tensor.
     """
     if probe.is_folder:
         return ""
@@ -179,9 +183,10 @@ def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
 
 
 def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
-    """Recover the intact tensors of a damaged file; `unverified` adds unverifiable tensors.
+    """Recover the intact tensors of a damaged file.
 
-    Raises CorruptError if nothing is intact, UnsupportedError if the format has no recovery.
+    If `unverified` is true, also recover tensors that cannot be verified. Raises CorruptError if no
+    tensor can be recovered. Raises UnsupportedError if ckptkit cannot recover this format.
     """
     probe = Probe(place)
     try:
@@ -211,12 +216,12 @@ def writable() -> Iterator[Format]:
 
 
 def by_name(name: str | None) -> Format | None:
-    """Return the format called `name`, None if there is none."""
+    """Return the format called `name`, or None."""
     return BY_NAME.get(name or "")
 
 
 def is_folder(name: str) -> bool:
-    """Return whether ckptkit can write the format called `name`, and writes a folder."""
+    """Return whether `name` is a format that ckptkit writes as a folder."""
     format = by_name(name)
     return format is not None and format.is_folder and format.layout is not None
 
@@ -228,10 +233,13 @@ def for_writing(
     *,
     shards: bool = False,
 ) -> Format:
-    """Choose the format of the output `path`: `name`, else by suffix, else the input's (`keep`).
+    """Choose the format of the output `path`.
 
-    `shards` requires a format that writes a folder of shards; the default is safetensors. Raises
-    UsageError if the name or suffix is of a format that cannot be written.
+    If `name` is given, use the format called `name`. Otherwise use the format of the suffix of
+    `path`. If no format has this suffix, use the format called `keep`, which is the input's.
+
+    If `shards` is true, the format must write a folder of shards (by default safetensors). Raises
+    UsageError if ckptkit cannot write the format.
     """
     if name is not None:
         return _writer(name, shards)
@@ -250,7 +258,7 @@ def for_writing(
 
 
 def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
-    """Return the error for an output whose suffix names no format."""
+    """Return the error for an output path whose suffix belongs to no format."""
     known = ", ".join(BY_SUFFIX)
     return UsageError(
         "the suffix does not name a format",
@@ -261,19 +269,19 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
 
 
 def in_folder(name: str) -> str | None:
-    """Return the folder format whose shards have the format `name`, None if there is none."""
+    """Return the name of the folder format whose shards have the format `name`, or None."""
     format = by_name(name)
     return None if format is None else format.folder_as
 
 
 def of_suffix(path: str | os.PathLike[str]) -> Format | None:
-    """Return the writable format whose suffix a path has, None if there is none."""
+    """Return the writable format to which the suffix of a path belongs, or None."""
     lower = os.fspath(path).lower()
     return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
 
 
 def suffixed(path: str | os.PathLike[str]) -> Format | None:
-    """Return the first format whose suffix a path has; formats without a writer are included."""
+    """Return the first format to which the suffix of a path belongs, even without a writer."""
     lower = os.fspath(path).lower()
     return next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
 
@@ -281,7 +289,7 @@ def suffixed(path: str | os.PathLike[str]) -> Format | None:
 def named(name: str, suffixes: Sequence[str]) -> str:
     """Return `name` if it ends in one of the suffixes; otherwise append the first suffix.
 
-    If `suffixes` is empty, return the name of a folder: `name` without its suffix.
+    If `suffixes` is empty, return `name` without its suffix, as the name of a folder.
     """
     if suffixes and name.lower().endswith(tuple(suffixes)):
         return name
@@ -341,7 +349,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
         )
     try:
         _refuse_blocks(checkpoint, format)
-        # If the output cannot store DTensor and ShardedTensor, plain tensors replace them.
+        # If the output cannot store DTensor and ShardedTensor objects, write plain tensors instead.
         keeps = options.all or format.everything == "always"
         keeps = keeps and options.objects != "drop"
         if not keeps or format.name != checkpoint.format:
@@ -384,8 +392,8 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     command = ["ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"]
     if not unread:
         raise UnsupportedError(
-            f"{plural(blocks.total(), 'tensor')} of GGUF types ({', '.join(blocks)}), which "
-            f"{format.name} cannot store",
+            f"{plural(blocks.total(), 'tensor')} of GGUF types ({', '.join(blocks)}); "
+            f"{format.name} cannot store these types",
             hint=f"`{shell_command(command)}` dequantizes them",
         )
     drops = flatten(("--drop", each.name) for each in unread)
@@ -400,7 +408,7 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
 
 
 def _is_module(checkpoint: Checkpoint) -> bool:
-    """Return whether the weights are a pickled module, which `--objects drop` would drop."""
+    """Return whether the weights are a pickled module. `--objects drop` would drop a module."""
     try:
         return checkpoint.selection is not None and checkpoint.selection.is_module
     except CkptkitError:
@@ -408,9 +416,10 @@ def _is_module(checkpoint: Checkpoint) -> bool:
 
 
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
-    """Plan an in-place edit from `before` to `after`; None if too many bytes would change.
+    """Plan an in-place edit that turns the file of `before` into `after`.
 
-    Every error names the checkpoint.
+    Return None if the format has no `patch` function, or if too many bytes would change. Every
+    error names the checkpoint.
     """
     if format.patch is None:
         return None
@@ -425,7 +434,7 @@ def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Option
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint is a program. ckptkit writes only the weights of programs."""
+    """Return whether the file contains a program. ckptkit writes only the weights of a program."""
     return BY_NAME.get(checkpoint.format, NONE).program
 
 

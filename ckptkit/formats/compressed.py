@@ -1,11 +1,11 @@
-"""Read a checkpoint of any other format inside a gzip, bzip2, xz, zstd, tar or .tar.gz file.
+"""Read a checkpoint inside a gzip, bzip2, xz, zstd, tar or .tar.gz file.
 
-    run.pth.gz, model.safetensors.zst     one compressed file
+    run.pth.gz, model.safetensors.zst     one compressed checkpoint
     model.tar.gz, model.nemo              an archive of files, one of which is a checkpoint
 
-ckptkit reads a tar file in place. It decompresses a compressed file once, into an unnamed temporary
-file in ``TMPDIR``, because a compressed stream cannot be read from the middle. Memory use does not
-depend on the size of the file.
+The checkpoint inside may have any other format. ckptkit reads a tar file in place. A compressed
+stream cannot be read from the middle. Therefore ckptkit decompresses a compressed file once, into
+an unnamed temporary file in ``TMPDIR``. Memory use does not depend on the size of the file.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the checkpoint inside a file, in its own format.
+    """Read the checkpoint inside a compressed file or tar file.
 
-    Raises LimitError if the decompressed file is too large, and the errors of the inner format.
+    Raises LimitError if the decompressed file is too large. Also raises the errors of the inner
+    format.
     """
     method = method_of(probe.head)
     checkpoint = formats.read(_inside(probe), probe.options)
@@ -60,20 +61,21 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the byte ranges of the inner checkpoint that have checksums. Raises like `read`."""
+    """Yield the checksummed byte ranges of the checkpoint inside. Raises the errors of `read`."""
     return formats.check(Probe(_inside(probe)))
 
 
 def _inside(probe: Probe) -> ByteSource:
-    """Decompress a file. If the file is or contains a tar archive, return its checkpoint."""
+    """Return the decompressed file. For a tar archive, return the checkpoint in the archive."""
     if is_archive(probe):
         return _member(probe.source)
     source, method = probe.source, method_of(probe.head)
     assert method is not None
     free = UNPACKED * source.size
     inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
-    # A small compression ratio is always allowed; the limit counts the bytes beyond it.
-    what = f"bytes inside, beyond {UNPACKED} times the file"
+    # A decompressed size of up to UNPACKED times the file size is always allowed. The limit counts
+    # only the bytes beyond this size.
+    what = f"decompressed bytes beyond {UNPACKED} times the size of the file"
     check_limit("unpacked_free", inner.size - free, what)
     if failure is not None:
         raise failure
@@ -88,7 +90,7 @@ def _inside(probe: Probe) -> ByteSource:
 
 
 def _member(archive: ByteSource) -> ByteSource:
-    """Return the only checkpoint in a tar file, chosen like a file of a folder."""
+    """Return the only checkpoint in a tar file. `folder.best` chooses it, as in a folder."""
     files = {
         name: each.data
         for name, each in read_members(archive, here=True).items()
@@ -115,17 +117,18 @@ def _member(archive: ByteSource) -> ByteSource:
 # Decompression
 
 
-_PIECE = 1 << 18
+_PIECE = 1 << 18  # maximum number of bytes to read or decompress at once
 IN_MEMORY = 16 << 20  # maximum size of a decompressed file that stays in memory
 
-# The first bytes of compressed files that ckptkit reads.
+# First bytes of the compressed files that ckptkit can read.
 HEADS = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
-# Weaker evidence: uncompressed data, such as small integers, can begin with the same bytes.
+# First bytes that are weaker evidence of compression. Uncompressed data, such as small integers,
+# may begin with these bytes too.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
     b"\x78\x01": "zlib",
@@ -133,7 +136,7 @@ WEAK_HEADS = {
     b"\x78\x9c": "zlib",
     b"\x78\xda": "zlib",
 }
-# The first bytes of compressed files that ckptkit does not read.
+# First bytes of the compressed files that ckptkit cannot read.
 CLOSED = {
     b"\x04\x22\x4d\x18": "lz4",
     b"7z\xbc\xaf\x27\x1c": "7z",
@@ -144,8 +147,8 @@ CLOSED = {
 class _Zstd:
     """A zstandard decompressor with the interface of zlib's decompressor.
 
-    zstandard does not limit the size of its output. Therefore it gets at most 2 KiB of input at
-    once, which decompress to at most 64 MiB.
+    The library zstandard does not limit the size of its output. Therefore `decompress` passes at
+    most 2 KiB of input to the library at once. These bytes decompress to at most 64 MiB.
     """
 
     _STEP = 2 << 10
@@ -177,7 +180,8 @@ class _Zstd:
             raise OSError(str(error)) from error
 
 
-# Decompressors with decompress, eof and unused_data, as in zlib, bz2 and lzma.
+# Functions that create a decompressor. Each decompressor has `decompress`, `eof` and `unused_data`,
+# as in zlib, bz2 and lzma.
 _MACHINES: dict[str, Callable[[], Any]] = {
     "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
     "zlib": zlib.decompressobj,
@@ -189,14 +193,15 @@ _MACHINES: dict[str, Callable[[], Any]] = {
 
 
 def method_of(head: bytes) -> str | None:
-    """Return the compression method of a file with this head, None if `HEADS` has none."""
+    """Return the compression method of a file that begins with `head`, or None."""
     return next((name for start, name in HEADS.items() if head.startswith(start)), None)
 
 
 def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a source, which may consist of several streams.
+    """Yield the decompressed bytes of a source in blocks.
 
-    Raises CorruptError, TruncatedError, and MissingPackageError if zstandard is not installed.
+    The source may contain several compressed streams. Raises CorruptError and TruncatedError.
+    Raises MissingPackageError if zstandard is not installed.
     """
     machine = _MACHINES[method]()
     at = 0
@@ -221,7 +226,7 @@ def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
 
 
 def _output(machine: Any, data: bytes) -> Iterator[bytes]:
-    """Yield the decompressed form of `data` in pieces of at most `_PIECE` bytes."""
+    """Yield the decompressed form of `data` in blocks of at most `_PIECE` bytes."""
     while True:
         piece = machine.decompress(data, _PIECE)
         yield piece
@@ -238,9 +243,9 @@ def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitEr
 
 
 class Spool(LocalFile):
-    """An unnamed temporary file with decompressed bytes; it disappears when the process ends.
+    """An unnamed temporary file of decompressed bytes. It disappears when the process ends.
 
-    On Linux, worker processes reopen it through ``/proc/PID/fd`` of their parent.
+    On Linux, worker processes reopen this file through ``/proc/PID/fd`` of their parent process.
     """
 
     def __init__(self, whole: ByteSource, fd: int) -> None:
@@ -257,10 +262,11 @@ class Spool(LocalFile):
 
 
 def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, CkptkitError | None]:
-    """Decompress at most `most` bytes: a few MiB into memory, more into a temporary file.
+    """Decompress at most `most` bytes of a source.
 
-    Return the source and the error that stopped decompression. Raises InputError if the folder
-    of temporary files (``TMPDIR``) is full.
+    If the decompressed size is at most `IN_MEMORY`, the bytes stay in memory. Otherwise they go to
+    a temporary file. Return the decompressed source, and the error that stopped decompression or
+    None. Raises InputError if the folder of temporary files (``TMPDIR``) is full.
     """
     import tempfile  # imported only for compressed files
 
@@ -290,7 +296,10 @@ def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
 def _collect(
     source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
 ) -> CkptkitError | None:
-    """Pass at most `most` decompressed bytes to `keep`; return the error that stopped this."""
+    """Pass at most `most` decompressed bytes to `keep`.
+
+    Return the error that stopped decompression, or None.
+    """
     left = most
     try:
         for piece in pieces(source, method):

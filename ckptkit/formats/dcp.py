@@ -1,16 +1,17 @@
-"""Read and write torch.distributed.checkpoint (DCP) folders, to which each rank writes its shards.
+"""Read and write folders of torch.distributed.checkpoint (DCP). Each rank writes its own shards.
 
-    .metadata                  entries, and file and offset of each chunk: :mod:`dcp_metadata`
-    __<rank>_<n>.distcp        the chunks and values
-    meta.pt                    by Lightning: a torch file with everything else
+    .metadata                  lists the entries, and the file and offset of each chunk
+    __<rank>_<n>.distcp        contains chunks of tensors, and values that are not tensors
+    meta.pt                    a torch.save file with all other entries, written by Lightning
 
-Without collectives each rank writes its own ``__<rank>.metadata`` instead.
-HuggingFaceStorageWriter writes only ``shard-<rank>-model-<file>-of-<files>.safetensors``, without
-metadata. An interrupted save leaves a ``.metadata.tmp``.
+:mod:`dcp_metadata` describes ``.metadata``. If the ranks save without collectives, each rank writes
+a separate ``__<rank>.metadata`` instead. HuggingFaceStorageWriter writes no metadata file, only
+``shard-<rank>-model-<file>-of-<files>.safetensors``. An interrupted save leaves a
+``.metadata.tmp``.
 
-torch flattens a state_dict before it saves it: see :mod:`dcp_metadata`. Reading returns what
-torch's `dcp_to_torch_save` writes: dicts, lists, and CPU tensors assembled from their chunks.
-Values that are not tensors are returned as saved.
+torch flattens a nested state_dict before saving. `read` restores the nesting. Like torch's
+`dcp_to_torch_save`, `read` returns dicts, lists, and CPU tensors assembled from their chunks. It
+returns all other values as saved.
 """
 
 from __future__ import annotations
@@ -86,22 +87,26 @@ def matches(probe: Probe) -> bool:
 
 # The data files.
 #
-# __<rank>_<n>.distcp        concatenated items, values first. Each item is a complete torch.save
-# archive of one value, or of one tensor, which is one chunk. Offsets in an archive count from its
-# own first byte.
+# A file ``__<rank>_<n>.distcp`` consists of concatenated items. Each item is a complete torch.save
+# archive of one value or one chunk of a tensor. The values come first. Offsets inside an archive
+# count from the first byte of the archive.
 #
-# If the serialization is safetensors, one safetensors file with all tensors, by their names in the
-# state_dict, follows the values instead. `.metadata` then gives the offset of that file for each
-# tensor; the file's header has the tensor's own offset. The offsets of a chunk are in
-# ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
-# (torch/distributed/checkpoint/filesystem.py, `_write_item`)
+# If torch saves in safetensors format, the values are followed by one safetensors file. This file
+# contains all tensors, by their names in the state_dict. For each tensor, `.metadata` contains the
+# offset of the safetensors file. The header of the safetensors file contains the offset of the
+# tensor's bytes. Its ``__metadata__`` contains the position of each chunk in its tensor, as JSON:
+# {name: {"saved_offsets": [...]}}. (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 #
-# HuggingFaceStorageWriter writes only such files, with flat names. They do not store the size of a
-# tensor, which ends with its last chunk. (torch/distributed/checkpoint/hf_storage.py)
+# HuggingFaceStorageWriter writes only such safetensors files, with flat names. The files do not
+# store the shape of a complete tensor. ckptkit computes the shape from the end of the last chunk.
+# (torch/distributed/checkpoint/hf_storage.py)
 
 
 class ShardHeader(NamedTuple):
-    """The tensors of a safetensors file; if stored, the offset of each chunk in its tensor."""
+    """The tensors of a safetensors file, and the position of each chunk in its tensor.
+
+    ``offsets`` is empty if the file does not store positions.
+    """
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
@@ -115,7 +120,10 @@ class ItemFiles:
         self._headers: dict[tuple[str, int], ShardHeader] = {}  # by file name and offset
 
     def index(self, names: frozenset[str]) -> DcpIndex:
-        """Return the index, from `.metadata`, every rank's `.metadata`, or safetensors headers."""
+        """Return the index of the folder.
+
+        Read `.metadata`, or the metadata file of every rank, or the headers of safetensors files.
+        """
         ranks = sorted((int(n[1]), name) for name in names if (n := _OF_RANK.fullmatch(name)))
         if NAME in names and ranks:
             raise AmbiguousError(f"contains {NAME} and {ranks[0][1]}: two saves in one folder")
@@ -165,7 +173,9 @@ class ItemFiles:
                     f"contains {shown(name)} with another dtype or rank than earlier shards"
                 )
             if len(offsets) != rank:
-                raise CorruptError(f"contains {shown(name)} of {rank} dimensions at {offsets}")
+                raise CorruptError(
+                    f"contains {shown(name)} with {rank} dimensions, but {len(offsets)} offsets"
+                )
             chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
 
     def check(self, places: Iterable[Place]) -> None:
@@ -184,7 +194,7 @@ class ItemFiles:
             end = start = -1
             for place in sorted(held):
                 Section(file, place.offset, place.length)  # raises if the file is too short
-                # All tensors of a safetensors file have the same offset, that of the file.
+                # The metadata gives all tensors of a safetensors file the offset of that file.
                 shared = place.offset == start and not self.is_archive(place)
                 if place.offset < end and not shared:
                     raise CorruptError(
@@ -226,21 +236,22 @@ class ItemFiles:
         else:
             held = self.header(place.file, place.offset)
             if held.offsets.get(name, chunk.offsets) != chunk.offsets:
-                raise CorruptError("the file contains another chunk of it")
+                raise CorruptError("the file contains a different chunk of this tensor")
             node = held.tensors.get(name)
         tensor = as_tensor(node)
         if tensor is None:
-            raise CorruptError("it is missing")
+            raise CorruptError("the tensor is missing from the file")
         if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
             raise CorruptError(
-                f"it is {tensor.dtype} {tensor.shape}, but {dtype} {chunk.sizes} in .metadata"
+                f"the chunk is {tensor.dtype} {tensor.shape}, but the metadata lists "
+                f"{dtype} {chunk.sizes}"
             )
         if tensor.storage is None or tensor.layout != "strided":
-            raise UnsupportedError(f"it is a {tensor.layout} tensor without bytes of its own")
+            raise UnsupportedError(f"the item is a {tensor.layout} tensor without bytes of its own")
         return tensor
 
     def header(self, file: str, offset: int = 0) -> ShardHeader:
-        """Return the header of the safetensors file from `offset` to the end of `file`."""
+        """Return the header of the safetensors file that begins at `offset` of `file`."""
         if (file, offset) not in self._headers:
             source = self.folder.open(file)
             read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
@@ -262,7 +273,7 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRecord:
-    """The bytes of a chunk. Its file is opened when the bytes are needed."""
+    """The bytes of a chunk. The file is opened when the bytes are needed."""
 
     files: ItemFiles
     name: str
@@ -280,14 +291,14 @@ class ChunkRecord:
 
 
 def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Shape]:
-    """Return the bytes of a whole tensor, assembled from chunks, and its strides.
+    """Return the bytes of a complete tensor, assembled from its chunks, and the tensor's strides.
 
-    If the saved tensor was dense in memory (channels_last, transposed), the strides are those of
-    the saved tensor. Otherwise, as for an expanded tensor, they are row-major.
+    If the saved tensor was dense in memory (channels_last, transposed), return the saved strides.
+    Otherwise, for example for an expanded tensor, return row-major strides.
     """
     shape, dtype, saved = entry.shape, entry.dtype, entry.stride
     stride = contiguous_stride(shape)
-    order = tuple(range(len(shape)))  # axes by their order in memory, outermost first
+    order = tuple(range(len(shape)))  # axes in memory order, the outermost axis first
     if saved is not None and 0 not in shape:
         by_stride = tuple(sorted(order, key=lambda axis: -saved[axis]))
         dense = contiguous_stride(tuple(shape[axis] for axis in by_stride))
@@ -322,9 +333,10 @@ def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Sha
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read a DCP folder: the metadata of tensors, and all other values.
+    """Read the metadata of all tensors in a DCP folder, and all values that are not tensors.
 
-    The header of a chunk is compared with the metadata when its bytes are located.
+    The header of a chunk is read when the bytes of the chunk are needed. It is then compared with
+    the metadata.
     """
     folder = _folder_of(probe)
     names = frozenset(folder.list())
@@ -347,7 +359,7 @@ def read(probe: Probe) -> Checkpoint:
             record, stride = _assembled(files, name, entry)
             storage = Storage(record)
             known = storages.setdefault(entry, storage)
-            # Tensors with the same bytes in the files share a storage.
+            # If two entries refer to the same bytes of the files, their tensors share a storage.
             if entry.chunks and all(files.is_archive(each.place) for each in entry.chunks):
                 storage = known
             node = Tensor(storage, entry.dtype, entry.shape, stride)
@@ -367,8 +379,8 @@ def read(probe: Probe) -> Checkpoint:
     unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
     if unused:
         warnings.append(
-            f"nothing refers to {len(unused):,} of its data files, which are empty or from other "
-            f"saves: {some(unused)}"
+            f"the metadata does not refer to {len(unused):,} data files. They are empty or from "
+            f"other saves: {some(unused)}"
         )
     if any(name.endswith(".metadata.tmp") for name in names):
         warnings.append("a later save was interrupted and may have overwritten some of the data")
@@ -378,7 +390,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _folder_of(probe: Probe) -> Folder:
-    """Return the folder, or the folder of the `.metadata` that the user named."""
+    """Return the DCP folder. The user may have named its `.metadata` file instead."""
     if probe.is_folder:
         return probe.folder
     place = probe.source.folder_and_name()
@@ -396,10 +408,10 @@ def _places(index: DcpIndex) -> Iterator[Place]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the byte ranges to verify of every item whose file exists. Raises metadata errors.
+    """Yield the byte ranges to verify, and the defects, of every item whose file exists.
 
-    Items are torch.save archives, with a CRC-32 for each record, or tensors of a safetensors file,
-    which has no checksums.
+    A torch.save archive has a CRC-32 for each record. A safetensors file has no checksums. Raises
+    the errors of the metadata.
     """
     folder = _folder_of(probe)
     files = ItemFiles(folder)
@@ -437,10 +449,9 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a DCP file; None if its folder has no metadata.
+    """Yield the pickles of a DCP file. Return None if its folder has no metadata.
 
-    A data file consists of concatenated archives. Without the metadata, only the last archive is
-    found.
+    A data file consists of concatenated archives. Only the metadata locates all of these archives.
     """
     if probe.is_folder:
         return None
@@ -466,12 +477,11 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 # Writing a folder that torch.distributed.checkpoint loads with any number of ranks
 #
-#     .metadata         protocol 2; every tensor is one chunk
-#     __0_0.distcp      torch.save archives, one for each entry: values first, then tensors,
-#                       contiguous and on the CPU
+#     .metadata         a pickle of protocol 2 that describes every tensor as one chunk
+#     __0_0.distcp      one torch.save archive for each value, then one for each tensor
 #
-# If several tensors view the same elements of one storage, these are stored once. Every name refers
-# to them.
+# The archives contain contiguous CPU tensors. If several tensors view the same elements of one
+# storage, the file contains one archive for all of them.
 
 
 DATA = "__0_0.distcp"
@@ -481,9 +491,12 @@ VERSION = "1.0.0"
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder with the whole nested tree.
 
-    Raises CollisionError if the keys of two entries, joined by dots, are equal; UsageError if the
-    root is not a dict and has no weights; UnsupportedError for one rank's piece of a tensor; and
-    the errors of the pickle writer.
+    Raises:
+
+    - CollisionError if two entries have the same flat name (keys joined by dots).
+    - UsageError if the root is not a dict and has no weights.
+    - UnsupportedError if a tensor is only one rank's shard.
+    - The errors of the pickle writer.
     """
     root, notes = checkpoint.root, list[str]()
     if not isinstance(root, dict):
@@ -500,10 +513,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         if (tensor := as_tensor(node)) is not None and _is_saved_as_tensor(tensor)
     }
     places: dict[str, Place] = {}
-    stored: dict[object, Place] = {}  # keys: storage and elements of a tensor
+    stored: dict[object, Place] = {}  # the archive of each tensor, by `Tensor.elements_key`
     segments: list[Segment] = []
     noted: list[str] = []
-    size = sums = 0  # sums: number of the next checksum
+    size = sums = 0  # `sums` is the number of the next checksum
     for name in (*(name for name in flat.entries if name not in tensors), *tensors):
         node = flat.entries[name][1]
         if name in tensors:
@@ -524,7 +537,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         size += file.size
         noted += plan.notes
     notes += dict.fromkeys(noted)
-    # Flattening the tree loses the entries below.
+    # The notes below name data that is dropped or changed when the tree is flattened.
     if flat.empty:
         notes.append(f"dropped, as in torch: dicts without entries ({_some(flat.empty)})")
     if flat.stringified:
@@ -555,7 +568,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """Add `by` to the checksum numbers of an archive: earlier archives use the lower numbers."""
+    """Add `by` to the checksum numbers of an archive. Earlier archives use the lower numbers."""
     for segment in segments:
         if isinstance(segment, Checksummed):
             yield Checksummed(segment.extent, segment.number + by)
@@ -609,14 +622,14 @@ def _size(shape: Shape) -> Object:
 
 
 def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
-    """Return a pickled object of class `name` with a state, created without its constructor."""
+    """Return a pickled object of class `name`. Loading it sets `state` and calls no __init__."""
     made = Object(Global(module, name), new=True)
     if state is not None:
         made.steps.append(("build", state))
     return made
 
 
-# A single data file as the input: only the folder's metadata locates its items
+# Refusing a single data file as the input: only the metadata of its folder locates the items
 
 
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
@@ -627,14 +640,14 @@ def matches_shard(probe: Probe) -> bool:
 
 
 def read_shard(probe: Probe) -> Checkpoint:
-    """Raise UnsupportedError with the command for the folder."""
+    """Raise UnsupportedError. Its hint is the command that converts the whole folder."""
     part = part_of(probe)
-    missing = "" if part.folder else "; no .metadata, which locates them, is beside it"
+    missing = "" if part.folder else "; its folder has no .metadata to locate them"
     raise part.refusal(f"its tensors cannot be read alone{missing}")
 
 
 def part_of(probe: Probe) -> PartOf:
-    """Describe the file as a shard of its folder. If the folder lacks metadata, it is None."""
+    """Describe the file as a shard of its folder. `folder` is None if it contains no metadata."""
     found = _RANK.fullmatch(os.path.basename(probe.name))
     which = f"a data file of rank {int(found[1]):,}" if found else "a data file"
     folder = folder_beside(probe.name) if _has_metadata(probe) else None

@@ -4,16 +4,19 @@
                                          | BytesStorageMetadata()}
     Metadata.storage_data         {MetadataIndex(name, offset, index):
                                          _StorageInfo(relative_path, offset, length)}
-    Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners
-                                  store other data
-    Metadata.storage_meta, version                                   (2.5 and later; not used)
+    Metadata.planner_data         {name: path in the nested state_dict} or None; planners other
+                                  than torch's store other data
+    Metadata.storage_meta         ignored (torch 2.5 and later)
+    Metadata.version              ignored (torch 2.5 and later)
 
-    TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory);
-                                  since torch 2.15 followed by strides, a tuple or None
+    TensorProperties              the state is a tuple: (dtype, layout, requires_grad, memory
+                                  format, pin_memory). Since torch 2.15, a sixth item contains the
+                                  strides (a tuple or None).
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
-The pickle creates objects with ``__new__`` and sets their state, a dict that may omit attributes
-that are None. The offset of a MetadataIndex is the offset of the chunk; for a value it is None.
+The pickle creates objects with ``__new__`` and sets the state of each object. The state is a dict.
+It may omit attributes that are None. The offset of a MetadataIndex is the position of a chunk in
+its tensor. For a value that is not a tensor, the offset is None.
 (torch/distributed/checkpoint/metadata.py, filesystem.py)
 """
 
@@ -60,8 +63,9 @@ _CLASSES = frozenset({
     (_SHARDED, "TensorProperties"),
     (_SHARDED, "MEM_FORMAT_ENCODING"),
 })  # fmt: skip
-_PROPERTIES = (5, 6)  # number of fields of TensorProperties before torch 2.15, and since
-_SHOWN = 80  # maximum characters of a name in a message
+# Numbers of items in the state of TensorProperties: before torch 2.15, and since 2.15.
+_PROPERTIES = (5, 6)
+_SHOWN = 80  # maximum number of characters of a name in a message
 
 
 class Place(NamedTuple):
@@ -73,7 +77,10 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor (offset and size in each dimension), and the location of its bytes."""
+    """A block of a tensor, and the location of its bytes.
+
+    ``offsets`` and ``sizes`` contain one number for each dimension.
+    """
 
     offsets: Shape
     sizes: Shape
@@ -82,10 +89,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A complete tensor and its chunks, without empty chunks.
+    """A complete tensor and its non-empty chunks.
 
-    ``stride`` is the stride of the saved tensor, None if the metadata omits it. ``odd`` is the
-    reason why ckptkit cannot assemble the tensor, "" if it can.
+    ``stride`` is the stride of the saved tensor, or None if the metadata omits it. ``odd`` is the
+    reason why ckptkit cannot assemble the tensor, or "".
     """
 
     dtype: DType
@@ -99,7 +106,7 @@ Entry = Whole | Place  # a tensor, or the location of a value that is not a tens
 
 
 class DcpIndex(NamedTuple):
-    """A parsed `.metadata`: entries by flat name, and each entry's path in the nested tree."""
+    """A parsed `.metadata`: entries by flat name, and the path of each entry in the nested tree."""
 
     entries: dict[str, Entry]
     paths: dict[str, Path]
@@ -114,8 +121,10 @@ def is_metadata(name: str) -> bool:
 def read_metadata(source: ByteSource) -> DcpIndex:
     """Read a `.metadata` file.
 
-    Raises UnsafeGlobalError if it names a function or a class of Python itself; AmbiguousError,
-    CorruptError, FormatError, UnsupportedError, LimitError, and the errors of the pickle machine.
+    Raises UnsafeGlobalError if the pickle names a function of torch or numpy that is not
+    allowlisted, or anything of Python's standard library that is not allowlisted. Also raises
+    AmbiguousError, CorruptError, FormatError, UnsupportedError, LimitError, and the errors of
+    `unpickle`.
     """
     pickled = unpickle(source)
     if pickled.stop != source.size:
@@ -140,8 +149,8 @@ def read_metadata(source: ByteSource) -> DcpIndex:
     paths = fields.get("planner_data")
     if paths is not None and not isinstance(paths, dict):
         warnings.append(
-            "its planner data is not torch's: the nesting of the state_dict is unknown, so names "
-            "stay flat"
+            "another planner than torch's wrote its planner_data. The nesting of the state_dict is "
+            "unknown, so names stay flat"
         )
     paths = paths if isinstance(paths, dict) else {}
     for name, path in paths.items():
@@ -155,7 +164,10 @@ def read_metadata(source: ByteSource) -> DcpIndex:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Raise UnsafeGlobalError for functions and Python's own classes; warn about other classes."""
+    """Raise UnsafeGlobalError for unknown names of Python and torch. Return a warning about others.
+
+    The warning lists the classes of other packages.
+    """
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
@@ -169,14 +181,17 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
             unknown.append(str(name))
     if not unknown:
         return []
-    return [f"the .metadata names classes of other packages, which are ignored: {some(unknown)}"]
+    return [f"ckptkit ignores classes of other packages in the .metadata: {some(unknown)}"]
 
 
 # Objects and their fields
 
 
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
-    """Return the attributes of an object of the class `name`; None accepts any class."""
+    """Return the attributes of an object. Raise FormatError unless its class is called `name`.
+
+    If `name` is None, accept any class.
+    """
     made = node.global_ if isinstance(node, Object) and node.new else None
     if (
         made is None
@@ -212,7 +227,7 @@ def _integer(node: Node, what: str) -> int:
 
 
 def _size(node: Node, what: str) -> Shape:
-    """Return a torch.Size, a tuple or a list of integers as a tuple."""
+    """Convert a torch.Size, a tuple or a list of integers to a tuple."""
     if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, (tuple, list)):
@@ -241,7 +256,7 @@ def _places(stored: Mapping[Node, Node]) -> Places:
             )
         found[name, offset] = Place(
             _text(fields.get("relative_path"), "the name of a file"),
-            _integer(fields.get("offset"), f"the place of {shown(name)}"),
+            _integer(fields.get("offset"), f"the offset of {shown(name)}"),
             _integer(fields.get("length"), f"the length of {shown(name)}"),
         )
     return found
@@ -261,7 +276,7 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
     dtype, layout = dtype_or_unknown(state[0]), state[1]
     strides = state[5] if len(state) > 5 else None
     stride = None if strides is None else _size(strides, "the strides of a tensor")
-    odd = ""  # why the elements cannot be assembled
+    odd = ""  # the reason why ckptkit cannot assemble the elements
     if not isinstance(layout, Object) or layout.args != ("torch.strided",):
         odd = "not strided"
     elif dtype.kind == "unknown":
@@ -297,8 +312,9 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
 def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     """Merge the metadata files of all ranks. Each tensor gets the chunks of all ranks.
 
-    If several ranks saved a value, the value of the first rank is used. Replicated values are
-    equal; other values may differ. Raises AmbiguousError if ranks disagree about a tensor.
+    If several ranks saved a value with the same name, keep the value of the first rank. The ranks'
+    values may differ unless they are replicated. Raises AmbiguousError if ranks describe a tensor
+    differently.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -323,15 +339,16 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
-            f"each rank saved its own values: {len(own):,} of them are read from the first rank"
+            f"several ranks saved values with the same names: ckptkit reads {len(own):,} values of "
+            "the first rank"
         )
     return DcpIndex(entries, merge_all(rank.paths for rank in ranks), tuple(warnings))
 
 
 def covered(described: DcpIndex) -> DcpIndex:
-    """Check that chunks cover each tensor; return the index with chunks sorted by offset.
+    """Check that the chunks of each tensor cover it. Return the index, with chunks by offset.
 
-    Raises CorruptError if there is a gap or an overlap.
+    Raises CorruptError if chunks overlap or leave a gap.
     """
     entries: dict[str, Entry] = {}
     for name, entry in described.entries.items():
@@ -353,9 +370,9 @@ def covered(described: DcpIndex) -> DcpIndex:
 # indices). The flat name is the path joined by dots. Empty dicts are dropped.
 # (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 #
-# If the param_groups of an optimizer contain parameter numbers, the keys of its state become
-# integers again. torch's ``load_state_dict`` ignores string keys, and training would continue
-# without momentum.
+# torch saves the parameter numbers in the state of an optimizer as strings. If ``param_groups``
+# contains parameter numbers, ckptkit converts the keys of the state back to integers. Otherwise,
+# torch's ``load_state_dict`` would ignore the state, and training would lose its momentum.
 
 
 class _Places(dict[Node, Node]):
@@ -363,19 +380,20 @@ class _Places(dict[Node, Node]):
 
 
 class Nest:
-    """Builds a tree of dicts and lists, entry by entry."""
+    """A builder of a tree of dicts and lists. `put` adds one entry."""
 
     def __init__(self) -> None:
         self.root: dict[Node, Node] = {}
-        # every dict and list that this Nest created, by id
+        # Every dict and list that this Nest created, by id.
         self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}
         self._lists: list[tuple[list[Node], _Places]] = []
 
     def put(self, path: Path, node: Node) -> None:
         """Set the entry at `path`.
 
-        Raises AmbiguousError if the entry exists, FormatError if `path` leads through a value that
-        is not a dict or list.
+        Raises AmbiguousError if the entry exists, or if `path` leads through a value that is
+        neither a dict nor a list. Raises FormatError if `path` uses a list as a dict, or a dict as
+        a list.
         """
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
@@ -403,7 +421,7 @@ class Nest:
         return made
 
     def finished(self) -> dict[Node, Node]:
-        """Return the tree. Missing list items are None, as in torch."""
+        """Return the tree. A missing list item becomes None, as in torch."""
         gaps = sum(max(places) + 1 - len(places) for _, places in self._lists)
         check("list_gaps", gaps, "missing items of lists")
         for made, places in self._lists:
@@ -415,9 +433,10 @@ class Nest:
 
 
 def _number_state(optimizer: dict[Node, Node]) -> None:
-    """Key the state of an optimizer by parameter number, if its groups contain numbers.
+    """Replace the string keys in the state of an optimizer by parameter numbers.
 
-    An optimizer without state gets an empty dict, which torch saves but does not restore.
+    Change nothing unless ``param_groups`` contains all these numbers. If the optimizer has no
+    state, add an empty dict, because flattening drops empty dicts.
     """
     groups, state = optimizer["param_groups"], optimizer.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -430,17 +449,19 @@ def _number_state(optimizer: dict[Node, Node]) -> None:
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Check that the key of a list is an integer, and the key of a dict is a string."""
+    """Raise FormatError unless a list has an integer as its key, and a dict has a string."""
     if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
         raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 
 
 class Flat:
-    """A flattened tree: entries by flat name with their paths, and the losses of flattening.
+    """A flattened tree: entries and their paths by flat name, and the losses of flattening.
 
-    ``empty`` contains the paths of empty dicts, which torch drops; ``stringified`` the paths of
-    keys that became strings; ``attributes`` the paths of state_dicts with attributes such as
-    ``_metadata``. Raises CollisionError if two entries have the same name, LimitError if the tree
+    - ``empty`` contains the paths of empty dicts. torch drops empty dicts.
+    - ``stringified`` contains the paths of keys that became strings.
+    - ``attributes`` contains the paths of state_dicts with attributes such as ``_metadata``.
+
+    Raises CollisionError if two entries have the same flat name. Raises LimitError if the tree
     contains itself.
     """
 
@@ -481,7 +502,10 @@ class Flat:
 
 
 def _is_opened(node: list[Node]) -> bool:
-    """Return whether torch flattens a list: a tensor or dict is in it or in a nested list."""
+    """Return whether torch flattens a list.
+
+    torch flattens a list that contains a tensor or a dict, directly or in a nested list.
+    """
     waiting = [node]
     seen: set[int] = set()
     while waiting and len(seen) <= LIMITS.revisits:

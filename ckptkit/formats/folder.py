@@ -1,11 +1,12 @@
 """Choose the checkpoint to read in a folder of several files or folders.
 
-    model.safetensors, last.ckpt                 file names, see below
+    model.safetensors, last.ckpt                 a checkpoint with one of the file names below
     latest_checkpointed_iteration.txt            contains the name of the latest sibling folder
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 
-ckptkit warns about files that it does not read. Several possible checkpoints are an error.
+ckptkit warns about checkpoints that it does not read. If the folder contains several possible
+checkpoints, ckptkit raises an error.
 
 File names that identify checkpoints:
 
@@ -14,10 +15,10 @@ File names that identify checkpoints:
     model.safetensors, last.ckpt                 a single file
     consolidated.00.pth, consolidated.01.pth     the shards of a Llama release, one per rank
 
-If a model is saved as safetensors and as torch files (``model``, ``pytorch_model``), ckptkit reads
-the safetensors files, as transformers does. ckptkit prefers an index to other files, and any other
-file to a GGUF file. Training state (optimizer.pt, training_args.bin) is a candidate only if the
-folder contains no model.
+If a folder contains a model as safetensors and as torch files (``model``, ``pytorch_model``),
+ckptkit reads the safetensors files, as transformers does. ckptkit prefers an index to other files,
+and any other file to a GGUF file. ckptkit reads training state (optimizer.pt, training_args.bin)
+only if the folder contains no model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
 _REVISION = "main"
-_TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")  # folder names for the tracker's iteration
+# Templates for the folder name of the iteration that the tracker file contains.
+_TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")
 
 
 def matches(probe: Probe) -> bool:
@@ -48,10 +50,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the checkpoint of the folder in its own format.
+    """Read the checkpoint in the folder.
 
-    Raises AmbiguousError if the folder contains several checkpoints, CorruptError if the revision
-    of a cache is missing.
+    Raises AmbiguousError if the folder contains several checkpoints. Raises CorruptError if the
+    revision of a Hugging Face cache is missing.
     """
     inner = _meant(probe)
     checkpoint = formats.read(inner, probe.options)
@@ -63,7 +65,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the byte ranges of the checkpoint that have checksums. Raises like `read`."""
+    """Yield the checksummed byte ranges of the checkpoint. Raises the errors of `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
     return (
@@ -87,7 +89,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
         )
         error.files = tuple(first)
         raise error
-    return probe.folder.open(chosen.files[0])  # the first file of a split GGUF names the next
+    return probe.folder.open(chosen.files[0])  # for a split GGUF model: its first file
 
 
 # A training folder with a tracker file, which contains the iteration of the latest save
@@ -180,12 +182,12 @@ class Candidate(NamedTuple):
     form: str  # index, shards, parallel or file
     stem: str
     suffix: str
-    total: str  # number of shards, with the zeros of the file names
-    files: tuple[str, ...]  # sorted; for an index only the index
+    total: str  # number of shards as in the file names, with leading zeros
+    files: tuple[str, ...]  # sorted names; only the index if `form` is index
 
 
 def candidates(names: Iterable[str]) -> list[Candidate]:
-    """Return the checkpoints among the file names of a folder."""
+    """Return the checkpoints in a folder, recognized by their file names."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for name in sorted(names):
         kind = _kind(name)
@@ -202,12 +204,12 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
 
 
 def is_state(name: str) -> bool:
-    """Return whether a file name is that of training state, such as an optimizer's."""
+    """Return whether a file of this name contains training state, such as optimizer state."""
     return _STATE.fullmatch(name) is not None
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a file; None if its name is not a checkpoint's."""
+    """Return form, stem, suffix and total of a file name, or None if it names no checkpoint."""
     base = name.removesuffix(INDEX)
     suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:
@@ -226,7 +228,7 @@ def _kind(name: str) -> tuple[str, str, str, str] | None:
 
 
 def best(names: Iterable[str]) -> Candidate | None:
-    """Return the preferred candidate; None if there is none or several are equally preferred."""
+    """Return the preferred candidate. Return None unless exactly one candidate is preferred."""
     found = preferred(names)
     return found[0] if len(found) == 1 else None
 
@@ -245,7 +247,7 @@ def _model(stem: str) -> str:
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Return a warning that names the checkpoints in a folder that were not read."""
+    """Return a warning that lists the checkpoints in a folder except the `read` files."""
     files = chain.from_iterable(each.files for each in candidates(names))
     left = [file for file in files if file not in read]
     return (f"the folder also contains {some(left)}, not read",) if left else ()

@@ -1,4 +1,4 @@
-"""The interface of a format, and `Probe`, the opened file or folder that formats recognize.
+"""The interface of a format, and `Probe`, an opened file or folder.
 
 If another process edits a file in place while ckptkit reads it, `steady` raises InputChangedError.
 """
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-# The commands that recover a damaged file. Hints and `Format.recoverable` use these constants.
+# Commands that recover a damaged file. Hints and `Format.recoverable` use these constants.
 RECOVER = "recover"
 UNVERIFIED = "recover --unverified"
 
 
 class Probe:
-    """An opened file or folder, with the headers that recognition and reading both need."""
+    """An opened file or folder. Caches the headers that `matches` and `read` of a format need."""
 
     def __init__(self, place: ByteSource | Folder, options: Options = DEFAULT) -> None:
         self.place = place
@@ -60,23 +60,26 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """Return the first 512 bytes of a file (fewer if it is shorter); b"" for a folder."""
+        """Return the first 512 bytes of a file, or the complete file if it is shorter.
+
+        For a folder, return b"".
+        """
         return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Return the names in a folder; empty for a file."""
+        """Return the names of the files in a folder. Return no names for a file."""
         return frozenset(self.folder.list() if self.is_folder else ())
 
     @cached_property
     def zip(self) -> ZipDirectory | None:
-        """Return the directory of a zip file, None for other files. Raises CorruptError."""
+        """Return the directory of a zip file. Return None for other files. Raises CorruptError."""
         return read_directory(self.source) if self.head.startswith(MAGIC) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An entry that could not be recovered: its dotted path, its kind, and the reason."""
+    """An entry that could not be recovered: its dotted path, what it is, and why it is lost."""
 
     path: str
     what: str
@@ -96,10 +99,10 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """Bytes to verify. If the file records no CRC-32, `verify` only reads and inflates the bytes.
+    """Bytes to verify. If ``crc32`` is None, `verify` only reads and decompresses the bytes.
 
-    ``what`` names the bytes in messages. If the checkpoint is a folder, ``file`` is the file that
-    contains the bytes.
+    ``what`` names the bytes in messages. If the checkpoint is a folder, ``file`` is the name of the
+    file that contains the bytes.
     """
 
     what: str
@@ -110,7 +113,7 @@ class CheckedPart:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """A defect found by `check`: message, file in the folder, affected tensors, hint."""
+    """A defect that `check` found: the message, the file name, the affected tensors and a hint."""
 
     what: str
     file: str = ""
@@ -143,49 +146,53 @@ class LazyByName(Lazy):
 class Format:
     """One on-disk format.
 
-    If the format lacks a capability, the field is None. Generic code tests the field, never the
-    name of the format.
+    If the format lacks a capability, the field of this capability is None. Generic code tests the
+    field, never the name of the format.
 
-    ``matches`` returns whether a file has this format. If not, it returns False without raising.
+    ``matches`` returns whether a file has this format.
     ``read`` reads a file that matched. It reuses the headers that the probe has parsed.
     ``layout`` plans the output and writes nothing.
-    ``readable`` is False if ckptkit recognizes the format but cannot read it. `read` then raises an
-    error whose hint is the advice.
-    ``pickles`` yields the pickles for `scan`; it returns None if the file has another format.
+    ``readable`` is False if ckptkit recognizes the format but cannot read it. Then `read` raises an
+    error with a hint.
+    ``pickles`` yields the pickles for `scan`. It returns None if the file has another format.
     ``recover`` returns the intact tensors of a damaged file, or None if the file has another
     format. If the second argument is True, the result includes tensors that cannot be verified.
     ``recoverable`` reads headers only. It returns the command that may recover tensors:
     `RECOVER`, `UNVERIFIED` or "".
-    ``check`` reads headers only. It yields each byte range that has a checksum, and each defect;
-    `read` raises the first defect.
-    ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. Like
-    `layout`, it writes nothing. Both return the same notes.
+    ``check`` reads headers only. It yields each byte range that has a checksum, and each defect.
+    For a defective file, `read` raises the first defect.
+    ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. It
+    writes nothing. `patch` and `layout` return the same notes.
     """
 
     name: str
-    title: str  # name in output for users
+    title: str  # description of the format in output for users
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    # suffixes of its files; if it has a layout, they select it as the output format
+    # Suffixes of the format's files. If the format has a `layout`, an output path with one of these
+    # suffixes gets this format.
     suffixes: tuple[str, ...] = ()
     is_folder: bool = False
     loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, Options], Plan] | None = None
     readable: bool = True
-    # recognized by listing a folder; web servers do not list files
+    # The format is recognized from the list of files in a folder. Web servers do not list files.
     listed: bool = False
-    shards: bool = False  # its layout writes a folder of files of at most `shard_size`
-    # stores the whole tree: "always", if "asked", "nested" (without ties), "never"
+    shards: bool = False  # `layout` writes a folder of files of at most `shard_size`
+    # When the format stores the whole tree: "always", "asked" (with --all), "nested" (always, but
+    # without ties) or "never".
     everything: str = "never"
-    # contains a program, which no other format can store; never edited in place
+    # Files of the format contain a program. No other format can store a program. ckptkit does not
+    # edit such files in place.
     program: bool = False
     folder_as: str | None = None  # name of the format for a folder of shards in this format
-    # the format of an edited copy, if this one has no layout
+    # Name of the format of an edited copy, if this format has no `layout`.
     rewrite_as: str | None = None
-    distributed: bool = False  # several ranks wrote its files
-    chooses: bool = False  # a container: reads one inner checkpoint, which has its own format
-    noun: str = ""  # name in a diagnosis, if torch.load rejects the file or needs an argument
-    unwritten: str = ""  # if there is no layout: the program that writes this format
+    distributed: bool = False  # several ranks wrote the files
+    chooses: bool = False  # `read` reads one checkpoint inside the file, which has its own format
+    # Description in a diagnosis, if torch.load rejects the file or needs an argument.
+    noun: str = ""
+    unwritten: str = ""  # if `layout` is None: the program that writes this format
     torch_error: str = ""  # error of torch.load (with weights_only=True, if loaded_by_torch)
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
@@ -203,8 +210,9 @@ PathLike = str | os.PathLike[str]
 def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     """Open the file or folder at `path`.
 
-    If an in-place edit of the file, or of the folder of an index, was interrupted: `undo` restores
-    the original; without `undo`, raises an InputError. Raises PathError.
+    If an in-place edit of the file was interrupted, `undo` restores the original. For the index of
+    a folder of shards, `undo` restores the files of the folder. Without `undo`, an interrupted edit
+    raises an InputError. Raises PathError if `path` is neither a file nor a folder.
     """
     edited = os.fspath(path)
     if edited.endswith(".index.json"):
@@ -232,11 +240,11 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
 
 @contextmanager
 def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterator[None]:
-    """Raise InputChangedError if the files of `place` changed while the body read them.
+    """Raise InputChangedError if the files of `place` changed while the `with` body read them.
 
-    Writers do not wait for readers, so the body may have combined old and new bytes. `remote` also
-    checks files at URLs, unless every response of the server has already been compared. For a
-    checkpoint in memory, `place` is None.
+    Another process can write a file while ckptkit reads it. The body may then have read a mix of
+    old and new bytes. If `remote` is true, also check files at URLs, except files whose every read
+    checks that the file is unchanged. For a checkpoint in memory, `place` is None.
     """
     if place is None:
         yield

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: metadata and tensors, most of them in blocks of a few bits.
+"""Read GGUF, the format of llama.cpp: metadata, and tensors that are mostly quantized in blocks.
 
     "GGUF" | u32 version | N tensors | N entries | the entries | the tensors | zeros | data
 
@@ -6,17 +6,21 @@
     array:   u32 type | N count | values          tensor: string name | u32 rank | N sizes[rank] |
                                                           u32 type | u64 offset
 
-N is u32 in version 1, u64 in 2 and 3. Version 3 may be big-endian. No flag marks such a file; its
-version, read as a little-endian number, has low 16 bits of 0. Sizes are in reverse order: the first
-size is the length of a row. The data start at the next multiple of ``general.alignment`` (or 32);
-offsets count from there. A large model is split into files, ``NAME-00001-of-00003.gguf``. The first
-file contains the metadata. ``split.no``, ``split.count`` and ``split.tensors.count`` must match the
-file names and tensors.
+N is an unsigned integer: u32 in version 1, u64 in versions 2 and 3. A file of version 3 may be
+big-endian. No flag marks a big-endian file. ckptkit recognizes it by its version: read as a
+little-endian number, the version is divisible by 2**16. The sizes of a tensor are in reverse order:
+the first size is the length of a row. The data begins at the next multiple of ``general.alignment``
+(default 32). Tensor offsets count from the beginning of the data.
 
-The tree contains an entry for each metadata key, and the tensors under ``tensors``. Arrays stay in
-the file. ComfyUI-GGUF reshapes tensors to rows of 256 elements, a whole number of blocks, and
-stores the original shape as ``comfy.gguf.orig_shape.NAME``. Sources: ggml's docs/gguf.md and
-gguf.cpp; candle (version 1); ComfyUI-GGUF.
+A large model is split into files called ``NAME-00001-of-00003.gguf``. The first file contains the
+metadata. ``split.no`` and ``split.count`` must match the file name. ``split.tensors.count`` must be
+the number of tensors in all files.
+
+`read` returns a tree with an entry for each metadata key. The tensors are in the entry ``tensors``.
+Arrays are read when they are accessed. ComfyUI-GGUF reshapes tensors to rows of 256 elements, so
+that each row consists of complete blocks. It stores the original shape as
+``comfy.gguf.orig_shape.NAME``. Sources: ggml's docs/gguf.md and gguf.cpp; candle (version 1);
+ComfyUI-GGUF.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ TYPES: dict[int, DType] = {
     **GGML,
 }  # fmt: skip
 
-# The types of metadata values by number: name, and `struct` format code. 9 is an array.
+# Name and `struct` format code of each type of metadata values, by type number. Type 9 is an array.
 _VALUES = {
     0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"),
     5: ("int32", "i"), 6: ("float32", "f"), 7: ("bool", "?"), 8: ("string", ""),
@@ -75,17 +79,17 @@ _ALONE = "--part-only takes this file alone"
 
 
 class TensorInfo(NamedTuple):
-    """The header entry of a tensor; `offset` counts from the start of the data."""
+    """The header entry of a tensor. `offset` counts from the beginning of the data."""
 
     name: str
     shape: Shape  # sizes in torch's order
-    number: int  # number of the quantization type
+    number: int  # number of the ggml type
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of one file: metadata by key, tensors, and the offset of the header's end."""
+    """The header of one file: metadata by key, tensors, and the offset at which the header ends."""
 
     source: ByteSource
     big_endian: bool
@@ -100,7 +104,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the header of the file, and of all other files of the same split model."""
+    """Read the header of the file. For a split model, read the headers of all its files."""
     first = read_header(probe.source)
     files, folder, part = [first], None, None
     place = probe.source.folder_and_name()
@@ -142,9 +146,9 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def templates(probe: Probe) -> Iterator[Remark] | None:
-    """Yield a remark for each chat template; None for a file of another format.
+    """Yield a remark for each chat template. Return None for a file of another format.
 
-    A program that renders a template without a sandbox executes the template's code
+    A program that renders a template without a sandbox executes code in the template
     (CVE-2024-34359, llama-cpp-python).
     """
     return _templates(probe.source) if matches(probe) else None
@@ -161,7 +165,10 @@ def _templates(source: ByteSource) -> Iterator[Remark]:
 
 
 def read_header(source: ByteSource) -> GgufHeader:
-    """Read the header of one file. Errors name the file; a wrong count allocates no memory."""
+    """Read the header of one file. Errors name the file.
+
+    A count that is too large raises an error before memory is allocated.
+    """
     try:
         return _header(source)
     except (FormatError, AmbiguousError, UnsupportedError) as error:
@@ -209,7 +216,11 @@ def _info(cursor: GgufCursor) -> TensorInfo:
 
 
 class GgufCursor:
-    """Reads a header from offset `at`. Raises if a count exceeds the remaining bytes."""
+    """A reader of a header that begins at offset `at`.
+
+    If a count or length exceeds the remaining bytes, the methods raise CorruptError or
+    TruncatedError.
+    """
 
     def __init__(self, source: ByteSource, at: int, order: str, wide: str) -> None:
         self.source, self.wide, self.order = source, wide, order
@@ -229,7 +240,7 @@ class GgufCursor:
         return self.source.size - self.at
 
     def _fill(self, length: int) -> None:
-        """Read, so that the buffer contains the next `length` bytes."""
+        """Read at least the next `length` bytes into the buffer."""
         at, left = self.at, self.left
         if length > left:
             raise TruncatedError(f"is truncated: ends {length - left:,} bytes early", hint=_AGAIN)
@@ -237,7 +248,7 @@ class GgufCursor:
         self._at, self._base = 0, at
 
     def number(self, code: str) -> Any:
-        """Return the next number; `code` is its `struct` format code."""
+        """Return the next number. `code` is the `struct` format code of the number."""
         form = self._structs[code]
         if self._at + form.size > len(self._data):
             self._fill(form.size)
@@ -246,7 +257,7 @@ class GgufCursor:
         return value
 
     def count(self, what: str, least: int) -> int:
-        """Return the next count, of items that take at least `least` bytes each."""
+        """Return the next count. Each counted item takes at least `least` bytes."""
         count: int = self.number(self.wide)
         if count * least > self.left:
             raise CorruptError(f"a count of {count:,} {what} in {self.left:,} bytes")
@@ -271,14 +282,17 @@ class GgufCursor:
         return name
 
     def value(self, number: int, what: str) -> Node:
-        """Return the next value, whose type has this `number`. An array stays in the file."""
+        """Return the next value. `number` is the number of its type.
+
+        For an array, return a list that is read from the file on access.
+        """
         is_array = number == _ARRAY
         if is_array:
             number = self.number("I")
             if number == _ARRAY:
                 raise UnsupportedError(f"{what}: an array of arrays (nested)")
         if number not in _VALUES:
-            raise FormatError(f"{what}: there is no type of values {number}")
+            raise FormatError(f"{what}: {number} is not the number of a type of values")
         kind, code = _VALUES[number]
         if not is_array:
             return self.number(code) if code else self.text()
@@ -313,7 +327,7 @@ class GgufCursor:
 def _values(
     source: ByteSource, start: int, order: str, wide: str, number: int, count: int
 ) -> list[Node]:
-    """Return all values of an array; the first value is at offset `start`."""
+    """Return all values of an array. The first value is at offset `start`."""
     cursor = GgufCursor(source, start, order, wide)
     return [cursor.value(number, "") for _ in range(count)]
 
@@ -324,7 +338,7 @@ def _values(
 def _tensors(
     header: GgufHeader, aligned: Node, warnings: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file by name; `aligned` is the alignment of the first file."""
+    """Yield the tensors of a file by name. `aligned` is the alignment of the model's first file."""
     source, name = header.source, header.source.name
     dtypes = {info: TYPES.get(info.number) for info in header.infos}
     for info, dtype in dtypes.items():
@@ -341,7 +355,7 @@ def _tensors(
     start, alignment = _data_start(header, aligned, sizes, warnings)
     held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
     limits = [*(info.offset for info in held[1:]), source.size - start]
-    for info, limit in zip(held, limits, strict=False):  # limit: start of the next tensor
+    for info, limit in zip(held, limits, strict=False):  # `limit` is where the next tensor begins
         if sizes[info] is None:
             sizes[info] = max(0, limit - info.offset)
     for info, size in sizes.items():
@@ -360,7 +374,7 @@ def _tensors(
             raise CorruptError(f"2 tensors overlap: {both}", where=name)
     padded = [-(-(size or 0) // alignment) * alignment for size in sizes.values()]
     if [info.offset for info in sizes] != [0, *accumulate(padded)][: len(sizes)]:
-        text = "tensors do not follow each other as the header lists them: llama.cpp refuses it"
+        text = "tensors are not contiguous in the order of the header: llama.cpp refuses the file"
         warnings.append(Notice(LLAMA_CPP, text))
     for info, dtype in dtypes.items():
         size = sizes[info] or 0
@@ -375,7 +389,7 @@ def _tensors(
 
 
 def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
-    """Return the shape of a tensor; if ComfyUI-GGUF reshaped it, the original shape."""
+    """Return the shape of a tensor. If ComfyUI-GGUF reshaped it, return the original shape."""
     given = values.get(ORIGINAL_SHAPE + info.name)
     if given is None:
         return info.shape
@@ -384,8 +398,8 @@ def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
     shape = tuple(map(int, given.first))
     if prod(shape) != prod(info.shape) or any(size < 0 for size in shape):
         raise CorruptError(
-            f"tensor {shown(info.name)} has the shape {list(info.shape)}, and "
-            f"{ORIGINAL_SHAPE}* says {list(shape)}, of another number of elements"
+            f"tensor {shown(info.name)} has the shape {list(info.shape)}, but {ORIGINAL_SHAPE}* is "
+            f"{list(shape)}, which has a different number of elements"
         )
     return shape
 
@@ -395,8 +409,8 @@ def _data_start(
 ) -> tuple[int, int]:
     """Return the offset and the alignment of the data.
 
-    gguf-py uses the same alignment in all files of a split model, but writes it only into the first
-    file.
+    gguf-py uses the same alignment in all files of a split model, but writes ``general.alignment``
+    only into the first file.
     """
     values, name = header.values, header.source.name
     alignment = values.get(ALIGNMENT, 32)
@@ -409,8 +423,8 @@ def _data_start(
         if -(-header.end // first) * first - (-end // first) * first == header.source.size:
             alignment = first
             warnings.append(
-                f"{name}: {ALIGNMENT} is missing, and {first} in the first file: it is read with "
-                f"{first}; llama.cpp reads it with 32, wrongly"
+                f"{name}: {ALIGNMENT} is missing; the first file has {first}, which ckptkit uses. "
+                "llama.cpp uses 32 and reads wrong values"
             )
     return -(-header.end // alignment) * alignment, alignment
 
@@ -419,7 +433,7 @@ def _data_start(
 
 
 def _of(header: GgufHeader) -> str:
-    """Return the number of a file and the number of files, as ``2 of 3``."""
+    """Return the number of a file and the number of files, such as ``2 of 3``."""
     number, count = (header.values.get(f"split.{key}") for key in ("no", "count"))
     return f"{number + 1 if isinstance(number, int) else '?'} of {count}"
 
@@ -427,17 +441,17 @@ def _of(header: GgufHeader) -> str:
 def _files(
     first: GgufHeader, found: re.Match[str] | None, place: tuple[Folder, str] | None
 ) -> list[GgufHeader]:
-    """Return the headers of all files of a split model; `first` is a header already read."""
+    """Return the headers of all files of a split model. `first` is the header of one file."""
     count = first.values.get("split.count")
     if found is None or place is None:
         raise UnsupportedError(
-            f"is file {_of(first)} of a split model, and not named NAME-00001-of-00003.gguf",
+            f"is file {_of(first)} of a split model, but not named NAME-00001-of-00003.gguf",
             where=first.source.name, hint=f"give the files their names; {_ALONE}",
         )  # fmt: skip
     if type(count) is not int or count != int(found[3]):
         named = "missing" if count is None else count
         raise CorruptError(
-            f"split.count is {named}, and its name says of {found[3]}", where=first.source.name,
+            f"split.count is {named}, but its name ends in of-{found[3]}", where=first.source.name,
             hint=f"fetch all files of the model again; {_ALONE}",
         )  # fmt: skip
     folder, name = place
@@ -450,7 +464,7 @@ def _files(
             header = read_header(folder.open(other))
         else:
             raise CorruptError(
-                f"{other} is missing, one of the {count} files of the model",
+                f"the model has {count} files, but {other} is missing",
                 where=first.source.name, hint=f"copy it from the source of the rest; {_ALONE}",
             )  # fmt: skip
         for key, expected in (("split.no", number - 1), ("split.count", count)):

@@ -236,7 +236,7 @@ class TestSplit:
         for path in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
             with ckptkit.open(path) as ck:
                 assert (ck.weights["t1"].numpy().ravel() == F32).all()
-                assert "256 in the first file" in ck.warnings[0]
+                assert "the first file has 256" in ck.warnings[0]
 
 
 class TestFolders:
@@ -388,7 +388,7 @@ class TestCommands:
         assert done.code == 1
         command = "ckptkit convert --dequantize bfloat16 model.gguf model-safe.safetensors"
         assert command in done.stdout
-        assert "llama.cpp refuses it" in done.stdout
+        assert "llama.cpp refuses the file" in done.stdout
         assert run(*command.split()[1:], cwd=tmp_path).code == 0
         assert run("doctor", "--fix", "fixed.pth", "model.gguf", cwd=tmp_path).code in (0, 1)
         state = torch.load(tmp_path / "fixed.pth", weights_only=True)

@@ -259,7 +259,7 @@ def test_DC_05_a_giant(tmp_path: Path) -> None:
 def test_DC_05_an_item_that_is_smaller_than_its_chunk(tmp_path: Path) -> None:
     made = Crafted(tmp_path / "x")
     made.tensor("w", (1 << 40,), [(((0,), (1 << 40,)), archive(torch.ones(4)))])
-    with pytest.raises(CorruptError, match=r"'w', at byte 0: it is float32 \(4,\)"):
+    with pytest.raises(CorruptError, match=r"'w', at byte 0: the chunk is float32 \(4,\)"):
         bytes_of(made.write())
 
 
@@ -425,7 +425,7 @@ def test_DC_09_values_of_each_rank(tmp_path: Path) -> None:
         shutil.move(made.folder / ".metadata", folder / f"__{rank}.metadata")
     checkpoint = read(folder)
     assert checkpoint.root == {"seed": 0}
-    assert "1 of them are read from the first rank" in checkpoint.warnings[0]
+    assert "ckptkit reads 1 values of the first rank" in checkpoint.warnings[0]
 
 
 # DC-10: names and paths
