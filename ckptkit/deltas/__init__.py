@@ -1,8 +1,8 @@
-"""Make, apply, join and verify deltas: the differences between two checkpoints of a training run.
+"""Make, apply, combine and verify deltas. A delta is the difference between two checkpoints.
 
-Applying a delta is a plan of byte ranges. Changed tensors are computed from their old bytes and the
-delta while the output is written. Checksums are verified before the output appears. Uses core,
-compute, formats, publish and api.
+To apply a delta, ckptkit plans the byte ranges of the output. It computes the changed tensors from
+their old bytes and the delta while it writes a temporary file. It verifies the checksums before it
+renames the temporary file to the output. This package uses core, compute, formats, publish and api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta

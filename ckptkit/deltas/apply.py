@@ -1,4 +1,4 @@
-"""Apply deltas to a checkpoint; determine the version of a checkpoint by checksums."""
+"""Apply deltas to a checkpoint, and determine the version of a checkpoint by checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
 from ckptkit.deltas.in_place import can_change, change
 from ckptkit.formats.format import open_place
 
-STATE = ".weight_sync", "state.json"  # path in a folder of the file that records the version
+STATE = ".weight_sync", "state.json"  # path of the version file below the checkpoint folder
 _VERIFY = "`delta verify` shows the version of a checkpoint"
 
 
@@ -79,9 +79,9 @@ def apply(
     base_version: int | None = None,
     unchecked: bool = False,
 ) -> Checkpoint:
-    """Return `base` with the deltas applied in order; only headers are read.
+    """Apply deltas in order to `base`, and return the resulting checkpoint.
 
-    Raises the errors of :func:`apply_delta`.
+    This function reads only headers. Raises the errors of :func:`apply_delta`.
     """
     if not deltas:
         raise UsageError("no deltas to apply")
@@ -106,7 +106,7 @@ def apply(
                 hint=f"{typed('--unchecked', 'unchecked=True')} applies it without a check",
             )
         if at is None and delta.base_version == 0:
-            at = 0  # the first delta of a chain applies to a base without a recorded version
+            at = 0  # a base without a recorded version is assumed to be version 0
         _check_order(base, delta, at)
         base, at = _applied(base, delta), delta.version
     if at is not None:
@@ -121,7 +121,7 @@ def _kinds(checkpoint: Checkpoint) -> dict[str, tuple[object, ...]]:
 
 
 def version_of(checkpoint: Checkpoint) -> int | None:
-    """Return the version that the folder of a checkpoint records; None if there is none."""
+    """Return the version that the folder of a checkpoint records. Return None without a version."""
     source = checkpoint.source
     folder = source if isinstance(source, Folder) else checkpoint.folder
     if folder is None or STATE[0] not in folder.folders():
@@ -137,7 +137,7 @@ def version_of(checkpoint: Checkpoint) -> int | None:
 
 
 def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
-    """Raise UsageError unless `delta` applies to version `at` of the checkpoint."""
+    """Raise UsageError unless `delta` applies to version `at`, the version of `base`."""
     expected = delta.base_version
     if expected is None and delta.version is not None and at is not None:
         expected = delta.version - 1
@@ -158,7 +158,7 @@ def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
 
 
 def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
-    """Return the checkpoint with one delta applied."""
+    """Apply one delta to a checkpoint, and return the resulting checkpoint."""
     tensors = base.required.tensors
     if unknown := [name for name in delta.changes if name not in tensors]:
         raise UsageError(
@@ -202,7 +202,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Span:
-    """The bytes of a storage that one change replaces."""
+    """A byte range of a storage, and the change that replaces these bytes."""
 
     start: int
     stop: int
@@ -211,7 +211,7 @@ class _Span:
 
 
 def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
-    """Return the storage with the changes of all spans. Tied names have equal spans."""
+    """Apply the changes of all spans to a storage. Tied tensors have equal spans."""
     records: list[Record] = []
     at, last = 0, None
     for span in sorted(spans, key=lambda each: (each.start, each.stop)):
@@ -237,7 +237,7 @@ def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
 
 
 def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
-    """Return the changed tensor with a storage of its own, for a tensor that is not contiguous."""
+    """Apply a change to a tensor that is not contiguous. Return a tensor with a new storage."""
     assert tensor.storage is not None
     record = change.applied(contiguous(tensor), delta.name)
     return Tensor(
@@ -249,7 +249,7 @@ def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
 def _check_views(
     base: Checkpoint, storages: set[object], apart: dict[tuple[object, ...], Tensor]
 ) -> None:
-    """Raise UnsupportedError if another view of changed memory orders its elements differently."""
+    """Raise UnsupportedError if an unchanged view shares memory with a changed tensor."""
     for path, node in walk(base.root) if storages else ():
         if not isinstance(node, Tensor) or id(node.storage) not in storages:
             continue
@@ -266,9 +266,10 @@ def _check_views(
 class Position:
     """The version of a checkpoint in a chain of deltas, found by checksums.
 
-    ``versions`` maps the name of each tensor in a delta to the versions whose checksum matches the
-    tensor's current bytes. The tuple is empty if no version matches. ``version`` is the version
-    that all tensors have in common, or None. ``recorded`` is the version that the folder records.
+    ``versions`` maps the name of each changed tensor to the versions whose checksum matches the
+    tensor's current bytes. If no version matches, the tuple of versions is empty. ``version`` is
+    the latest version that matches all changed tensors, or None. ``recorded`` is the version that
+    the checkpoint's folder records, or None.
     """
 
     versions: dict[str, tuple[int, ...]]
@@ -277,7 +278,7 @@ class Position:
 
     @property
     def strangers(self) -> list[str]:
-        """The names of tensors whose bytes belong to no version."""
+        """Names of the tensors whose current bytes match no version."""
         return [name for name, found in self.versions.items() if not found]
 
 
@@ -304,10 +305,10 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
 
 
 def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[int, ...]:
-    """Return the versions at which a tensor has its current bytes."""
+    """Return the versions in which a tensor has its current bytes."""
     digests: dict[str, str] = {}
     found: list[int] = []
-    # Whether the last change results in these bytes; None before any change.
+    # True if the tensor's last change results in its current bytes. None before the first change.
     latest: bool | None = None
     for delta in deltas:
         change = delta.changes.get(name)
@@ -318,7 +319,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
             latest = digests[algorithm] == digest
         if latest and delta.version is not None:
             found.append(delta.version)
-    if not found:  # the bytes may predate the first change
+    if not found:  # the current bytes may be older than the first change
         before = [deltas[0].base_version]
         for delta in deltas:
             if (change := delta.changes.get(name)) is not None:
@@ -330,7 +331,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
 
 
 def _is_proven(record: Record) -> bool:
-    """Return whether the bytes have the checksum of the delta; read all bytes."""
+    """Read all bytes. Return whether they match the checksum in the delta."""
     try:
         for _ in stream_reusing_buffer(record.locate()):
             pass

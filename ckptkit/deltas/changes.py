@@ -1,4 +1,4 @@
-"""Define the byte operations of deltas: decompress, xor, overwrite, verify a checksum."""
+"""Define the operations that apply a delta: decompress, xor, overwrite, verify a checksum."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ckptkit.core.text import shown
 if TYPE_CHECKING:
     import numpy as np
 
-_WINDOW = 64 << 20  # largest zstd window to accept, in bytes; levels 1 to 19 use at most 8 MiB
-_AT_ONCE = 64 << 10  # positions to decode at once
+_WINDOW = 64 << 20  # maximum size of a zstd window in bytes; levels 1 to 19 use at most 8 MiB
+_AT_ONCE = 64 << 10  # number of positions to decode at once
 
 
 class Hash(Protocol):
@@ -39,7 +39,7 @@ class Hash(Protocol):
 
 
 class _Adler32:
-    """Adler-32 with the interface of hashlib; its digest has 8 hex digits."""
+    """Adler-32 with the interface of hashlib. The digest has 8 hex digits."""
 
     _value = 1
 
@@ -51,7 +51,7 @@ class _Adler32:
 
 
 def zstandard() -> Any:
-    """Import and return the module. Raises MissingPackageError if it is not installed."""
+    """Import the package zstandard. Raises MissingPackageError if it is not installed."""
     try:
         import zstandard
     except ImportError as error:
@@ -60,7 +60,7 @@ def zstandard() -> Any:
 
 
 def hashing(algorithm: object) -> Hash:
-    """Return a new checksum. Raises UnsupportedError for an unknown algorithm."""
+    """Start a checksum with this algorithm. Raises UnsupportedError for an unknown algorithm."""
     try:
         if algorithm == "xxh3-128":
             from xxhash import xxh3_128
@@ -86,7 +86,10 @@ def _missing(error: ImportError) -> MissingPackageError:
 
 @dataclass(frozen=True, slots=True)
 class Unzstd(Operation):
-    """Decompress zstd frames (RFC 8878); their content must have the length of the extent."""
+    """Decompress zstd frames (RFC 8878).
+
+    Raises CorruptError unless the decompressed data has the length of the extent.
+    """
 
     tensor: str
     seekable: ClassVar[bool] = False
@@ -99,10 +102,11 @@ class Unzstd(Operation):
 
 
 def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
-    """Yield the content of zstd frames in pieces of bounded size."""
+    """Decompress zstd frames, and yield pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Read across frames, to detect extra bytes: these are an invalid frame, or too much content.
+    # Continue after the first frame. Extra bytes then are an invalid frame, or result in too much
+    # data.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
@@ -113,7 +117,7 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
 
 
 class _Source:
-    """An extent with the `read` method of a file."""
+    """A file-like object that reads an extent."""
 
     def __init__(self, extent: Extent) -> None:
         self._pieces = stream(extent)
@@ -140,11 +144,11 @@ class Xor(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Overwrite(Operation):
-    """Replace elements of the first input; an element has `unit` bytes.
+    """Replace elements of the first input. Each element has `unit` bytes.
 
-    The second input contains the positions in increasing order, as unsigned integers of `width`
-    bytes. With `gaps`, the second input contains the numbers of elements between consecutive
-    positions instead. The third input contains the new elements.
+    The second input contains the positions of these elements in increasing order, as unsigned
+    integers of `width` bytes. With `gaps`, it contains the number of unchanged elements before each
+    position instead. The third input contains the new elements.
     """
 
     unit: int
@@ -204,12 +208,12 @@ class Overwrite(Operation):
 
 @dataclass(frozen=True, slots=True)
 class VerifyChecksum(Operation):
-    """Pass the input through; after the last byte, verify the checksum of the input."""
+    """Yield the bytes of the input. After the last byte, verify the checksum of these bytes."""
 
     tensor: str
     algorithm: str
     digest: str
-    delta: str  # name of the delta, for the message
+    delta: str  # name of the delta in error messages
     seekable: ClassVar[bool] = False
     needs_numpy: ClassVar[bool] = False
 

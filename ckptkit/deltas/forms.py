@@ -1,21 +1,29 @@
 """Read deltas: folders of slime, miles and SGLang, folders of SkyRL, and files of TRL.
 
-    weight_v000007/
-      model-00000-of-00002.safetensors   for each changed tensor a U8 tensor: a zstd frame
-      model.safetensors.index.json       version, base_version, delta_encoding, checksum_format...
+A folder of slime, such as ``weight_v000007``, contains these files:
 
-For `xor`, a frame contains ``new ^ old``. For `overwrite`, it contains a u4 count, the byte
-positions as u4, and the new bytes. ``__metadata__`` of a file contains the checksum of each
-tensor's new bytes. A folder without an index, or without ``delta_encoding`` in its index, is a
-whole checkpoint. Source: https://github.com/THUDM/slime (slime/utils/disk_delta.py and the patch
-for SGLang, 624b824).
+* ``model-00000-of-00002.safetensors`` contains a U8 tensor for each changed tensor. The elements of
+  the U8 tensor are a zstd frame. ``__metadata__`` contains the checksum of each tensor's new bytes.
+* ``model.safetensors.index.json`` contains version, base_version, delta_encoding, checksum_format
+  and so on.
 
-SkyRL has ``manifest.json`` instead of the index, and `xor` frames. Source:
-https://github.com/NovaSky-AI/SkyRL (skyrl_train/weight_sync/delta_checkpoint.py, a956457).
+With the encoding `xor`, a zstd frame contains ``new ^ old``. With the encoding `overwrite`, it
+contains the number of changed bytes as u4, their positions as u4, and their new values. A folder is
+a complete checkpoint if it has no index, or if its index has no ``delta_encoding``.
 
-TRL has one file with ``{name}.idx`` or ``{name}.indices`` (element positions) and ``{name}.val`` or
-``{name}.values``, without checksums. Source: https://github.com/huggingface/trl (branches
-delta-weight-sync and delta-weight-sync-v3, trl/experimental/async_grpo/delta_codec.py, aa9adc3).
+A folder of SkyRL contains ``manifest.json`` in place of the index. Its frames are `xor` frames.
+
+A file of TRL contains two tensors for each changed tensor, and no checksums:
+
+* ``{name}.idx`` or ``{name}.indices`` contains the positions of the changed elements.
+* ``{name}.val`` or ``{name}.values`` contains the new elements.
+
+Sources:
+
+* https://github.com/THUDM/slime: slime/utils/disk_delta.py and the patch for SGLang, 624b824.
+* https://github.com/NovaSky-AI/SkyRL: skyrl_train/weight_sync/delta_checkpoint.py, a956457.
+* https://github.com/huggingface/trl: trl/experimental/async_grpo/delta_codec.py, aa9adc3, in the
+  branches delta-weight-sync and delta-weight-sync-v3.
 """
 
 from __future__ import annotations
@@ -48,28 +56,28 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 XOR, OVERWRITE, WHOLE = "xor", "overwrite", "whole"
 _NUMBERED = re.compile(r"weight_v([0-9]{6,9})|delta-([0-9]{8,9})")
-_COUNT, _PLACE = 4, 4  # size of the count and of a position of `overwrite` in bytes
+_COUNT, _PLACE = 4, 4  # number of bytes of the count and of a position in an `overwrite` frame
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference of one tensor: a zstd frame, or uncompressed positions and elements.
+    """The change of one tensor: a zstd frame, or uncompressed positions and elements.
 
-    ``checksum`` is (algorithm, lowercase hex digits) of the new bytes; None if it is missing.
+    ``checksum`` is the checksum of the new bytes as (algorithm, lowercase hex digits), or None.
     """
 
     name: str
     encoding: str
     frame: Range
     checksum: tuple[str, str] | None = None
-    values: Range | None = None  # TRL: the new elements; `frame` contains the positions
+    values: Range | None = None  # new elements (only TRL); then `frame` contains the positions
     width: int = _PLACE  # size of a position in bytes
     unit: int = 1  # size of an element in bytes
-    gaps: bool = False  # positions are stored as gaps, see `Overwrite`
+    gaps: bool = False  # True if positions are stored as gaps: see `Overwrite`
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the change in the delta."""
+        """Number of bytes that the delta needs for this change."""
         return self.frame.length + (0 if self.values is None else self.values.length)
 
     def changed(self) -> int:
@@ -82,13 +90,13 @@ class Change:
         return sum(int(np.count_nonzero(np.frombuffer(each, np.uint8))) for each in pieces)
 
     def decompressed(self, length: int) -> Derived:
-        """Return the decompressed frame, which must have `length` bytes."""
+        """Decompress the frame. Its contents must have `length` bytes."""
         return Derived(Unzstd(self.name), (self.frame,), length)
 
     def places_and_values(self) -> tuple[Extent, Extent]:
-        """Return the positions and the new elements of an `overwrite`.
+        """Return the positions and the new elements of an `overwrite` change.
 
-        Raises CorruptError if their counts differ.
+        Raises CorruptError unless there is one position for each element.
         """
         if self.values is not None:
             count, rest = divmod(self.frame.length, self.width)
@@ -107,9 +115,9 @@ class Change:
         return places, part(whole, _COUNT + count * _PLACE, count)
 
     def applied(self, base: Record, delta: str) -> Record:
-        """Return the new bytes of the tensor whose old bytes are `base`.
+        """Apply the change to `base`, the old bytes of the tensor. Return the new bytes.
 
-        Reading the new bytes to the end verifies the checksum.
+        The checksum is verified when the last new byte is read.
         """
         if self.encoding == XOR:
             made = Pending(Xor(), (base, self.decompressed(base.length)), base.length)
@@ -124,9 +132,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta, or a whole checkpoint in a chain of deltas (its ``encoding`` is `WHOLE`).
+    """A delta, or a complete checkpoint in a chain of deltas (``encoding`` is `WHOLE`).
 
-    ``version`` and ``base_version`` are None if the format does not record them.
+    ``version`` and ``base_version`` are None if the format does not record versions.
     """
 
     name: str
@@ -141,7 +149,7 @@ class Delta:
 
     @property
     def title(self) -> str:
-        """A description: versions and encoding."""
+        """Versions and encoding of the delta, as text."""
         if self.encoding == WHOLE:
             return "a whole version"
         if self.version is None:
@@ -151,12 +159,12 @@ class Delta:
 
     @property
     def is_proven(self) -> bool:
-        """True if all changes have a checksum."""
+        """True if each change has a checksum."""
         return all(each.checksum is not None for each in self.changes.values())
 
     @property
     def nbytes(self) -> int:
-        """The size of all changes in the delta in bytes."""
+        """Total size of the changes in bytes."""
         return sum(each.nbytes for each in self.changes.values())
 
 
@@ -164,7 +172,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def read_all(given: Paths, to: int | None = None) -> list[Delta]:
-    """Read deltas in the given order; a folder of version folders is read in order of versions.
+    """Read deltas in the given order. Read a folder of deltas in the order of versions.
 
     `to` is the last version to read. Raises UsageError if this version is missing.
     """
@@ -179,7 +187,7 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
 
 
 def _versions(path: str) -> list[str]:
-    """Return the version folders in a folder, sorted by number; otherwise the path itself."""
+    """Return the deltas in a folder of deltas, sorted by version. Otherwise, return `[path]`."""
     if not os.path.isdir(path):
         return [path]
     numbered = [
@@ -191,7 +199,7 @@ def _versions(path: str) -> list[str]:
 
 
 def read(path: str) -> Delta:
-    """Read the headers of one delta. A checkpoint is read as a whole version."""
+    """Read the headers of a delta. If `path` is a checkpoint, return it with encoding `WHOLE`."""
     place = open_place(path)
     try:
         if isinstance(place, ByteSource):
@@ -267,7 +275,7 @@ def _of_manifest(folder: Folder) -> Delta:
 
 
 def _of_file(source: ByteSource) -> Delta:
-    """Read a delta file of TRL; any other file is a whole version."""
+    """Read a delta file of TRL. Any other file is returned as a checkpoint (encoding `WHOLE`)."""
     if source.read(8, 1) != b"{":
         return _whole(source.name)
     tensors, metadata = _file(source)
@@ -325,7 +333,7 @@ def _checksum(algorithm: Any, digest: Any) -> tuple[str, str] | None:
 
 
 def _number(value: Any, word: str) -> int:
-    """Parse a version: digits in slime, an integer in SkyRL."""
+    """Parse a version. slime stores a string of digits, and SkyRL an integer."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         return int(value)
     if type(value) is int and 0 <= value < 10**9:

@@ -1,4 +1,4 @@
-"""Edit the safetensors files of a checkpoint in place: write only the bytes that differ."""
+"""Edit the safetensors files of a checkpoint in place. Write only bytes that change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ckptkit.formats.table import SAFETENSORS, SHARDED
 from ckptkit.publish.in_place import LARGEST, apply_all, can_patch
 from ckptkit.publish.publish import Published
 
-_BREAKS = Edit(0, b"\xff" * 8)  # an invalid header length: readers refuse the half-edited file
-_AT_ONCE = 1 << 20  # bytes to compare at once
-_PER_BYTE = 6  # journal bytes for each changed byte: position (4), old byte, new byte
+_BREAKS = Edit(0, b"\xff" * 8)  # an invalid header length, so readers refuse a half-edited file
+_AT_ONCE = 1 << 20  # number of bytes to compare at once
+_PER_BYTE = 6  # bytes of journal for each changed byte: position (4), old byte, new byte
 
 
 def can_change(before: Checkpoint) -> bool:
@@ -33,11 +33,11 @@ def can_change(before: Checkpoint) -> bool:
 def change(
     before: Checkpoint, after: Checkpoint, then: tuple[str, str] | None, options: Options
 ) -> tuple[Patch, Published]:
-    """Edit the files of `before` so that they contain the tensors of `after`, atomically.
+    """Replace the tensors of `before` by those of `after` in the files of `before`, atomically.
 
-    The new bytes are computed once and verified by checksum before the first byte is written.
-    `then` is (name, text) of the file that records the version of a folder. Returns the edits of
-    all files as one patch. Raises UnsupportedError if the journal would be too large.
+    ckptkit computes all new bytes and verifies their checksums before it writes the first byte.
+    `then` is the name and contents of the file that records the version of a folder. Returns the
+    edits of all files as one patch. Raises UnsupportedError if the journal would be too large.
     """
     patches: list[Patch] = []
     room = LARGEST // _PER_BYTE
@@ -70,7 +70,7 @@ def _files(checkpoint: Checkpoint) -> list[LocalFile]:
 
 
 def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[Edit]:
-    """Yield edits of the bytes of a file that differ, by increasing offset."""
+    """Yield edits that replace the changed bytes of a file, sorted by offset."""
     import numpy as np
 
     new = after.required.tensors
@@ -82,7 +82,7 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
         if not isinstance(extent, Range) or extent.source is not file:
             continue
         known = pairs.get(extent.offset)
-        # Keep the longest of overlapping views.
+        # If several views start at this offset, use the longest.
         if known is None or known[0].length < extent.length:
             pairs[extent.offset] = extent, contiguous(new[name])
 

@@ -1,4 +1,4 @@
-"""Make a delta from two checkpoints, or one delta from several consecutive ones."""
+"""Make a delta from two checkpoints, or combine several consecutive deltas into one delta."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
 _LEVEL = 1  # zstd level, as in slime
-# Minimum size in bytes of a tensor whose byte positions do not fit into uint32.
+# Minimum size in bytes of tensors that `overwrite` cannot encode, because positions are uint32.
 _MOST_PLACES = 1 << 32
-_FILE = 5 * 10**9  # maximum size in bytes of a file of frames, unless a single frame is larger
-_AT_ONCE = 1 << 20  # number of bytes of a tensor to compare at once
-_HELD = 8 << 20  # maximum bytes of positions and values in memory
+_FILE = 5 * 10**9  # maximum size of an output file in bytes, unless a single frame is larger
+_AT_ONCE = 1 << 20  # number of bytes to compare at once
+_HELD = 8 << 20  # maximum number of bytes of positions, and of values, to keep in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The result of `delta`: the amount of changes, and the size of the delta."""
+    """The result of :func:`delta`: changed bytes, versions, and size of the delta."""
 
     path: str
     encoding: str
@@ -74,11 +74,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The change of one tensor, and the position of its frame."""
+    """The change of one tensor, and the position of its frame in a temporary file."""
 
     spool: _Spool
     begin: int
-    length: int  # bytes
+    length: int  # number of bytes of the frame
     digest: str
     changed: int  # number of changed bytes
 
@@ -156,9 +156,9 @@ def delta(
 def _paired(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (old tensor, new tensor) by name; for tied names, only the first.
+    """Return (old tensor, new tensor) by name. For tied tensors, return only the first name.
 
-    Raises UsageError if a name, dtype or shape differs.
+    Raises UsageError if the names, dtypes or shapes in `old` and `new` differ.
     """
     odd = [f"{name} is new" for name in new if name not in old]
     odd += [f"{name} is gone" for name in old if name not in new]
@@ -184,7 +184,7 @@ def _paired(
 
 
 class _Spool:
-    """A temporary file next to the output, to which one thread appends frames."""
+    """A temporary file in the folder of the output. One thread appends frames to the file."""
 
     def __init__(self, path: str) -> None:
         self.path = temporary_name(path)
@@ -223,8 +223,8 @@ def _written(
 ) -> tuple[dict[str, _Frame], int]:
     """Compute the frames of all tensors on all cores, and publish the folder.
 
-    Return the frames and the size of the folder in bytes. Frames are first written to temporary
-    files, because the header, which precedes the frames, contains the sizes of the frames.
+    Return the frames and the size of the folder in bytes. The threads write frames to temporary
+    files first, because the header of a safetensors file must contain the sizes of its frames.
     """
     place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
@@ -271,7 +271,7 @@ def _written(
 def _files(
     found: Mapping[str, _Frame], options: Options
 ) -> tuple[list[OutputFile], dict[str, str]]:
-    """Return the output files with the frames, and a dict from tensor name to file name."""
+    """Plan the output files. Return these files, and a dict from tensor names to file names."""
     groups: list[list[str]] = []
     room = 0
     for name, each in found.items():
@@ -299,7 +299,7 @@ def _files(
 
 
 def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield (``new ^ old``, new bytes) in pieces; update the checksum `total` of the new bytes."""
+    """Yield (``new ^ old``, new bytes) in pieces. Add the new bytes to the checksum `total`."""
     import numpy as np
 
     for one, other in in_step(
@@ -313,9 +313,9 @@ def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes,
 def _encode(
     differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: _Spool
 ) -> int:
-    """Append the frame of a tensor of `length` bytes to the spool; return the changed-byte count.
+    """Append the frame of a tensor to `spool`. Return the number of changed bytes.
 
-    If no byte changed, nothing is appended.
+    `length` is the size of the tensor in bytes. If no byte changed, append nothing.
     """
     import numpy as np
 
@@ -393,7 +393,7 @@ def squash_delta(
 
 
 def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
-    """Join the frames of xor deltas."""
+    """Combine the frames of xor deltas."""
     changes: dict[str, list[Change]] = {}
     for each in found:
         for name, change in each.changes.items():
@@ -405,7 +405,7 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
     def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all changes of a tensor. If the changes cancel out, write nothing."""
+        """Write one frame for all changes of a tensor. If they cancel each other, write nothing."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
         streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]
@@ -432,7 +432,10 @@ def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
 
 
 def _length(change: Change) -> int:
-    """Return the content size of a frame from its header, or else by decompressing the frame."""
+    """Return the size of the decompressed frame.
+
+    If the header of the frame lacks this size, decompress the frame.
+    """
     head = change.frame.part(0, min(change.frame.length, 18)).read()
     size = zstandard().frame_content_size(head)
     return size if size >= 0 else sum(map(len, unzstd(change.frame, change.name)))
