@@ -1,5 +1,6 @@
-"""Tensor rules: each line maps source tensors to target tensors and arranges their elements.
+"""Tensor rules: a language in which each line maps source tensors to target tensors.
 
-In: lines of the notation, and names and shapes of tensors. Out: for each target, strided copies of
-elements. This room contains only the language. It does not use checkpoints. Uses core and compute.
+The input is a list of rules, and the names and shapes of the source tensors. The output is a list
+of strided copies of elements for each target tensor. This package reads no checkpoints. It uses
+core and compute.
 """

@@ -1,8 +1,8 @@
-"""Compute the target tensors of a group of tensors from the shapes, as copies of elements.
+"""Compute how the elements of source tensors are copied to target tensors.
 
-A copy moves a block of elements. A copy has a start in the source and a start in the target. For
-each free axis, it has a size and both strides. If parts differ in size, only the starts of their
-copies differ.
+The input is a rule and the shapes of a group of source tensors. Each copy moves a block of
+elements. A copy has a start in the source and a start in the target. For each axis inside the
+block, it has a size, a source stride and a target stride.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ckptkit.rules.notation import (
 )
 
 Axes = tuple[str, ...]
-Symbol = tuple[str, int | None]  # name of a size, and its label (None: one size for all labels)
+Symbol = tuple[str, int | None]  # (name of a size, index of the label, or None for all labels)
 Indices = Mapping[str, int]
 
 
 class ArrangedRule(NamedTuple):
-    """One target of a group."""
+    """One target tensor of a group."""
 
     indices: dict[str, int]  # values of the variables that occur only in the right name
     shape: Shape
@@ -58,7 +58,7 @@ class ArrangedRule(NamedTuple):
 
 
 class SourceTensor(NamedTuple):
-    """One source of a group."""
+    """One source tensor of a group."""
 
     key: str
     indices: tuple[int, ...]  # values of the variables that occur only in the left name
@@ -67,16 +67,16 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The plan for one group, or for all groups with equal shapes."""
+    """The target tensors for one group, or for all groups with the same shapes."""
 
     made: tuple[ArrangedRule, ...]
     sizes: dict[Symbol, int]
-    dropped: int  # elements
-    zeros: int  # elements
+    dropped: int  # number of elements
+    zeros: int  # number of elements
 
 
 class Arrangement:
-    """A rule with the given sizes; shapes supply the other sizes."""
+    """A rule with the sizes that the user or config.json gives. :meth:`solve` infers other sizes."""
 
     def __init__(
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
@@ -104,7 +104,10 @@ class Arrangement:
         return (word, None) if variable is None else (word, indices[variable])
 
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
-        """Return the number of elements along a dimension, or along some of its axes."""
+        """Return the product of the sizes of some axes of a dimension.
+
+        If the size of an axis depends on a label, add the sizes for all labels.
+        """
         total = 1
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -115,7 +118,7 @@ class Arrangement:
         return total
 
     def unknown(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> list[Symbol]:
-        """Return the unknown sizes that the extent of a dimension depends on, without repeats."""
+        """Return the unknown sizes that :meth:`extent` needs, without duplicates."""
         found: dict[Symbol, None] = {}
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -128,12 +131,12 @@ class Arrangement:
                 found[symbol] = None
         return list(found)
 
-    # Sizes from shapes
+    # Inferring sizes from shapes
 
     def solve(
         self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[SourceTensor]
     ) -> Solved:
-        """Return a group with its sizes. Raises MisfitError if the shapes do not fit the rule."""
+        """Infer the sizes for a group. Raises MisfitError if the shapes do not match the rule."""
         rest = self._rest(members)
         left = expanded(self.rule.left.shape, rest)
         right = expanded(self.rule.right.shape, rest)
@@ -165,7 +168,7 @@ class Arrangement:
     def _solve(
         self, member: SourceTensor, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
     ) -> dict[Symbol, int]:
-        """Return the sizes that follow from the shape of one source."""
+        """Infer sizes from the shape of one source tensor."""
         indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
         known = dict(sizes)
         found = {}
@@ -226,7 +229,7 @@ class Arrangement:
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
-        """Return the error for a size on which the members of a group disagree."""
+        """Return the error for a size that differs between the members of a group."""
         word = symbol[0]
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
@@ -250,7 +253,10 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Return the index of the variable that determines the values; prefer labels."""
+        """Return the index of a variable that determines `values`. Prefer variables with labels.
+
+        Return None if there is no such variable.
+        """
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
             by: dict[int, set[int | None]] = {}
@@ -262,7 +268,10 @@ class Arrangement:
 
 
 class Solved:
-    """A group whose sizes are known, with the number of its targets. `layout` computes them."""
+    """A group of source tensors, its sizes, and the number of its targets.
+
+    :attr:`layout` computes the targets.
+    """
 
     def __init__(
         self,
@@ -316,7 +325,8 @@ class Solved:
         words = self.rule.words
         outer = {**self.loops, **scattered}
         shape = tuple(self._extent(axes, outer) for axes in self.right)
-        # Shared axes that determine the sizes of other axes: each index of them is a separate copy.
+        # `uneven` contains axes that occur on both sides and determine the sizes of other axes.
+        # Each index along these axes needs a separate copy.
         named = {*words.loops, *words.gathered, *words.scattered}
         uneven = tuple(word for word in self.rule.rule.left.axes if word in self.rule.bases - named)
         copies = []
@@ -343,7 +353,7 @@ class Solved:
         return StridedCopy(source, start, place, tuple(dims))
 
     def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
-        """Return the offset of the element at `indices`, and the strides of the other axes."""
+        """Return the offset of the element at `indices`, and the strides of axes not in `indices`."""
         strides: dict[str, int] = {}
         start, step = 0, 1
         for axes in reversed(dimensions):
@@ -372,14 +382,14 @@ class Solved:
         return self.rule.extent(axes, indices, self.sizes)
 
 
-# A rule bound to the given sizes: it matches keys and computes layouts of their groups.
+# Matching keys with a rule, and planning the targets of each group of keys
 
 
 T = TypeVar("T")
 
 
 def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
-    """Call a function, and prefix a RuleError that it raises with the number of the rule."""
+    """Call a function. If it raises RuleError, prefix the message with the number of the rule."""
     try:
         return function(*given)
     except RuleError as error:
@@ -389,7 +399,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
 
 
 class BoundRule:
-    """A rule with the given sizes, ready to match keys."""
+    """A rule whose given sizes were evaluated. Matches keys and solves groups."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words
@@ -418,7 +428,7 @@ class BoundRule:
         return found
 
     def solve(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Solved:
-        """Return a group with its sizes. Groups with equal shapes share one result."""
+        """Infer the sizes for a group. Groups with the same shapes share one result."""
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
         if key not in self.solved:
@@ -427,7 +437,7 @@ class BoundRule:
         return self.solved[key]
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
-        """Return the given sizes, and sizes counted from the numbers in names."""
+        """Return the given sizes, and the sizes that follow from the numbers in names."""
         sizes = dict(self.arrangement.known_sizes)
         for word in self.counted:
             position = self.words.gathered.index(word)
@@ -482,12 +492,12 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # an index of several variables whose sizes are unknown here
+        except KeyError:  # the name needs the value of a variable in ( ), which is unknown here
             return None
 
 
 def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield like itertools.product, but lazily: there may be very many choices."""
+    """Yield the same tuples as itertools.product, without memory for all choices."""
     if not choices:
         yield ()
         return
@@ -497,10 +507,10 @@ def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 class Digits:
-    """Splits a number in a name into several indices, by the sizes of all indices but the first."""
+    """Splits a number in a name into the values of several variables, as for ``{(m e)}``."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        # The highest number among those that share a rule and the values of its other loops.
+        # Maps a rule and the values of its other loop variables to the highest number.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:
@@ -515,14 +525,17 @@ class Digits:
         return ready.number, words, others
 
     def decoded(self, ready: BoundRule, key: str, raw: Values) -> dict[str, Value]:
-        """Return the value of each word. Raises RuleError and MisfitError."""
+        """Return the value of each variable.
+
+        Raises RuleError if sizes are unknown, and MisfitError if a number is too large.
+        """
         values: dict[str, Value] = {}
         for words, value in raw.items():
             if len(words) == 1:
                 values[words[0]] = value
                 continue
             number, text = _integer(value), f"({' '.join(words)})"
-            # 0: unknown. The size of the first word is not needed.
+            # An unknown size is 0. The size of the first variable may be unknown.
             sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
             missing = [word for word, n in zip(words[1:], sizes[1:], strict=True) if not n]
             if missing:

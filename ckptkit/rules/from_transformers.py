@@ -1,4 +1,4 @@
-"""Generate rules from two layouts of a model: names, shapes, and the operations between them."""
+"""Generate rules from the conversions that transformers defines for a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, owners
 from ckptkit.rules.planner import REST, RuleSet
 
-# Layouts of the models in transformers: its registry of conversions, read as data.
+# Reading the registry of conversions in transformers
 #
-# The model is built on the meta device, without weights. Its keys are converted back to the layout
-# of the files, as `save_pretrained` does. No code of a checkpoint runs.
+# ckptkit builds the model on the meta device, without weights. Then it converts the keys of the
+# model to the keys in its files, as `save_pretrained` does. ckptkit runs no code from checkpoints.
 
 
 _CLASSES = (
@@ -28,11 +28,11 @@ _CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Tensors of the files, and the tensors of the model that result from operations on them.
+    """A conversion of tensors in the files to tensors of the model.
 
-    For each pattern of the converter, ``old`` contains the names in the files, and ``new`` the
-    names in the model. Operations are (name, parameters). Without operations, the tensor is only
-    renamed.
+    For each pattern of the converter, ``old`` contains names in the files. ``new`` contains names
+    in the model. Each of the ``operations`` is (name, parameters). If there are no operations, the
+    conversion renames one tensor.
     """
 
     old: tuple[tuple[str, ...], ...]
@@ -42,20 +42,23 @@ class Moved:
 
 @dataclass(slots=True)
 class Layouts:
-    """Both layouts of a model: names and shapes, and the conversions between them."""
+    """Names and shapes of tensors in the files and in the model, and the conversions.
+
+    ``old`` describes the files, and ``new`` the model.
+    """
 
     model_type: str
     version: str
     old: dict[str, tuple[int, ...]] = field(default_factory=dict)
     new: dict[str, tuple[int, ...]] = field(default_factory=dict)
     moved: list[Moved] = field(default_factory=list)
-    tied: frozenset[str] = frozenset()  # tied names of the model, which its files may lack
+    tied: frozenset[str] = frozenset()  # names of tied parameters, which files may lack
 
 
 def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layouts:
-    """Return the layouts of a model type of the installed transformers.
+    """Return the layouts of a model type that the installed transformers supports.
 
-    Raises UsageError for an unknown type, or if transformers is not installed.
+    Raises UsageError if the model type is unknown, or if transformers is not installed.
     """
     try:
         import transformers
@@ -73,7 +76,7 @@ def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layo
     settings = {name: value for name, value in (config or {}).items() if name != "model_type"}
     try:
         made = transformers.AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # the code of a configuration may raise anything
+    except Exception as error:  # the class of a configuration may raise any exception
         message = f"transformers rejects the configuration of {model_type}"
         raise UsageError(f"{message}: {str(error)[:200]}") from error
     return layouts_of_model(_built(transformers, made), model_type)
@@ -87,13 +90,13 @@ def _built(transformers: Any, config: Any) -> Any:
         try:
             with torch.device("meta"):
                 return getattr(transformers, name).from_config(config)
-        except Exception as error:  # the code of a model may raise anything
+        except Exception as error:  # the class of a model may raise any exception
             first = first or error
     raise UnsupportedError(f"transformers cannot build the model: {str(first)[:200]}") from first
 
 
 def layouts_of_model(model: Any, model_type: str) -> Layouts:
-    """Return the layouts of an existing model, on any device."""
+    """Return the layouts of a model object. The model can be on any device."""
     import torch
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -132,7 +135,7 @@ class _SourceReading:
         )
 
     def read(self, state: Mapping[str, Any], found: Layouts) -> None:
-        """Convert every key back, as `revert_weight_conversion` does."""
+        """Convert each key of the model to a key of the files, like `revert_weight_conversion`."""
         from transformers.core_model_loading import (
             apply_converters,
             apply_renamings,
@@ -190,7 +193,7 @@ class _SourceReading:
 
 
 def _heads(operation: Any, config: Any) -> str:
-    """Return the number of heads of an operation as an entry of config.json, in rule notation."""
+    """Return the path of the number of heads in config.json, in the notation of rules."""
     key = getattr(operation, "subconfig_key", None)
     part = getattr(config, key, None) if key else None
     path = "config" if part is None else f"config.{key}"
@@ -201,10 +204,10 @@ def _heads(operation: Any, config: Any) -> str:
     return f"{path}.{getattr(holder, 'attribute_map', {}).get(name, name)}"
 
 
-# Rules from layouts
+# Generating rules from the layouts
 
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a name
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a component of a name that is a number
 _AXES = "abcdfgijk"
 
 
@@ -214,14 +217,20 @@ class Unsayable(Exception):
 
 @dataclass(slots=True)
 class Generated:
-    """Steps of rules for one model type. `left` lists tensors that no rule can express."""
+    """Generated rules for one model type, as a list of steps.
+
+    `left` contains a message for each conversion that rules cannot express.
+    """
 
     steps: list[list[str]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def generated(layouts: Layouts) -> Generated:
-    """Return rules from the layout of the files to that of the model, verified both ways."""
+    """Generate rules that convert tensors in the files to tensors of the model.
+
+    Check the rules and the reversed rules with the names and shapes of both layouts.
+    """
     found = Generated()
     steps: tuple[Families, Families] = {}, {}
     for moved in layouts.moved:
@@ -239,14 +248,18 @@ def generated(layouts: Layouts) -> Generated:
         for pairs_alike in families.values():
             arrow = "->?" if all(pair.new in layouts.tied for pair in pairs_alike) else "->"
             lines += _lines(pairs_alike, arrow)
-        # literal names first: the first match wins
+        # Rules without variables come first, because the first rule that matches a key is used.
         found.steps.append(sorted(lines, key=lambda line: "{" in line.partition(" ->")[0]))
     found.left += _faults(found.steps, layouts)
     return found
 
 
 def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
-    """Split a conversion into two steps if only some parts of a fused tensor are permuted."""
+    """Yield (number of the step, conversion).
+
+    If a conversion splits a fused tensor and permutes only some of its parts, the permutation is a
+    second step.
+    """
     name, given = moved.operations[-1] if moved.operations else ("", {})
     names = given.get("permute_layer_names")
     if name != "PermuteForRope" or not names or len(moved.new) == 1:
@@ -260,7 +273,7 @@ def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
 
 
 def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
-    """Yield the differences between the results of the rules and the layouts, both ways."""
+    """Apply the rules and the reversed rules to the layouts. Yield a message for each difference."""
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
@@ -286,7 +299,7 @@ def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 class _Anything(dict[str, Any]):
-    """A configuration with 1 for every entry: names and shapes do not depend on the heads."""
+    """A configuration in which each entry is 1. Names and shapes do not depend on the heads."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self if key.endswith("config") else 1
@@ -294,7 +307,7 @@ class _Anything(dict[str, Any]):
 
 @dataclass(slots=True)
 class _Pair:
-    """One group of tensors in both layouts: names, dimensions and sizes in rule notation."""
+    """Both sides and the sizes of a rule, in the notation of rules."""
 
     old: str
     new: str
@@ -327,7 +340,10 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 
 
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
-    """Return the sizes of unequal joined or split parts, as numbers if the shapes give them."""
+    """Return the sizes of parts that are concatenated or split, if the sizes differ.
+
+    If the sizes do not follow from the shapes, return "_" for each part.
+    """
     old = [layouts.old.get(each[0], ()) for each in moved.old]
     new = [layouts.new[name] for name in moved.new]
     for dims, shapes in ((work.old, old), (work.new, new)):
@@ -345,14 +361,17 @@ def _dims(dims: list[list[str]]) -> str:
 
 
 class _Symbolic:
-    """The dimensions of a tensor of the files, transformed step by step into the model's."""
+    """Applies operations to the dimensions of a tensor in the files.
+
+    ``old`` contains the axes of the tensor in the files, and ``new`` the axes in the model.
+    """
 
     def __init__(self, rank: int, sources: int, targets: int) -> None:
         self.old = [[_AXES[n]] for n in range(rank)]
         self.new = [list(dim) for dim in self.old]
         self.sources, self.targets = sources, targets
         self.label = "m"
-        self.cut: str | None = None  # the axis whose size depends on the label
+        self.cut: str | None = None  # axis whose size depends on the label
         self.sizes: dict[str, str] = {}
 
     def apply(self, name: str, given: Mapping[str, Any]) -> None:
@@ -422,7 +441,7 @@ class _Symbolic:
 
 
 def _indexed(names: Sequence[str], index: str) -> str:
-    """Return one name for a list of tensors, with `index` in place of the differing number."""
+    """Return one name for names that differ in one number. Replace this number by `index`."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -435,7 +454,7 @@ def _indexed(names: Sequence[str], index: str) -> str:
 
 
 def _labelled(names: list[str], word: str) -> str:
-    """Return one name with labels for names that differ in one place."""
+    """Return one name for names that differ in one place. Replace this place by labels."""
     if len(names) == 1:
         return names[0]
     low = _alike(names)
@@ -447,13 +466,16 @@ def _labelled(names: list[str], word: str) -> str:
 
 
 def _alike(names: Sequence[str]) -> int:
-    """Return the length of the common prefix of names."""
+    """Return the length of the prefix that all names have in common."""
     columns = map(set, zip(*names, strict=False))
     return sum(1 for _ in takewhile(lambda column: len(column) == 1, columns))
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
-    """Return one rule for a family if its numbers stay the same, else one rule for each pair."""
+    """Return one rule with variables for all pairs of a family.
+
+    If the numbers in the names change, return a separate rule for each pair.
+    """
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]
     carried = _carried(old, new)
@@ -470,7 +492,10 @@ def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
-    """Map each number of the new name to the same number of the old; None if some always differ."""
+    """Map the position of each number in the new name to the position of this number in the old.
+
+    Return None if a number changes between the old name and the new name.
+    """
     carried: dict[int, int] = {}
     for n in range(len(new[0])):
         column = [row[n] for row in new]
@@ -487,12 +512,12 @@ def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | Non
 
 
 def _bare(name: str) -> str:
-    """Return a name without its labels, which may be numbers."""
+    """Remove labels from a name, because labels may be numbers."""
     return re.sub(r"\{[^}]*\}", "{}", name)
 
 
 def _numbered(name: str, words: list[str | None]) -> str:
-    """Replace the numbers in a name by variables, where a word is given."""
+    """Replace each number in a name by the variable in `words`. Keep a number if this is None."""
     pieces = re.split(r"(\{[^}]*\})", name)
     numbers = iter(words)
 
@@ -509,7 +534,7 @@ _NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def recipe_text(layouts: Layouts, found: Generated) -> str:
-    """Return the recipe as YAML, with comments about operations that rules cannot express."""
+    """Return the rules as a recipe in YAML. Comments list operations that rules cannot express."""
     import json
 
     steps = []

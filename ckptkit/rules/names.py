@@ -1,4 +1,4 @@
-"""The variables and sizes of rules, and the match of tensor names."""
+"""Evaluate the sizes in rules, and match tensor names with rules."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ckptkit.rules.notation import (
     given_text,
 )
 
-# Sizes are given on the command line, in the rule, in its step, or in config.json.
+# A size can be given on the command line, in the rule, its step, its recipe, or in config.json.
 #
-# A size is one value, or one value for each label of a variable (an uneven size). None means that
-# the value must be inferred from shapes.
+# A size is one value, or one value for each label of a variable. None stands for a value that
+# ckptkit must infer from shapes.
 
 
 MOST = 1 << 62
@@ -45,7 +45,7 @@ Size = tuple[int | None, ...]
 
 
 class Settings:
-    """The sizes given outside the rules: arguments, step, defaults, config.json."""
+    """Sizes that are given outside the rules: arguments, step, defaults, config.json, metadata."""
 
     def __init__(
         self,
@@ -63,7 +63,11 @@ class Settings:
             checked(word, value, least=0)
 
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
-        """Return the first given value of a size, and the place where it is given."""
+        """Return the value of a size, and a name for the place that gives the value.
+
+        Arguments override the rule, which overrides its step, which overrides the recipe. Return
+        None if no place gives a value.
+        """
         if word in self.args:
             return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
         for places, where in (
@@ -76,9 +80,10 @@ class Settings:
         return None
 
     def lookup(self, place: str, path: str) -> int | None:
-        """Return the number at a path of config.json or of the metadata; None for a missing path.
+        """Return the number at a path in config.json or in the metadata.
 
-        Metadata is flat, so the path is a key with dots. null in config.json counts as missing.
+        Metadata is flat, so the complete path is one key. Return None if the path is missing, or if
+        its value in config.json is null.
         """
         found = self._documents[place]
         if callable(found):
@@ -102,10 +107,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """The known sizes of one rule, and their origins, by word.
+    """The given sizes of one rule, and a name for the place that gives each size.
 
-    ``unset`` maps each size whose entry in config.json or the metadata is missing to the path as
-    written in the rule.
+    If a size refers to a missing entry of config.json or the metadata, ``unset`` maps the size to
+    the path of the entry.
     """
 
     sizes: dict[str, Size]
@@ -114,9 +119,9 @@ class KnownSizes:
 
 
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
-    """Return the given sizes of a rule. Raises RuleError for an invalid one.
+    """Return the given sizes of a rule. Raises RuleError for an invalid size.
 
-    A size may be 0 here; `check_none_empty` rejects a 0 that is not allowed.
+    A size of 0 is valid here. `check_none_empty` rejects the size 0 where it is not allowed.
     """
     machine = _Evaluation(rule, settings)
     values = {word: machine.size(word) for word in sorted(words_of(rule))}
@@ -133,7 +138,10 @@ class _Evaluation:
         self._open: set[str] = set()
 
     def size(self, word: str) -> Size | None:
-        """Return the value of a word, or its values by label; None if it is not given."""
+        """Return the values of a size: one value, or one value for each label.
+
+        Return None if the size is not given.
+        """
         if word in self._done:
             return self._done[word]
         if word in self._open:
@@ -193,7 +201,7 @@ class _Evaluation:
 
 
 def checked(word: str, value: int, least: int = 1, origin: str | None = None) -> int:
-    """Return `value` if it is a valid size. `origin` is the place of the value, for the message."""
+    """Return `value` if it is a valid size. Raises RuleError with the place `origin` otherwise."""
     if not least <= value <= MOST:
         place = f" ({origin})" if origin else ""
         raise RuleError(f"the size {word} is {value}{place}", hint="a size is at least 1")
@@ -201,7 +209,7 @@ def checked(word: str, value: int, least: int = 1, origin: str | None = None) ->
 
 
 def words_of(rule: Rule) -> set[str]:
-    """Return all words of a rule: axes, indices, and words in the expressions of its sizes."""
+    """Return the names of all axes, variables and sizes in a rule."""
     found: set[str] = set()
     for side in (rule.left, rule.right):
         found.update(side.axes, side.words)
@@ -233,22 +241,22 @@ def _words_of_given(given: Given) -> set[str]:
     return found
 
 
-# Names: match a key against the name of a rule, and render a name from values.
+# Matching a key with the name in a rule, and rendering a name from values
 #
-# A match returns a value for each index of the name: a number, the position of a label, or a
-# string. The search backtracks. Its steps are limited, because hostile names and rules could make
-# it take exponential time.
+# A match assigns a value to each variable in the name. The value is a number, the position of a
+# label, or a string. The search backtracks. The number of steps is limited, because hostile names
+# and rules could result in exponential time.
 
 
 Value = int | str
-Values = dict[tuple[str, ...], Value]  # by the words of the index
+Values = dict[tuple[str, ...], Value]  # by the names of the variables in an Index
 
 _DIGITS = re.compile("[0-9]+")
-_LONGEST = 18  # digits of a number in a name
+_LONGEST = 18  # maximum number of digits of a number in a name
 
 
 class Steps:
-    """The number of steps that matching may still take, for a number of names."""
+    """Counts down the steps that remain for matching `names` names."""
 
     def __init__(self, names: int) -> None:
         self.allowed = self.left = LIMITS.rule_steps + 64 * names
@@ -261,7 +269,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A variable to match: its kind, and the number to add to its value in the name."""
+    """A variable in a name: its kind, and the offset between its value and the number in names."""
 
     words: tuple[str, ...]
     kind: Kind
@@ -276,12 +284,12 @@ Part = str | Index
 
 
 class Pattern:
-    """The name on one side of a rule."""
+    """The name on one side of a rule, as strings and variables."""
 
     def __init__(self, name: Name, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> None:
         self.parts: tuple[Part, ...] = tuple(_part(each, kinds, shifts) for each in name)
         first, last = self.parts[0], self.parts[-1]
-        # The fixed start and end of the name, up to a digit: families of keys have no digits.
+        # The literal start and end of the name without digits, for `may_match`.
         self._begin = re.split("[0-9]", first)[0] if isinstance(first, str) else ""
         self._end = re.split("[0-9]", last)[-1] if isinstance(last, str) else ""
 
@@ -290,11 +298,14 @@ class Pattern:
         return tuple(part for part in self.parts if isinstance(part, Index))
 
     def may_match(self, family: str) -> bool:
-        """Return whether a key of this family (its numbers replaced by 0) can match."""
+        """Return False if no key of this family can match. A family is a key with 0 for numbers."""
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
-        """Return the values for which this name equals `key`, None if no values do."""
+        """Return values of the variables for which the name equals `key`.
+
+        Return None if there are no such values.
+        """
         values: Values = {}
         return values if self._match(key, 0, 0, values, steps) else None
 
@@ -330,7 +341,7 @@ class Pattern:
     def _choices(
         self, index: Index, key: str, number: int, at: int, steps: Steps
     ) -> Iterator[tuple[Value, int]]:
-        """Yield possible values of a variable at position `at` of the key, each with its end."""
+        """Yield (value, end of the value in the key) of a variable at position `at` of the key."""
         if index.kind in (STAR, STARS):
             yield from self._texts(index, key, number, at)
         elif index.labels is None:
@@ -342,7 +353,10 @@ class Pattern:
                     yield position, at + len(label)
 
     def _texts(self, index: Index, key: str, number: int, at: int) -> Iterator[tuple[str, int]]:
-        """Yield strings for a star, shortest first, that end where the next part may begin."""
+        """Yield (string, end) for a variable of kind `*` or `**`, shortest first.
+
+        Yield only strings that are followed by the next part of the name.
+        """
         dot = key.find(".", at) if index.kind == STAR else -1
         stop = len(key) if dot < 0 else dot
         first = at + (index.kind == STAR)
@@ -360,7 +374,7 @@ class Pattern:
                 end = key.find(following, end + 1)
 
     def render(self, values: Mapping[str, Value], sizes: Mapping[str, int]) -> str | None:
-        """Return the name for the given values; None if a label marks the tensor as absent."""
+        """Return the name for these values. Return None if the value of a variable is label `-`."""
         made = []
         for part in self.parts:
             text = part if isinstance(part, str) else _text(part, values, sizes)
@@ -398,7 +412,7 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
         for word in index.words:
             value = values[word]
             assert isinstance(value, int)
-            number = number * sizes.get(word, 1) + value  # the size of the first has no effect
+            number = number * sizes.get(word, 1) + value  # the first variable needs no size
         return str(number + index.shift)
     value = values[index.words[0]]
     if isinstance(value, str):
@@ -412,7 +426,7 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
     return str(written)
 
 
-# Checks of a single rule: the words of its sides, and the kinds of its indices.
+# Checking the names of axes and variables in a single rule
 
 
 _STARS = 2  # maximum number of ** in one name
@@ -420,10 +434,13 @@ _STARS = 2  # maximum number of ** in one name
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words (names of axes and variables) of a rule, grouped by where they occur.
+    """The variables of a rule, grouped by where they occur.
 
-    ``loops`` occur in both names. ``gathered`` occur in the left name and the right shape: tensors
-    are stacked. ``scattered`` occur in the right name and the left shape: a tensor is split.
+    * ``loops`` contains the variables in both names.
+    * ``gathered`` contains the variables in the left name that are axes of the right shape. Along
+      such an axis, the rule stacks tensors.
+    * ``scattered`` contains the variables in the right name that are axes of the left shape. Along
+      such an axis, the rule splits a tensor.
     """
 
     loops: tuple[str, ...]
@@ -433,13 +450,16 @@ class Words:
     right_kinds: Mapping[str, Kind]
 
     def labels(self, word: str) -> int | None:
-        """Return the number of labels of a variable, None if it has none."""
+        """Return the number of labels of a variable. Return None if the variable has no labels."""
         kind = self.left_kinds.get(word)
         return len(kind) if isinstance(kind, tuple) else None
 
 
 def axis_words(rule: Rule) -> Words:
-    """Return the words of a rule. Raises RuleError if the sides have different elements."""
+    """Return the variables of a rule.
+
+    Raises RuleError if an axis or variable occurs on one side only, or twice on one side.
+    """
     sides = (rule.left, "left"), (rule.right, "right")
     for side, where in sides:
         if side.shape.count(REST) > 1:
@@ -473,7 +493,10 @@ def axis_words(rule: Rule) -> Words:
 
 
 def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
-    """Return the kind of each index in both names. A missing kind is copied from the other side."""
+    """Return the kind of each variable in the left name, and in the right name.
+
+    If one side gives no kind for a variable, use the kind on the other side.
+    """
     left, right = dict[str, Kind](), dict[str, Kind]()
     for side, kinds in ((rule.left, left), (rule.right, right)):
         for each in side.variables:
@@ -505,14 +528,17 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
 
 
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
-    """Map each uneven size to the variable that it depends on. Raises RuleError if unclear."""
+    """Map each size with several values to the variable whose labels select a value.
+
+    Raises RuleError if no variable has as many labels, or if several variables do.
+    """
     found = {}
     for word, size in known.sizes.items():
         if len(size) > 1:
             found[word] = _differs_with(word, len(size), rule, words)
     for word, variable in found.items():
         for side in (rule.left, rule.right):
-            # If both are axes of a side, the word must follow the variable in one dimension.
+            # If `word` and `variable` are axes of one side, `word` must follow `variable` in a ( ).
             if {variable, word} <= set(side.axes) and not any(
                 word in axes and variable in axes[: axes.index(word)] for axes in side.shape
             ):
@@ -524,7 +550,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
 
 
 def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
-    before: list[str] = []  # axes before `word` in its dimension, in the left and right sides
+    before: list[str] = []  # axes before `word` in the same dimension, on both sides
     for axes in (*rule.left.shape, *rule.right.shape):
         if word in axes and not isinstance(axes, str):
             before += axes[: axes.index(word)]
@@ -544,7 +570,7 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError for a size of 0, except for a part with the label `-` (no padding)."""
+    """Raise RuleError if a size is 0. The size for the label `-` may be 0, as for no padding."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))
@@ -558,7 +584,7 @@ def check_none_empty(
 
 
 def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:
-    """Return the dimensions with ``...`` replaced by `rest` dimensions."""
+    """Replace ``...`` by `rest` dimensions."""
     found: list[tuple[str, ...]] = []
     for dimension in dimensions:
         if isinstance(dimension, tuple):
@@ -569,5 +595,5 @@ def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ..
 
 
 def shape_text(side: Side) -> str:
-    """Return the shape of a side as it is written, such as ``[(h d) i]``."""
+    """Format the shape of a side in the notation, for example ``[(h d) i]``."""
     return f"[{' '.join(map(dimension_text, side.shape))}]"

@@ -1,4 +1,4 @@
-"""The notation of rules: its parts as plain values, a parser, and errors."""
+"""The notation of rules: classes for the parts of a rule, a parser, and errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 from ckptkit.core.limits import check
 from ckptkit.core.text import typed
 
-# Errors in rules, and for checkpoints that do not fit them.
+# Errors in rules, and errors for checkpoints that do not match the rules
 
 
 Error = TypeVar("Error", bound=CkptkitError)
 
 
 class RuleError(UsageError):
-    """A rule is malformed, or cannot be applied."""
+    """A rule is malformed, or ckptkit cannot apply the rule."""
 
 
 class UncoveredError(RuleError):
@@ -34,14 +34,14 @@ class NotReversibleError(RuleError):
 
 
 def about(number: int, error: Error, between: str = ": ") -> Error:
-    """Prefix an error with the number of its rule."""
+    """Prefix the message of an error with the number of the rule."""
     error.part = f"rule {number}"
     error.message = f"{error.part}{between}{error.message}"
     return error
 
 
 def in_step(number: int, error: Error) -> Error:
-    """Prefix an error with the number of its recipe step."""
+    """Prefix the message of an error with the number of the recipe step."""
     between = ", " if error.part else ": "
     error.message = f"step {number}{between}{error.message}"
     return error
@@ -53,25 +53,30 @@ def settings(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def give_size(word: str, unset: Mapping[str, str]) -> str:
-    """Return the hint for an unknown size. `unset` maps words to missing entries of config.json."""
+    """Return the hint for an unknown size `word`.
+
+    `unset` maps sizes to entries that config.json or the metadata lacks.
+    """
     asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
     hint = f"give it with {asked}, as `with {word}=32` in the rule, or in config.json"
     return f"{unset[word]} is not set; {hint}" if word in unset else hint
 
 
-# The parts of a rule, as plain values. `str` of each is the notation again.
+# The parts of a rule. `str` converts each part back to the notation.
 
 
 STAR, STARS = "*", "**"
-ABSENT = "-"  # the label of an absent part
+ABSENT = "-"  # label of a tensor that does not exist
 REST = "..."
 
-Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or inferred
+# Strings that a variable matches: STAR, STARS or labels. If the kind is None, the variable matches
+# a number, or has the kind of the other side.
+Kind = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """An offset of an index in a tensor name: a number, or a size variable."""
+    """The offset of a variable in a name, such as +1 in ``{l+1}``: a number, or a size."""
 
     sign: int
     amount: int | str
@@ -82,7 +87,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable in braces in a name. Several words are the digits of one number."""
+    """A variable in braces in a name. ``{(m e)}`` combines several variables into one number."""
 
     words: tuple[str, ...]
     shift: Shift | None = None
@@ -95,12 +100,16 @@ class Variable:
 
 
 Name = tuple[str | Variable, ...]
-Dimension = tuple[str, ...] | str  # axes, outermost first; REST; a dimension of size 1 is ()
+# The axes of a dimension, outermost first, or REST. The empty tuple is a dimension of size 1.
+Dimension = tuple[str, ...] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A name and the dimensions of its tensor; None: all dimensions unchanged."""
+    """One side of a rule: a name, and the dimensions of the tensor.
+
+    If ``dimensions`` is None, the rule changes no dimension.
+    """
 
     name: Name
     dimensions: tuple[Dimension, ...] | None = None
@@ -111,7 +120,7 @@ class Side:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The words of the shape, in order."""
+        """Names of the axes in the shape, in order."""
         found: list[str] = []
         for dimension in self.shape:
             if not isinstance(dimension, str):
@@ -124,12 +133,12 @@ class Side:
 
     @property
     def name_text(self) -> str:
-        """The name in the notation."""
+        """The name as text in the notation."""
         return "".join(map(str, self.name))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of the name in order, without repeats."""
+        """Names of the variables in the tensor name, in order, without duplicates."""
         found: dict[str, None] = {}
         for variable in self.variables:
             found.update(dict.fromkeys(variable.words))
@@ -142,7 +151,7 @@ class Side:
 
 
 def dimension_text(dimension: Dimension) -> str:
-    """Format a dimension: ``o``, ``(h d)``, ``1``, ``...``."""
+    """Format a dimension in the notation, for example ``o``, ``(h d)``, ``1`` or ``...``."""
     if isinstance(dimension, str):
         return dimension
     if len(dimension) == 1:
@@ -150,12 +159,16 @@ def dimension_text(dimension: Dimension) -> str:
     return f"({' '.join(dimension)})" if dimension else "1"
 
 
-SOURCES = ("config", "meta")  # places that a path of a size may refer to
+SOURCES = ("config", "meta")  # first words of paths: config.json and the metadata
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, a word, a path in config.json or the metadata, or an operation on two terms."""
+    """Part of an expression for a size.
+
+    A term is a number, the name of a size, a path in config.json or the metadata, or an operation
+    on two terms.
+    """
 
     operator: str  # "number", "word", one of SOURCES, "+", "-", "*", "/"
     values: tuple[int | str | Term, ...]
@@ -171,18 +184,20 @@ class Term:
         return f"{before}{self.operator}{after}"
 
 
-Choice = tuple[Term, ...] | None  # the first term with a value counts; None: "_", inferred
-Given = tuple[Choice, ...]  # one choice, or one for each label of a variable
+# Alternatives for a size (``a or b``). The first term with a value is used. None ("_") means that
+# the size is inferred from the shapes.
+Choice = tuple[Term, ...] | None
+Given = tuple[Choice, ...]  # one choice, or one choice for each label of a variable
 
 
 def given_text(given: Given) -> str:
-    """Return the size in the notation: ``config.n_head|1|1``."""
+    """Format a size in the notation, for example ``config.n_head|1|1``."""
     return "|".join("_" if part is None else " or ".join(map(str, part)) for part in given)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line. `text` is the line as it was written."""
+    """A parsed rule. `text` is the original line."""
 
     left: Side
     right: Side
@@ -191,7 +206,7 @@ class Rule:
     text: str = field(default="", compare=False)
 
     def reversed(self) -> Rule:
-        """Return the rule with its sides exchanged."""
+        """Exchange the sides of the rule."""
         new = Rule(self.right, self.left, self.optional, self.sizes)
         return Rule(new.left, new.right, new.optional, new.sizes, str(new))
 
@@ -201,7 +216,7 @@ class Rule:
         return f"{self.left} {arrow} {self.right}{' with' if sizes else ''}{sizes}"
 
 
-# The grammar of the notation:
+# Grammar of the notation
 #
 # rule   = side ("->" | "->?") side ["with" size {size}] ["#" comment]
 # side   = name ["[" {axis} "]"]
@@ -231,13 +246,13 @@ _TOKEN = re.compile(
     r"|(?P<word>[A-Za-z][A-Za-z0-9_]*)|(?P<number>[0-9]+)"
     r"|(?P<sign>[-+*/()|=_]))"
 )
-_DIGITS = 18  # maximum number of digits of a number
+_DIGITS = 18  # maximum number of digits in an integer
 
 _SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse one line. Raises RuleError with the place of the error."""
+    """Parse one line. RuleErrors quote the part of the line that is wrong."""
     check("rule_bytes", len(text), "characters of a rule")
     reader = _Reader(text)
     left = reader.side()
@@ -258,7 +273,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_given(text: str | int) -> Given:
-    """Parse a size: ``32``, ``config.n_heads or 8``, ``4|1|1``."""
+    """Parse a size, for example ``32``, ``config.n_heads or 8`` or ``4|1|1``."""
     check("rule_bytes", len(str(text)) if isinstance(text, str) else 0, "characters of a size")
     tokens = _Tokens(str(text))
     given = tokens.given()
@@ -277,7 +292,7 @@ def _uncommented(text: str) -> str:
 
 
 class _Reader:
-    """A line and the position up to which it is parsed."""
+    """Parses the sides of a line. `at` is the index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -426,7 +441,7 @@ Token = tuple[str, str]
 
 
 class _Tokens:
-    """The tokens of an expression of sizes."""
+    """Splits an expression for sizes into tokens, and parses the tokens."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -440,8 +455,8 @@ class _Tokens:
             self.found.append((match.lastgroup, match[match.lastgroup]))
             at = match.end()
         self.at = 0
-        self.depth = 0  # open ( )
-        self.operators = 0  # in the current choice
+        self.depth = 0  # number of open parentheses
+        self.operators = 0  # number of operators in the current choice
 
     def peek(self, ahead: int = 0) -> Token | None:
         place = self.at + ahead
@@ -459,7 +474,7 @@ class _Tokens:
             raise RuleError(f"{self.text!r}: unexpected {token[1]!r}")
 
     def takes(self, *signs: str) -> str | None:
-        """Consume and return the next token if it is one of `signs`, else return None."""
+        """If the next token is one of `signs`, consume and return it. Otherwise, return None."""
         token = self.peek()
         if token is None or token[0] != "sign" or token[1] not in signs:
             return None

@@ -1,4 +1,7 @@
-"""Plan rules: map names and shapes of sources to targets, without reading any file."""
+"""Apply rules to names and shapes of source tensors, and plan the target tensors.
+
+This module reads no files.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,24 @@ from ckptkit.rules.notation import (
     parse_rule,
 )
 
-REST = "rest"  # a value of `keep`: every key that no rule matches
+REST = "rest"  # in `keep`, matches every key that no rule matches
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target tensor: its shape, and the copies that fill it.
+    """The shape of a target tensor, and the copies that fill the tensor.
 
-    The source of a copy is an index in `sources`, or ZEROS.
+    The source of each copy is an index in `sources`, or ZEROS.
     """
 
     shape: Shape
     sources: tuple[str, ...]
     copies: tuple[StridedCopy, ...]
-    rule: int  # number of the rule, from 1
+    rule: int  # number of the rule, counted from 1
 
     @property
     def is_moved(self) -> bool:
-        """True if the target is one source with unchanged shape and elements."""
+        """True if the target has the same elements as its only source, in the same order."""
         if len(self.copies) != 1 or len(self.sources) != 1:
             return False
         (copy,) = self.copies
@@ -56,25 +59,28 @@ class Target:
 
 @dataclass(slots=True)
 class Taken:
-    """The effects of one rule: counts of matched keys, targets, and dropped elements."""
+    """Counts for one rule: matched keys, targets, dropped elements and zero elements."""
 
     number: int
     rule: Rule
     matched: int = 0
     made: int = 0
-    dropped: int = 0  # elements
-    zeros: int = 0  # elements
+    dropped: int = 0  # number of elements
+    zeros: int = 0  # number of elements
     sizes: dict[Symbol, set[int]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RulesOutcome:
-    """The result of a step of rules. `targets` maps output names to targets, kept keys to None."""
+    """The result of the rules of one step.
+
+    `targets` maps each output name to its target. The target of a kept key is None.
+    """
 
     targets: dict[str, Target | None]
     taken: tuple[Taken, ...]
-    dropped: tuple[str, ...]  # keys without any target
+    dropped: tuple[str, ...]  # keys that result in no target
 
     @property
     def made(self) -> dict[str, Target]:
@@ -107,7 +113,7 @@ class RuleSet:
         sizes: Mapping[str, str | int] | None = None,
         defaults: Mapping[str, str | int] | None = None,
     ) -> RuleSet:
-        """Parse rules, one per line. Raises RuleError with the number of the rule."""
+        """Parse lines. Each line is one rule. RuleErrors contain the number of the rule."""
         rule_lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         rules = [numbered(number, parse_rule, line) for number, line in enumerate(rule_lines, 1)]
         given = {word: parse_given(value) for word, value in (sizes or {}).items()}
@@ -118,11 +124,11 @@ class RuleSet:
         return "\n".join(map(str, self.rules))
 
     def reversed(self) -> RuleSet:
-        """Return the rules with exchanged sides, in the same order."""
+        """Exchange the sides of each rule. Return the rules in the same order."""
         return RuleSet([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
 
     def words(self) -> set[str]:
-        """Return every word whose size an argument may give."""
+        """Return the names of all axes and variables whose size can be passed as an argument."""
         found: set[str] = set()
         for rule in self.rules:
             found |= words_of(rule)
@@ -130,7 +136,12 @@ class RuleSet:
         return found | words_of(holder) | self.defaults.keys()
 
     def plan(self, shapes: Mapping[str, Shape], **given: Any) -> dict[str, Target]:
-        """Return targets by name. Raises RuleError, MisfitError, CollisionError and LimitError."""
+        """Return the target tensors by name.
+
+        Raises RuleError for invalid rules, and MisfitError if the shapes do not match the rules.
+        Raises CollisionError if two targets have the same name, and LimitError for too many
+        targets.
+        """
         unused = (given.get("args") or {}).keys() - self.words()
         if unused:
             raise unused_argument(min(unused), self.words())
@@ -145,7 +156,7 @@ class RuleSet:
         meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> RulesOutcome:
-        """Return the targets, the kept keys, and the effects of each rule."""
+        """Return the targets, the kept keys, and the counts for each rule."""
         return self.planning(shapes, keep=keep, config=config, meta=meta, args=args).outcome()
 
     def planning(
@@ -157,7 +168,7 @@ class RuleSet:
         meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> Planning:
-        """Return the rules bound to their sizes, ready to match the keys of `shapes`."""
+        """Evaluate the sizes of the rules. Return a Planning for the keys of `shapes`."""
         settings = Settings(args, self.sizes, self.defaults, config, meta)
         ready = []
         for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
@@ -166,17 +177,17 @@ class RuleSet:
 
 
 def unused_argument(word: str, known: Iterable[str]) -> RuleError:
-    """Return the error for an argument that no rule uses."""
+    """Return a RuleError for an argument that no rule uses."""
     close = nearest(word, sorted(known))
     hint = f"did you mean {', '.join(close)}?" if close else f"rules use {some(sorted(known), 8)}"
     return RuleError(f"no rule uses {typed(f'--arg {word}', f'args[{word!r}]')}", hint=hint)
 
 
-Group = tuple[int, tuple[Value, ...]]  # index of the rule, values of its loops
+Group = tuple[int, tuple[Value, ...]]  # index of the rule, values of its loop variables
 
 
 class Planning:
-    """Matches all keys, groups them, and collects the targets in the order of the keys."""
+    """Matches all keys, groups the keys, and plans the targets in the order of the keys."""
 
     def __init__(
         self, rules: list[BoundRule], shapes: Mapping[str, Shape], keep: str | Sequence[str]
@@ -219,7 +230,7 @@ class Planning:
         for group, members in groups.items():
             if self.rules[group[0]].words.scattered:
                 total += self._solved(group, members).targets - 1
-            if total > LIMITS.rule_targets:  # checked before any target is made
+            if total > LIMITS.rule_targets:  # checked before targets need memory
                 check("rule_targets", total, "target tensors of a rule step")
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
@@ -240,7 +251,7 @@ class Planning:
         return RulesOutcome(targets, self.taken, tuple(dropped))
 
     def first(self, key: str) -> tuple[BoundRule, Values] | None:
-        """Return the first rule whose left name matches, with its values."""
+        """Return the first rule that matches the key, and the values of the rule's variables."""
         family = _NUMBERS.sub("0", key)
         candidates = self.families.get(family)
         if candidates is None:
@@ -253,9 +264,9 @@ class Planning:
         return None
 
     def _check_covered(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        """Raise UncoveredError for an unmatched rule that is not optional, and for unmatched keys.
+        """Raise UncoveredError if a rule matches no key, or if no rule matches a key.
 
-        Keys that match `keep` may be unmatched.
+        Optional rules may match no key. Keys that match `keep` need no rule.
         """
         for taken, ready in zip(self.taken, self.rules, strict=True):
             if not taken.matched and not ready.rule.optional:
@@ -324,7 +335,8 @@ class Planning:
 _NUMBERS = re.compile("[0-9]+")
 
 
-# Reversibility: plan the reversed rules, and compare their result with the original.
+# To check whether rules are reversible, ckptkit plans the reversed rules. The result must have the
+# original names and shapes.
 
 
 def check_reversible(
@@ -368,7 +380,10 @@ def _caught(
     outcome: RulesOutcome,
     planning: Planning,
 ) -> NotReversibleError | None:
-    """Return the error for the first target that a different reversed rule would match."""
+    """Return the error for the first target that the wrong reversed rule would match.
+
+    Return None if there is no such target.
+    """
     for name, target in outcome.targets.items():
         match = planning.first(name)
         number = None if match is None else match[0].number
