@@ -76,7 +76,7 @@ class Layout:
 
 
 class Arrangement:
-    """A rule with the sizes that the user or config.json gives. :meth:`solve` infers other sizes."""
+    """A rule, and the sizes that are given for it. :meth:`solve` infers the other sizes."""
 
     def __init__(
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
@@ -353,7 +353,7 @@ class Solved:
         return StridedCopy(source, start, place, tuple(dims))
 
     def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
-        """Return the offset of the element at `indices`, and the strides of axes not in `indices`."""
+        """Return the offset of the element at `indices`, and the strides of all other axes."""
         strides: dict[str, int] = {}
         start, step = 0, 1
         for axes in reversed(dimensions):

@@ -273,7 +273,7 @@ def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
 
 
 def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
-    """Apply the rules and the reversed rules to the layouts. Yield a message for each difference."""
+    """Apply the rules, and the reversed rules, to the layouts. Yield a message for differences."""
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
