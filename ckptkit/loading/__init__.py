@@ -1,8 +1,7 @@
-"""Load checkpoints into torch: ``load``, ``load_into``, and comparing with models.
+"""Load checkpoints as torch tensors or into a model, and compare checkpoints with models.
 
-Input: a checkpoint, and a map_location or a model. Output: torch tensors, a filled model, or a diff
-against a model. Uses core, compute, quantized, edits, formats, api, analysis and lora. Classes
-named in a file are never imported or called.
+This package never imports or calls a class that a file names. It uses core, compute, quantized,
+edits, formats, api, analysis and lora.
 """
 
 from ckptkit.loading.model import LoadReport, diff, load_into

@@ -1,4 +1,4 @@
-"""Build models from user code, list the shapes of models, and list devices of this machine."""
+"""Build models from the user's code, and describe models, torch and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
-    """Import and build the model ``package.module:Class`` or ``path/to/file.py:Class``.
+    """Import the class ``package.module:Class`` or ``path/to/file.py:Class``, and build the model.
 
     This runs the user's code. The model is built on the meta device, which needs no memory for
     weights. If the constructor fails on the meta device, the model is built on the CPU. Raises
-    ModelError.
+    ModelError if the import or the constructor fails.
     """
     import torch
 
@@ -47,7 +47,7 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
 
 @contextmanager
 def _users_code(what: str, hint: str | None = None) -> Iterator[None]:
-    """Convert all errors of user code to ModelError, also SystemExit, but not KeyboardInterrupt."""
+    """Convert exceptions of the user's code to ModelError, except KeyboardInterrupt."""
     try:
         yield
     except (KeyboardInterrupt, CkptkitError):
@@ -80,14 +80,14 @@ def _module(place: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, place)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(name, module)  # dataclasses and pickle look up the module there
+        sys.modules.setdefault(name, module)  # dataclasses and pickle need this entry
         spec.loader.exec_module(module)
         return module
 
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Make the modules in the folder of the user's file importable, as if Python ran this file."""
+    """Make the modules in a folder importable, as if Python ran a file in this folder."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -120,7 +120,7 @@ def _check_arguments(make: Callable[..., object], name: str, args: Mapping[str, 
         inspect.signature(make).bind(**args)
     except TypeError as error:
         raise ModelError(f"{name}: {error}", hint=_signature(make)) from error
-    except ValueError:  # a builtin without a signature
+    except ValueError:  # some builtins have no signature
         pass
 
 
@@ -136,7 +136,7 @@ def _signature(make: Callable[..., object]) -> str:
 
 
 def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Map the names of the tensors in the module's state_dict to (dtype, shape), in order."""
+    """Map the name of each tensor in the module's state_dict to (dtype, shape), in order."""
     import torch
 
     return {
@@ -147,13 +147,13 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _state_dict(module: nn.Module, **options: Any) -> list[tuple[str, Any]]:
-    """Return the items of the module's state_dict. Raises ModelError if its code fails."""
+    """Return the items of the module's state_dict. Raises ModelError if the module's code fails."""
     with _users_code(f"{type(module).__qualname__}.state_dict() fails"):
         return list(module.state_dict(**options).items())
 
 
 def model_ties(module: nn.Module) -> list[list[str]]:
-    """Return groups of names in the module's state_dict that share one parameter or buffer."""
+    """Return groups of tied names: names in the state_dict that share a parameter or buffer."""
     names: dict[int, list[str]] = {}
     for name, value in _state_dict(module, keep_vars=True):
         names.setdefault(id(value), []).append(name)
@@ -161,10 +161,10 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 
 
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the (module, name) pairs that the installed torch lacks.
+    """Return ``module.name`` for each (module, name) that the installed torch lacks.
 
-    Imports only torch and calls nothing. Names in modules that `import torch` does not load are
-    skipped. Without torch, return an empty list.
+    This function imports only torch, and calls nothing in torch. It skips names in modules that
+    `import torch` does not load. If torch is not installed, return an empty list.
     """
     if torch_or_none() is None:
         return []
@@ -175,10 +175,10 @@ def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment() -> dict[str, object]:
-    """Return the versions of Python packages, and the devices of this machine.
+    """Return the versions of Python and of packages, and the devices of this machine.
 
-    Each device name maps to its title, memory in bytes and UUID. Without torch, the entries of
-    torch are None, and the CPU is the only device.
+    The entry "devices" maps the name of each device to its title, memory in bytes and UUID. If
+    torch is not installed, the entries for torch are None, and the CPU is the only device.
     """
     import numpy
     import safetensors
@@ -198,7 +198,7 @@ def environment() -> dict[str, object]:
 
 
 def torch_or_none() -> Any:
-    """Import and return torch; None if it is not installed."""
+    """Import and return torch. Return None if torch is not installed."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -221,7 +221,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _memory() -> int | None:
-    """Return the memory of the machine in bytes; None if the system does not report it."""
+    """Return the memory of the machine in bytes. Return None if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -102,9 +102,9 @@ def against_model(
     stored: bool = False,
     matches: reports.Matches | None = None,
 ) -> reports.Diff:
-    """Compare weights with the state_dict of a model. `stored` keeps quantized weights as stored.
+    """Compare the weights of a checkpoint with the state_dict of a model.
 
-    Without `stored`, weights that are floats in the model are dequantized.
+    Dequantize weights that are floats in the model, unless `stored` is set.
     """
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
@@ -114,26 +114,26 @@ def against_model(
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
-    """Dequantize the weights that are floats in the model; return the checkpoint."""
+    """Dequantize the weights that are floats in the model, and return the new checkpoint."""
     return dequantized_for_model(ck, {name: dtype for name, (dtype, _) in shapes.items()})
 
 
-_NUMBERS = ("float", "int", "bool")  # torch casts these kinds of elements to each other
+_NUMBERS = ("float", "int", "bool")  # torch casts between these kinds of dtypes
 
 
 def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
-    """Fill the contiguous parameters and buffers of `model`; return their names.
+    """Fill the contiguous parameters and buffers of `model`. Return the names of filled tensors.
 
     Modules with their own `_load_from_state_dict` are skipped. If a parameter has several names,
     the tensor with the last name is copied, as in torch. If parameters partly overlap in memory,
-    the order of copying matters, and no parameter is filled.
+    no parameter is filled, because the result would depend on the order of the copies.
     """
     from torch.nn import Module
 
     filled: set[str] = set()
     pairs: dict[tuple[int, int], tuple[Tensor, torch.Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        # Other modules may transform their entries, so torch must load those entries.
+        # A module with its own loading function may transform tensors, so torch must load them.
         loading = getattr(module._load_from_state_dict, "__func__", None)
         if loading is not Module._load_from_state_dict:
             continue
@@ -152,7 +152,10 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
 
 
 def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor can be copied to a plain contiguous parameter."""
+    """Return whether ckptkit can copy the elements of a tensor to a parameter or buffer.
+
+    The parameter must be a contiguous torch.Tensor or Parameter with the same shape.
+    """
     import torch
     from torch.nn import Parameter
 
@@ -173,21 +176,23 @@ def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
-    # Both dtypes are plain numbers, which torch casts, or the dtypes are equal.
+    # torch casts between two dtypes of numbers. All other dtypes must be equal.
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
     return plain or both[0] == both[1]
 
 
-GROUP = 1 << 30  # maximum bytes of the file in memory at once, in addition to the model
+GROUP = 1 << 30  # approximate number of bytes that torch loads in one call
 
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """The result of `load_into`. Names are names of the model; in `unexpected`, names of the file.
+    """The result of :func:`load_into`.
 
-    ``stripped`` and ``added`` are the prefixes removed from and added to the names of the file.
-    ``mismatched`` maps a name to its shapes in the file and in the model. ``narrowed`` maps a name
-    to the loss, other than precision, of a cast to the dtype of the model.
+    ``unexpected`` contains names in the file. All other attributes contain names in the model.
+    ``stripped`` is the prefix that was removed from the names in the file, and ``added`` the prefix
+    that was added. ``mismatched`` maps a name to the shape in the file and the shape in the model.
+    ``narrowed`` maps a name to a description of values that the cast to the model's dtype would
+    lose. Rounding is not included.
     """
 
     loaded: tuple[str, ...]
@@ -200,7 +205,7 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """True if file and model have the same entries, with the same shapes."""
+        """True if the file and the model have the same keys and shapes."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __repr__(self) -> str:
@@ -215,7 +220,7 @@ class LoadReport:
         return "\n".join(["; ".join(changes), *self.faults()])
 
     def faults(self) -> Iterator[str]:
-        """Yield a line for each kind of difference between file and model."""
+        """Yield a line for each kind of difference between the file and the model."""
         if self.missing:
             yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
@@ -228,7 +233,7 @@ class LoadReport:
             yield f"values lost in the dtypes of the model: {some(lost, 8)}"
 
 
-# Without this, most first calls would trigger a full garbage collection of torch objects.
+# If the collector were not paused, most first calls would trigger a full garbage collection.
 @collector_paused()
 def load_into(
     model: nn.Module,
@@ -315,10 +320,12 @@ def load_into(
 def _of_peft(
     model: nn.Module, ck: Checkpoint, own: dict[str, Any]
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Rename an adapter to the names of a peft model; also return the entries that it fills.
+    """Rename the tensors of an adapter to the names in a peft model.
 
-    peft saves an adapter without the adapter name and without the base model. Source: peft 0.21.2
-    (utils/save_and_load.py, set_peft_model_state_dict).
+    Return the renamed adapter, and the entries of the model's state_dict that the adapter can fill.
+    peft saves an adapter without the name of the adapter in its keys, and without the base model.
+
+    Source: set_peft_model_state_dict in utils/save_and_load.py of peft 0.21.2.
     """
     active: Any = getattr(model, "active_adapter", "default")
     adapter = active if isinstance(active, str) else next(iter(active))
@@ -334,7 +341,7 @@ def _of_peft(
 
 
 def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise ModelError if the file has codes and scales where the model has floats."""
+    """Raise ModelError if a weight is quantized in the file, but floats in the model."""
     foreign = quantized.find(ck).foreign_to(own)
     if not foreign:
         return
@@ -350,12 +357,12 @@ def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> N
 def _rehearsed(
     model: nn.Module, nodes: Mapping[str, Node], versions: Any
 ) -> tuple[set[str], set[str]] | None:
-    """Return the missing and unexpected keys that torch reports if it loads `nodes`.
+    """Load `nodes` into a copy of the model. Return the missing and unexpected keys.
 
-    Only torch can find these keys, because load hooks may accept other names. The given model is
-    not changed: a copy on the meta device loads tensors without bytes. If hooks need values, a copy
-    on the CPU loads the tensors. Return None if torch refuses the tensors, or if the model cannot
-    be copied.
+    Load hooks of the model may accept other names, so only torch can find these keys. The copy is
+    on the meta device, and loads tensors without bytes. If this fails because hooks need values, a
+    copy on the CPU loads the tensors. Return None if torch cannot load the tensors, or if the model
+    cannot be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -366,7 +373,7 @@ def _rehearsed(
             if versions is not None:
                 state._metadata = versions
             result = copied(model).load_state_dict(state, strict=False)
-        # Code of the model may raise any exception; then use ckptkit's own report.
+        # The code of the model may raise any exception.
         except Exception:
             continue
         return {*result.missing_keys}, {*result.unexpected_keys}
@@ -374,7 +381,7 @@ def _rehearsed(
 
 
 def _has_own_loading(model: nn.Module) -> bool:
-    """Return whether the model has hooks or modules that process the state_dict themselves."""
+    """Return whether the model has load hooks, or modules with their own loading code."""
     from torch.nn import Module
 
     return type(model).load_state_dict is not Module.load_state_dict or any(
@@ -386,7 +393,7 @@ def _has_own_loading(model: nn.Module) -> bool:
 
 
 def _shell(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with its parameters and buffers on the meta device."""
+    """Copy the model. The parameters and buffers of the copy are on the meta device."""
     from torch.nn import Parameter
     from torch.nn.parameter import is_lazy
 
@@ -406,9 +413,10 @@ def _as_torch_counts(
     report: LoadReport,
     unchanged: Mapping[str, str],
 ) -> tuple[LoadReport, set[str]]:
-    """Correct the report to match torch's report; also return the names to pass to torch.
+    """Correct the report so that it matches torch's report. Also return the names to load.
 
-    Tensors that torch accepts with another shape are not mismatched: hooks may reshape them.
+    If torch accepts a tensor with another shape, remove the tensor from ``mismatched``: load hooks
+    may reshape tensors.
     """
     left = {name: node for name, node in found.items() if name not in report.mismatched}
     for nodes in (found, left) if report.mismatched else (found,):
@@ -431,7 +439,7 @@ def _as_torch_counts(
 
 
 def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
-    """Map tied names of the model that the file lacks to a tied name in the file."""
+    """Map each tied name that the file lacks to a name of the same parameter in the file."""
     held = model.state_dict(keep_vars=True)
     places = {name: place for name, value in held.items() if (place := _place(value)) is not None}
     filled = {places[name]: name for name in reversed([*found]) if name in places}
@@ -443,7 +451,10 @@ def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
 
 
 def _place(value: Any) -> tuple[object, ...] | None:
-    """Return a key that is equal for two names of one plain tensor; None for other values."""
+    """Return a key that is equal for two references to one tensor.
+
+    Return None for values that are not plain strided tensors.
+    """
     from torch import Tensor as TorchTensor
     from torch import strided
     from torch.nn import Parameter
@@ -458,7 +469,10 @@ def _place(value: Any) -> tuple[object, ...] | None:
 
 
 def _changed(ck: Checkpoint, way: PrefixChange, theirs: Shapes) -> Checkpoint:
-    """Rename the weights to names of the model: change prefixes, and undo renames by torch."""
+    """Rename the weights to names of the model.
+
+    Change prefixes, and undo renamings by torch (such as weight_norm).
+    """
     ck = strip_prefix(ck, way.strip) if way.strip else ck
     ck = add_prefix(ck, way.add) if way.add else ck
     found = {name: _shape(as_tensor(node)) for name, node in entries(ck.required)}
@@ -467,7 +481,10 @@ def _changed(ck: Checkpoint, way: PrefixChange, theirs: Shapes) -> Checkpoint:
 
 
 def _shape(value: Any) -> Shape | None:
-    """Return the shape of a Tensor or torch.Tensor; None if it has none (yet)."""
+    """Return the shape of a Tensor or torch.Tensor.
+
+    Return None for nested tensors, lazy parameters, and values that are not tensors.
+    """
     if isinstance(value, Tensor):
         return value.shape if value.layout != "nested" else None
     from torch import Tensor as TorchTensor
@@ -500,7 +517,7 @@ def _report(
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
-    """Return whether torch adds the entry itself: the batch counter of batch norm version 1."""
+    """Return whether torch adds a missing entry: `num_batches_tracked` of batch norm version 1."""
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None
@@ -508,7 +525,7 @@ def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
 
 
 def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, loss) of weights whose cast to the model's dtype loses more than precision."""
+    """Yield (name, description) of weights that lose more than precision in the model's dtype."""
     for name, node in nodes.items():
         value: Any = own.get(name)
         if isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype"):
@@ -518,7 +535,7 @@ def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tup
 
 
 def _loss(tensor: Tensor, target: DType) -> str | None:
-    """Describe the loss, other than precision, of a cast to `target`; None if there is none."""
+    """Describe what a cast of a tensor to `target` loses, or return None. Ignore rounding."""
     source = tensor.dtype
     if source.kind == "complex" and target.kind in ("float", "int", "bool"):
         return "imaginary parts"
@@ -545,7 +562,7 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
 def _assign(
     model: nn.Module, nodes: Mapping[str, Node], versions: Any, twins: Mapping[str, str]
 ) -> None:
-    """Replace the tensors of the model by those of the file; tied weights stay one parameter."""
+    """Replace the tensors of the model by tensors of the file. Tied weights remain tied."""
     from torch.nn import Parameter
 
     held = model.state_dict(keep_vars=True)
@@ -567,7 +584,7 @@ def _load(model: nn.Module, state: Any, versions: Any, **options: bool) -> None:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Convert the errors of torch to ModelError."""
+    """Convert RuntimeErrors of torch to ModelError."""
     try:
         yield
     except RuntimeError as error:
@@ -575,9 +592,9 @@ def _refusing(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
-    """Yield groups of names in order; a group ends after `GROUP` bytes.
+    """Yield groups of names, in order. The tensors of a group have about `GROUP` bytes.
 
-    The names of one module stay in one group, because its loading code may need all of them.
+    All names of a module are in one group, because the module's loading code may need all of them.
     """
     group: list[str] = []
     size = 0
@@ -594,7 +611,7 @@ def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
 
 
 def _compacted(node: Node) -> Node:
-    """Return a tensor without the unused bytes of its storage."""
+    """If a tensor uses only some bytes of its storage, return a tensor with a smaller storage."""
     if (
         not isinstance(node, Tensor)
         or node.storage is None

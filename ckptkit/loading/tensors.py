@@ -1,4 +1,4 @@
-"""Make torch tensors from a checkpoint: one torch storage per Storage, one tensor per Tensor."""
+"""Convert the nodes of a checkpoint to torch tensors, NumPy arrays and Python values."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ else:
 
 
 class TorchTensors:
-    """Make the torch tensors of one checkpoint; tensors that shared a storage share it again.
+    """Creates the torch tensors of one checkpoint. Tensors that share a Storage share memory.
 
-    `map_location` has the values of ``torch.load``: None (as saved), a device, a dict from tags to
-    devices, or a function (storage on the CPU, tag) -> storage. A missing device raises
-    DeviceError. With `files`, tensors on the CPU are mapped from the file if possible.
+    `map_location` accepts the same values as ``torch.load``: a device, a dict that maps device tags
+    to devices, a function (storage on the CPU, tag) -> storage, or None for the recorded devices.
+    Raises DeviceError if a device is missing. With `files`, tensors on the CPU are memory-mapped if
+    possible.
     """
 
     def __init__(self, map_location: MapLocation = None, files: MappedFiles | None = None) -> None:
@@ -68,12 +69,12 @@ class TorchTensors:
         self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._keep: list[Storage] = []  # keeps the ids in `_storages` valid
+        self._keep: list[Storage] = []  # keeps the ids in `_storages` unique
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
-        """Return the torch storage, on the device that `map_location` selects.
+        """Return the torch storage on the device that `map_location` selects.
 
-        `dtype` is the dtype of its tensors.
+        `dtype` is the dtype of the tensors in the storage.
         """
         import torch
 
@@ -99,9 +100,9 @@ class TorchTensors:
         return memory
 
     def device(self, tag: str) -> torch.device:
-        """Return the device for the tag `tag`.
+        """Return the device that `map_location` selects for a device tag.
 
-        The restore function of torch is called once for each device, with an empty storage.
+        To find the device, torch restores an empty storage. This happens once for each device.
         """
         where = self._map_location
         if callable(where):
@@ -121,10 +122,10 @@ class TorchTensors:
         return self._devices[location]
 
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
-        """Return the torch tensor for a Tensor, or for the rebuild call of an Object.
+        """Create the torch tensor for a Tensor, or for an Object that calls a rebuild function.
 
-        Tensor subclasses become plain tensors; the caller sets `attributes`. Raises
-        UnsupportedError if only the subclass itself could rebuild it.
+        A tensor subclass becomes a plain tensor. This method does not set attributes on tensors.
+        Raises UnsupportedError if the tensor cannot be created without the class.
         """
         return self._strided(node) if isinstance(node, Tensor) else self._called(node)
 
@@ -161,7 +162,7 @@ class TorchTensors:
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Move a storage to a location as `torch.load` does. Raises DeviceError."""
+    """Move a storage to a location, like `torch.load`. Raises DeviceError if this fails."""
     import torch
 
     try:
@@ -177,8 +178,8 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
         ) from error
 
 
-# The rebuild functions of torch/_utils.py. The reader has checked the arguments of each node. The
-# docstrings list the arguments of the rebuild functions.
+# Functions in place of the rebuild functions of torch/_utils.py. Each docstring lists the arguments
+# of the rebuild function. The reader has already checked the types of these arguments.
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
@@ -191,7 +192,7 @@ def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def attributes(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield (name, value) of attributes that were set on a plain tensor or parameter."""
+    """Yield (name, value) of attributes that Python code set on a plain tensor or parameter."""
     if not isinstance(node, Object) or node.global_ is None:
         return
     name, args = node.global_.name, node.args
@@ -204,7 +205,10 @@ def attributes(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _from_type(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(function, class, arguments, state); the class and the state are ignored."""
+    """(function, class, arguments, state)
+
+    This function ignores the class and the state.
+    """
     inner = Object(node.args[0], node.args[2], tensor=node.tensor)
     return tensors._called(inner)
 
@@ -221,8 +225,8 @@ def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
 def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(layout, data)
 
-    For COO, data is (indices, values, size[, is_coalesced]); otherwise (compressed, plain, values,
-    size).
+    For COO, data is (indices, values, size[, is_coalesced]). For other layouts, data is
+    (compressed, plain, values, size).
     """
     import torch
 
@@ -231,7 +235,7 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
     if layout == "sparse_coo":
         coalesced = bool(data[3]) if len(data) > 3 and data[3] is not None else None
         indices, values = map(tensors.tensor, data[:2])
-        # The meta device has no indices to check.
+        # Tensors on the meta device have no indices to check.
         return torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=not values.is_meta, is_coalesced=coalesced
         )
@@ -281,7 +285,7 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(buffer, sizes, strides, offsets)
 
-    torch does not check that the tensors are inside the buffer.
+    This function checks that the tensors are inside the buffer, because torch does not.
     """
     import torch
 
@@ -301,7 +305,7 @@ def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     return made
 
 
-# The errors that torch raises for inconsistent arguments.
+# Exceptions that torch raises for inconsistent arguments.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError)
 _MODULES = ("torch._utils", "torch._tensor", "torch.tensor")
 _CLASSES = (
@@ -363,10 +367,9 @@ def load(
 
 
 def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
-    """Yield (name, node) of the entries of a state_dict: tensors and ``_extra_state``.
+    """Yield (name, node) of each tensor and ``_extra_state`` in the dict with the weights.
 
-    A dict with ``_metadata`` is a state_dict, so all its entries count. Any other dict may contain
-    other values, which are skipped.
+    If the dict has ``_metadata``, it is a state_dict, and all its entries are yielded.
     """
     if weights.is_module:
         yield from weights.nodes.items()
@@ -380,15 +383,16 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
 
 
 class PythonValues:
-    """Convert nodes to Python values, each once: shared values and cycles are kept, at any depth.
+    """Converts nodes to Python values. Converts each node once, so shared values remain shared.
 
-    `arrays` makes NumPy arrays; these are always on the CPU.
+    The tree can have any depth, and can contain cycles. `arrays` creates the tensors for NumPy
+    arrays, which are always on the CPU.
     """
 
     def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:
         self.tensors, self.arrays = tensors, arrays or TorchTensors("cpu")
         self._made: dict[int, Any] = {}
-        self._keep: list[Node] = []  # keeps the ids in `_made` valid
+        self._keep: list[Node] = []  # keeps the ids in `_made` unique
         self._queue: list[tuple[Node, Any]] = []
 
     def __call__(self, root: Node) -> Any:
@@ -414,11 +418,11 @@ class PythonValues:
                 found[name] = found[name].detach()
         if isinstance(weights.node, OrderedMapping):
             self._attributes(weights.node, found)
-        self(None)  # fills the containers in the queue
+        self(None)  # fills all containers that are still empty
         return found
 
     def _value(self, node: Node) -> Any:
-        """Return the value of a node. A container may be empty; it is queued and filled later."""
+        """Return the value of a node. A new container is still empty, and is filled later."""
         if node.__class__ in _PLAIN:
             return node
         if id(node) in self._made:
@@ -432,7 +436,7 @@ class PythonValues:
         return made
 
     def _new(self, node: Node) -> Any:
-        """Return the value of a node. Containers and Objects are created empty and filled later."""
+        """Create the value of a node. Create containers and Objects without contents."""
         kind = type(node)
         if kind in _SHELLS:
             return _SHELLS[kind]()
@@ -446,10 +450,10 @@ class PythonValues:
         if isinstance(node, Tensor):
             return self._tensor(node, node)
         if isinstance(node, TypedStorage):
-            # torch.load, too, returns an untyped storage as a TypedStorage of uint8.
+            # Return an untyped storage as a TypedStorage of uint8, like torch.load.
             import torch
 
-            # Any: torch has no type annotations for TypedStorage.
+            # torch has no type annotations for TypedStorage.
             make: Any = torch.storage.TypedStorage
             memory = self.tensors.storage(node.storage, node.dtype)
             dtype = torch_dtype(node.dtype or UINT8)
@@ -470,14 +474,14 @@ class PythonValues:
         return self._with_attributes(node)
 
     def _with_attributes(self, node: Tensor | Object) -> Any:
-        """Return the torch tensor of a node, with the attributes that Python code set on it."""
+        """Create the torch tensor of a node, and set the attributes that Python code had set."""
         made = self.tensors.tensor(node)
         for key, value in attributes(node):
             made.__dict__[key] = self._value(value)
         return made
 
     def _frozen(self, root: Node) -> Any:
-        """Return the value of a tuple or frozen set; nested tuples are made first."""
+        """Return the value of a tuple or frozenset. Create nested tuples first."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
@@ -500,7 +504,7 @@ class PythonValues:
             self._fill_object(old, new)
         elif isinstance(new, dict):
             for key, value in _items(old):
-                # If a key equals another key or cannot be hashed, use its node as the key.
+                # If a key is equal to an earlier key or is not hashable, use the node as the key.
                 item, made = self._value(value), self._value(key)
                 try:
                     new[key if made in new else made] = item
@@ -516,7 +520,7 @@ class PythonValues:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
 
     def _attributes(self, old: OrderedMapping, new: Any) -> None:
-        """Set ``_metadata``, the only attribute that is restored."""
+        """Set ``_metadata`` on an OrderedDict. Other attributes are not restored."""
         held = attributes_of(old)
         if MODULE_VERSIONS in held:
             new._metadata = self._value(held[MODULE_VERSIONS])
@@ -545,7 +549,7 @@ def _is_frozen(node: Node) -> bool:
 
 
 def _items(node: Node) -> Iterable[tuple[Node, Node]]:
-    """Return the items of a dict, of a Counter's argument, or of the steps of a defaultdict."""
+    """Return the items of a node that becomes a dict, a Counter or a defaultdict."""
     if isinstance(node, dict):
         return node.items()
     if node.steps:
@@ -568,7 +572,7 @@ _FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)
 
 
 def _plain_object(node: Object) -> Any:
-    """Return the value of an Object of a known plain class; None for other classes."""
+    """Create a torch.Size, torch.device, Counter or defaultdict. Return None for other classes."""
     if node.global_ is None:
         return None
     name, args = (node.global_.module, node.global_.name), node.args

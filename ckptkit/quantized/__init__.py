@@ -1,7 +1,8 @@
-"""Quantized checkpoints: find the tensors that form each weight, and dequantize the weight.
+"""Find quantized weights in a checkpoint, and dequantize them.
 
-In: a Checkpoint. Out: a `Quantization`: groups of tensors, each with a layout or the reason why it
-cannot be dequantized. Each family is one module. No module here reads codes. Uses core and compute.
+The input is a Checkpoint. The output is a `Quantization`, which contains a group of tensors for
+each weight. A group has a layout, or the reason why ckptkit cannot dequantize the weight. Finding
+the weights reads no quantized values. This package uses core and compute.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ __all__ = [
 
 
 def find(ck: Checkpoint) -> Quantization:
-    """Find the quantized weights; no weights if the entry with the weights is ambiguous."""
+    """Find the quantized weights of a checkpoint.
+
+    If the entry with the weights is ambiguous, return an empty Quantization.
+    """
     try:
         weights = ck.selection
     except AmbiguousError:
@@ -47,14 +51,18 @@ def find(ck: Checkpoint) -> Quantization:
 
 
 def families() -> tuple[QuantizationMethod, ...]:
-    """Return all families, in the order in which they are tried."""
+    """Return all quantization methods, in the order in which ckptkit tries them."""
     from ckptkit.quantized import finding
 
     return finding.families()
 
 
 def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
-    """Return the checkpoint with one lazily dequantized tensor for each readable weight."""
+    """Replace each quantized weight by one dequantized tensor.
+
+    Weights that ckptkit cannot dequantize are unchanged. A tensor is dequantized when its bytes are
+    read. `types` maps names of weights to dtypes.
+    """
     found = find(ck)
     if not found:
         return ck
@@ -62,7 +70,10 @@ def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -
 
 
 def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return both views. A quantized weight gets its dtype in the other checkpoint."""
+    """Dequantize the weights of two checkpoints for a comparison.
+
+    If a weight has floats in one checkpoint, the weight in the other is dequantized to that dtype.
+    """
     if not find(a) and not find(b):
         return a, b
     ours = dequantized_view(a, quantization.float_types(b))
@@ -70,10 +81,10 @@ def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def dequantized_for_model(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
-    """Return the view to compare with a model: one tensor for each quantized weight.
+    """Dequantize the weights of a checkpoint for a comparison with a model.
 
-    `expected` maps names of the model to dtypes. A weight with such a name gets its dtype. If the
-    model itself has codes and scales, these tensors are not dequantized.
+    `expected` maps the names of the model's tensors to dtypes. A weight with such a name is
+    dequantized to this dtype. Codes and scales that the model itself stores are not dequantized.
     """
     found = find(ck)
     if not found:

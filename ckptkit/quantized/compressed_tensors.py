@@ -1,8 +1,8 @@
-"""compressed-tensors: floats and integers with scales, packed integers, NVFP4 and the MX formats.
+"""Recognize weights of compressed-tensors: FP8, int8, packed integers, NVFP4 and MX formats.
 
-Products of codes and scales have the dtype of the scales; those of NVFP4 and MX are bfloat16. The
-configuration lists strategies and group sizes in ``config_groups``. Shapes decide which strategy
-applies, because the configuration names layers by class.
+A product of a code and a scale has the dtype of the scale, except in NVFP4 and MX formats, where
+it is bfloat16. ``config_groups`` in the configuration lists strategies and group sizes. It selects
+layers by their class. Classes are unknown here, so the shape of the scales selects the strategy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
     ".input_global_scale", ".output_global_scale", ".input_scale_ub",
 )  # fmt: skip
-_DENSE_SINCE = (0, 18)  # before this version, codes of 3, 5, 6 and 7 bits did not cross words
+# Since this version, a code of 3, 5, 6 or 7 bits can extend over two int32 elements.
+_DENSE_SINCE = (0, 18)
 _ROTATED = "its weights are rotated (transform_config), so they cannot be used alone"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
-_MX = g.MX._replace(product_dtype="bfloat16")  # whatever the target dtype is
+_MX = g.MX._replace(product_dtype="bfloat16")  # for any target dtype
 
 
 def schemes(view: TensorView) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def schemes(view: TensorView) -> list[dict[str, Any]]:
 
 
 def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
-    """Yield height and width of the blocks in the configuration."""
+    """Yield (height, width) of each block size in the configuration."""
     for scheme in schemes(view):
         if scheme.get("type", kind) != kind:
             continue
@@ -46,7 +47,7 @@ def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
 
 
 def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a ``weight`` of FP8 or int8 elements with a ``weight_scale``."""
+    """Recognize a weight with FP8 or int8 elements and a ``weight_scale``."""
     name = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "int8")
     if weight is None or view.method != "compressed-tensors":
@@ -77,7 +78,7 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize codes of a few bits: ``weight_packed``."""
+    """Recognize a weight with packed codes: ``weight_packed``."""
     name = mark.removesuffix("_packed")
     codes, scale = view.tensors[mark], view.get(f"{name}_scale")
     names = ("_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
@@ -95,7 +96,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     if scale.dtype.name == "float8_e4m3fn":
         group.family = "nvfp4"
         return group.in_blocks(_NVFP4, codes, scale, view.get(f"{name}_global_scale", "float32"))
-    # FP4 and FP6, with one exponent for each block of 32 codes
+    # MXFP4 and MXFP6 have one exponent for each block of 32 codes.
     blocks = scale.shape[-1] if scale.shape else 0
     last = codes.shape[-1] if codes.shape else 0
     bits = last * 8 // (32 * blocks) if blocks else 0
@@ -113,7 +114,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
 def _integers(
     group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
 ) -> QuantizedWeight:
-    """Recognize packed integers, whose offset is half of their range."""
+    """Complete a group of packed integers. Half of their range is subtracted from the integers."""
     name = group.name
     shape, zero = view.integers(f"{name}_shape"), view.get(f"{name}_zero_point")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:
@@ -149,9 +150,10 @@ def _integers(
 
 
 def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
-    """Return the layout of codes in words, or the reason why it is ambiguous.
+    """Return how codes are packed in int32 elements, or the reason why this is unknown.
 
-    The layout follows from the configuration and the number of words.
+    `words` is the number of int32 elements in a row. The packing follows from `words` and the
+    configuration.
     """
     known = {each.get("num_bits") for each in schemes(view)}
     found = set()
@@ -164,8 +166,8 @@ def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
         version = str(view.quantization.get("version") or "").split(".")[:2]
         if len(version) < 2 or not all(each.isdigit() for each in version):
             return (
-                "whether its codes cross words depends on the version of compressed-tensors, which "
-                "config.json does not contain"
+                "its packing depends on the version of compressed-tensors, but config.json does "
+                "not contain the version"
             )
         is_dense = tuple(map(int, version)) >= _DENSE_SINCE
         found = {(form, bits) for form, bits in found if (form == "rows") == is_dense}

@@ -1,4 +1,4 @@
-"""Find the quantized weights of a checkpoint, by names and dtypes and then by the configuration."""
+"""Find the quantized weights of a checkpoint by names, dtypes and the configuration."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from ckptkit.quantized.quantization import (
     last_component,
 )
 
-# In the order in which they are tried: families with unique names first.
+# Quantization methods in the order in which ckptkit tries them. Methods whose tensor names are
+# unique come first.
 METHODS_OF = (
     "gguf.GGUF", "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
     "torchao_quanto.QUANTO", "fp8.UNREAD", "int4.GPTQ", "int4.AWQ", "modelopt_mlx.MLX",
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
 )  # fmt: skip
-# Last name components of tensors that belong to no weight. Only quantized inference uses them.
+# Last name components of tensors that only quantized inference uses. They belong to no weight.
 SERVING = frozenset(
     {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
 )
 _SERVING_FAMILIES = ("ct-", "modelopt", "fbgemm", "nvfp4", "mxfp", "fp8", "comfy")
-_SMALL = 4096  # elements; larger tensors are not dropped
+_SMALL = 4096  # maximum number of elements in a tensor that `serving` lists
 _CONFIGURED = ("fp8", "modelopt", "compressed-tensors", "fbgemm_fp8")
 
 
 @cache
 def families() -> tuple[QuantizationMethod, ...]:
-    """Return all families, in the order in which they are tried."""
+    """Return all quantization methods, in the order in which ckptkit tries them."""
     found: list[QuantizationMethod] = []
     for place in METHODS_OF:
         module, _, name = place.partition(".")
@@ -50,7 +51,7 @@ def families() -> tuple[QuantizationMethod, ...]:
 
 
 def find(ck: Checkpoint, weights: Weights) -> Quantization:
-    """Return the groups of the weights. Reads only tensors of at most 64 KiB with known names."""
+    """Find the quantized weights. Read only tensors of at most 64 KiB."""
     marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
@@ -62,7 +63,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     for group in groups:
         group.nbytes = sum([tensors[name].nbytes for name in group.members])
-        if len(group.parts) == 1:  # the tensors inside a torch.Tensor subclass have no names
+        if len(group.parts) == 1:  # tensors inside a pickled tensor subclass have no names
             group.nbytes = max(group.nbytes, sum([each.nbytes for each in group.inputs]))
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
@@ -106,7 +107,7 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
 def _incomplete(
     view: TensorView, float8: list[str], taken: set[str], marked: list[str]
 ) -> Iterator[QuantizedWeight]:
-    """Yield weights whose required scale is missing, and scales whose weight is missing."""
+    """Yield a refused group for each weight without a scale, and each scale without a weight."""
     is_configured = view.method in _CONFIGURED if float8 or marked else False
     family = view.method if view.method not in ("", "fp8") else "fp8-block"
     for name in float8 if is_configured else ():
@@ -118,11 +119,11 @@ def _incomplete(
             weight = name.removesuffix("_scale")
         if weight != name and name not in taken and weight not in view.tensors:
             group = QuantizedWeight(family, "fp8", weight, (), (name,))
-            yield group.refused("only its scale is here; the weight is missing", g.ELSEWHERE)
+            yield group.refused("the file has its scale, but not the weight", g.ELSEWHERE)
 
 
 def markdown() -> str:
-    """Return Markdown tables of the supported and of the unsupported families."""
+    """Return two Markdown tables: the supported methods, and the unsupported methods."""
     rows = ["| family | detected by | read | written | compared with |", "|---|---|---|---|---|"]
     for family in families():
         if family.read:

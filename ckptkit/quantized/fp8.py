@@ -1,4 +1,4 @@
-"""FP8 with scales per block or tensor, ComfyUI, and methods that are recognized but unsupported."""
+"""Recognize FP8 weights with scales, weights of ComfyUI, and unsupported quantization methods."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# FP8 with a scale for each block or tensor: DeepSeek-V3, transformers' ``fp8``, and FP4 experts.
+# FP8 with a scale for each block or tensor
 #
-# Despite its name, ``X.weight_scale_inv`` is a factor. The product is computed in float32 and
-# rounded once.
+# DeepSeek-V3 and the method ``fp8`` of transformers use this format. Experts may be FP4. Despite
+# its name, ``X.weight_scale_inv`` is not an inverse: codes are multiplied by this scale. The
+# product is computed in float32 and rounded once.
 
 
 _NOT_FP8_BLOCK = (".activation_scale", ".input_scale", ".qscale_act", ".input_scale_ub")
@@ -18,7 +19,7 @@ _WEIGHT_OF = {".scale": ".weight", ".qscale_weight": ".weight", "_scale_inv": ""
 
 
 def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight of 8 bits (or pairs of 4 bits) by the name of its scale."""
+    """Recognize a weight of FP8, int8 or FP4 codes by `mark`, the name of its scale."""
     suffix = next((each for each in _WEIGHT_OF if mark.endswith(each)), None)
     if suffix is None:
         return None
@@ -31,7 +32,7 @@ def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
     dropped = view.present(stem, _NOT_FP8_BLOCK) if stem != name else ()
     shape = weight.shape
     group = QuantizedWeight("fp8-block", "fp8", name, shape, (name, mark), dropped)
-    if weight.dtype.name not in g.FLOAT8:  # FP4 experts, as in all MX formats
+    if weight.dtype.name not in g.FLOAT8:  # FP4 experts, stored like MXFP4
         found = group.in_blocks(g.MX._replace(label="fp4 1x32"), weight, scale)
         return found if is_exponent and not found.reason else None
     if scale.numel == 1:
@@ -59,11 +60,12 @@ FP8_BLOCK = QuantizationMethod(
 )  # fmt: skip
 
 
-# ComfyUI: FP8, int8, NVFP4 and MXFP8 of single layers, which JSON in a tensor or the header lists.
+# ComfyUI: FP8, int8, NVFP4 and MXFP8
 #
-# Codes and scales are multiplied in the target dtype. In NVFP4, the first of two codes is the high
-# half of a byte, and scales are stored in tiles. The file does not contain the shape before
-# padding, so the result has the padded shape.
+# Only some layers are quantized. JSON in a tensor or in the header describes each of these layers.
+# Codes and scales are multiplied in the target dtype. In NVFP4, the high 4 bits of a byte are the
+# first code, and scales are stored in tiles. The file does not contain the shape before padding, so
+# the dequantized weight includes the padding.
 
 
 _HEADER = "_quantization_metadata"
@@ -78,7 +80,7 @@ _FLAT = {
 
 
 def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize FP8 with a ``scale_weight``, in files with a marker for the whole file."""
+    """Recognize an FP8 weight with a ``scale_weight``, as in older files of ComfyUI."""
     stem = mark.removesuffix(".scale_weight")
     name, scale = f"{stem}.weight", view.tensors[mark]
     weight = view.get(name, *g.FLOAT8)
@@ -92,7 +94,7 @@ def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a layer with a ``comfy_quant`` tensor or an entry in the header."""
+    """Recognize a layer that a ``comfy_quant`` tensor or the header of the file describes."""
     stem = mark.removesuffix(".weight_scale").removesuffix(".comfy_quant")
     name = f"{stem}.weight"
     settings = _settings(view, stem)
@@ -146,11 +148,16 @@ COMFY = (
 )  # fmt: skip
 
 
-# Families that are recognized but unsupported: kernel layouts, codebooks, rotated weights.
+# Methods that ckptkit recognizes but does not support. Their weights use codebooks, are rotated, or
+# are packed for a GPU kernel.
 
 
 class UnreadMethod(NamedTuple):
-    """The names of an unsupported family: codes, required companions, dtypes, and its library."""
+    """An unsupported method: the names of its tensors, and the library that reads them.
+
+    ``codes`` and ``companions`` are last components of tensor names. A weight needs all companions.
+    ``dtypes`` lists the possible dtypes of the codes. The empty tuple allows any dtype.
+    """
 
     name: str
     codes: str
@@ -187,7 +194,7 @@ OTHERS = (
     ),
     UnreadMethod("BitNet", "weight", ("weight_scale",), "transformers", ("uint8",)),
 )
-# Values of quant_method in lower case that are unsupported, whatever the tensors look like.
+# Values of quant_method in lower case that ckptkit does not support, with any tensors.
 METHODS = {
     "aqlm": "AQLM", "eetq": "EETQ", "vptq": "VPTQ", "higgs": "HIGGS", "spqr": "SpQR",
     "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "fpquant": "FP-Quant",
@@ -197,7 +204,7 @@ METHODS = {
 
 
 def recognize_unread(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize an unsupported family by the names of its codes and companions."""
+    """Recognize a weight of an unsupported method by the names of its tensors."""
     for other in OTHERS:
         if other.name == "BitNet" and view.method != "bitnet":
             continue

@@ -1,4 +1,4 @@
-"""GGUF: each tensor in blocks of a ggml type is a quantized weight."""
+"""Recognize quantized weights in GGUF files. Each tensor of a quantized type is one weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
 from ckptkit.core.tensor import contiguous_stride
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# Types that must not occur in files, and the reasons.
+# Maps types that must not occur in files to the reason.
 _REFUSED = {
     "Q8_1": "llama.cpp uses it only for intermediate results",
     "Q8_K": "llama.cpp uses it only for intermediate results",
@@ -19,7 +19,7 @@ _AGAIN = "quantize the original model again"
 
 
 def recognize(view: TensorView, name: str) -> QuantizedWeight:
-    """Recognize the tensor `name`, which is in blocks or of an unsupported type."""
+    """Recognize the weight `name`. Refuse tensors of unsupported types."""
     tensor = view.tensors[name]
     type, storage = tensor.dtype.name, tensor.storage
     group = QuantizedWeight("gguf", type, name, tensor.shape, (name,))

@@ -1,4 +1,7 @@
-"""Records of tensors that form one weight, and of the facts that recognizers use."""
+"""Classes and functions that the recognizers of all quantization methods use.
+
+A recognizer is a function that finds the tensors of one quantized weight.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,23 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 
-SMALL = 64 << 10  # bytes; recognizers read only smaller tensors
+SMALL = 64 << 10  # maximum number of bytes of a tensor that a recognizer reads
 NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
 ELSEWHERE = "it may be in another shard: give the folder or the index"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
-# For methods that round scales and products to the target dtype.
+# Used for methods that round scales and products to the target dtype.
 IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
 
 
 class BlockForm(NamedTuple):
-    """A way to store codes with one byte of scale for each `width` columns.
+    """A format in which each block of `width` codes has a scale of one byte.
 
-    `stored` are the dtypes that the scales may have. `dtype` is the dtype as which their bytes are
-    decoded, "" for their own dtype. `second` is the operation that combines a second scale with the
-    first, "" without a second scale. See `Blocks` for the other fields.
+    `stored` lists the possible dtypes of the stored scales. The bytes of a scale are decoded as
+    `dtype`, or as their stored dtype if `dtype` is "". `second` is the operation that combines a
+    second scale with the first, or "" if there is no second scale. See `Blocks` for the other
+    fields.
     """
 
     label: str
@@ -45,7 +49,7 @@ class BlockForm(NamedTuple):
     second: str = ""
     tiled: bool = False
     high_first: bool = False
-    table: str = ""  # of 8-bit codes, "" for their dtype; of 4-bit codes, "" for FP4
+    table: str = ""  # the default is the dtype of 8-bit codes, or FP4 for 4-bit codes
     scale_dtype: str = "float32"
     product_dtype: str = "float32"
 
@@ -56,12 +60,12 @@ NVFP4 = BlockForm("nvfp4 1x16", 16, ("float8_e4m3fn",), second="multiply")
 
 @dataclass(slots=True, eq=False)
 class QuantizedWeight:
-    """Tensors of a checkpoint that form one weight.
+    """The tensors of a checkpoint that form one weight.
 
-    ``parts`` are the names of the tensors, codes first. ``dropped`` are names of further tensors
-    that only belong to this weight. ``layout`` and ``inputs`` describe how to compute the weight.
-    If that is impossible, ``reason`` states why, with a ``hint``. ``own`` is the original dtype
-    according to the file.
+    ``parts`` contains the names of these tensors, with the codes first. ``dropped`` contains names
+    of tensors that the weight does not need, such as scales of activations. ``layout`` and
+    ``inputs`` describe how to compute the weight. If ckptkit cannot compute the weight, ``reason``
+    and ``hint`` explain why. ``own`` is the dtype before quantization, if the file records it.
     """
 
     family: str
@@ -79,7 +83,7 @@ class QuantizedWeight:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of all tensors of the weight."""
+        """Names of all tensors of the weight, including dropped tensors."""
         return (*self.parts, *self.dropped)
 
     @property
@@ -87,7 +91,7 @@ class QuantizedWeight:
         return prod(self.shape)
 
     def tensor(self, dtype: DType, device: str = "cpu") -> Tensor:
-        """Return the weight as a tensor that is dequantized when its bytes are read."""
+        """Return the weight as a tensor. The weight is dequantized when its bytes are read."""
         assert self.layout is not None
         records = tuple(map(contiguous, self.inputs))
         layout = replace(self.layout, target=dtype.name)
@@ -98,18 +102,18 @@ class QuantizedWeight:
     # A recognizer creates a QuantizedWeight and calls one of these methods to complete the weight.
 
     def refused(self, reason: str, hint: str | None = None) -> QuantizedWeight:
-        """Mark the weight as impossible to dequantize."""
+        """Record why ckptkit cannot dequantize the weight."""
         self.reason, self.hint, self.layout, self.inputs = reason, hint, None, ()
         return self
 
     def with_layout(self, label: str, layout: Blocks, *inputs: Tensor) -> QuantizedWeight:
-        """Set the layout of the weight."""
+        """Set the label, layout and input tensors of the weight."""
         self.label, self.layout, self.inputs = label, layout, inputs
         return self
 
     def flat(self, label: str, grid: ScaleGrid, codes: Tensor, scale: Tensor, *inputs: Tensor,
              **more: Any) -> QuantizedWeight:  # fmt: skip
-        """Set the layout of 8-bit codes in the order of the elements, with scales on a grid."""
+        """Set a layout with one 8-bit code for each element, and one scale for each block."""
         is_integer = codes.dtype.name == "int8"
         batches, rows, columns = matrix(self.shape)
         layout = Blocks(
@@ -122,10 +126,10 @@ class QuantizedWeight:
         self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
         packing: Packing | None = None,
     ) -> QuantizedWeight:  # fmt: skip
-        """Set the layout of blocks along rows, or refuse scales that do not fit.
+        """Set a layout with blocks along the rows. Refuse the weight if the scales do not match.
 
-        4-bit codes are in the order of the elements, unless `packing` is given. Before the
-        call, the shape of the weight is that of its codes, two 4-bit codes per byte.
+        By default, codes have the order of the elements, with two 4-bit codes in a byte. In this
+        case, ``shape`` is the shape of the stored codes before the call.
         """
         if packing is None:
             packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)
@@ -136,7 +140,7 @@ class QuantizedWeight:
         order = "tiles" if form.tiled else "rows"
         grid, (batches, rows, columns) = grid_of(shape, 1, width, order), matrix(shape)
         fits = len(shape) > 1 and scale.dtype.name in form.stored
-        if form.tiled:  # padded tiles of 128 x 4
+        if form.tiled:  # tiles of 128 x 4 scales, with padding
             padded = -(-rows // 128) * 128 * (-(-columns // width // 4) * 4)
             fits = fits and batches == 1 and columns % width == 0 and scale.numel == padded
         else:
@@ -163,11 +167,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMethod:
-    """A quantization method, and its recognizer.
+    """A quantization method, and the function that recognizes its weights.
 
-    `recognize` receives a view and the name of a matching tensor. ``marks`` are last components of
-    names, ``endings`` are suffixes of these. ``subclasses``: `recognize` is also called for pickled
-    tensor subclasses. ``written``: the value of `--quantize`.
+    `recognize` is called with a view of the checkpoint and the name of a tensor. This name must
+    have one of ``marks`` as its last component, or end with one of ``endings``. With
+    ``subclasses``, `recognize` is also called for pickled tensor subclasses. ``written`` is the
+    value of `--quantize` that writes this method, or "".
     """
 
     name: str
@@ -182,7 +187,7 @@ class QuantizationMethod:
 
 
 class TensorView:
-    """The facts that recognizers use: names, dtypes, shapes, small tensors and nearby files."""
+    """Access for recognizers: names, dtypes, shapes, small tensors, and configuration files."""
 
     def __init__(
         self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]
@@ -193,28 +198,31 @@ class TensorView:
         self._source = ck.source
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:
-        """Return the tensor of that name if it exists and has one of `dtypes` (default: any)."""
+        """Return the tensor `name`, or None if it is missing or has none of `dtypes`.
+
+        Without `dtypes`, any dtype is allowed.
+        """
         found = self.tensors.get(name)
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
     def present(self, stem: str, suffixes: Iterable[str]) -> tuple[str, ...]:
-        """Return the names `stem + suffix` that exist."""
+        """Return the existing names among `stem + suffix`, for each suffix."""
         return tuple(stem + each for each in suffixes if stem + each in self.tensors)
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
-        """Return the bytes of a small tensor, None if it is missing or larger."""
+        """Return the bytes of a tensor. Return None if the tensor is missing or exceeds `limit`."""
         tensor = self.tensors.get(name)
         if tensor is None or tensor.storage is None or tensor.nbytes > limit:
             return None
         return b"".join(stream(contiguous(tensor).locate()))
 
     def number(self, name: str) -> int | None:
-        """Return the element of an integer tensor with exactly one element, else None."""
+        """Return the only element of an integer tensor. Return None for any other tensor."""
         found = self.integers(name)
         return found[0] if len(found) == 1 else None
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return all elements of a small integer tensor, () if it is missing or larger."""
+        """Return the elements of a small integer tensor. Return () for any other tensor."""
         tensor, data = self.tensors.get(name), self.read(name)
         if tensor is None or data is None or tensor.dtype.kind not in ("int", "bool"):
             return ()
@@ -223,22 +231,25 @@ class TensorView:
         return tuple(int.from_bytes(data[at : at + size], "little", signed=signed) for at in starts)
 
     def text(self, name: str) -> str | None:
-        """Return the string in a tensor of bytes."""
+        """Return the bytes of a small tensor as a string. Return None for any other tensor."""
         data = self.read(name)
         return None if data is None else data.decode("utf-8", "replace")
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a tensor of bytes, {} without a valid object."""
+        """Parse the bytes of a small tensor as a JSON object. Return {} if this is impossible."""
         return parsed(self.read(name) or b"")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of ``config.json`` beside the checkpoint."""
+        """Contents of the file ``config.json`` in the folder of the checkpoint."""
         return read_json_of(self._source, "config.json")
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """The ``quantization_config``, or the content of ``hf_quant_config.json``."""
+        """The entry ``quantization_config`` of config.json.
+
+        If the entry is missing, this is the contents of the file ``hf_quant_config.json``.
+        """
         found = quantization_of(self.config)
         if found:
             return found
@@ -248,7 +259,7 @@ class TensorView:
 
     @property
     def method(self) -> str:
-        """The ``quant_method`` in lower case."""
+        """The entry ``quant_method`` of the configuration, in lower case."""
         method = self.quantization.get("quant_method") or ""
         if not method and "quant_algo" in self.quantization:
             return "modelopt"
@@ -256,12 +267,12 @@ class TensorView:
 
     @cached_property
     def qmap(self) -> dict[str, Any]:
-        """The content of ``quanto_qmap.json`` beside the checkpoint."""
+        """Contents of the file ``quanto_qmap.json`` in the folder of the checkpoint."""
         return read_json_of(self._source, "quanto_qmap.json")
 
 
 def configured(source: ByteSource | Folder | None) -> str:
-    """Return the ``quant_method`` of the configuration beside a checkpoint, "" if there is none."""
+    """Return the ``quant_method`` in the config.json of a checkpoint, or "" if it is missing."""
     return str(quantization_of(read_json_of(source, "config.json")).get("quant_method") or "")
 
 
@@ -285,28 +296,38 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file `name` beside a checkpoint, {} if there is none."""
+    """Read a JSON object from the file `name` in the folder of a checkpoint.
+
+    Return {} if there is no such file or object.
+    """
     return parsed(small_file_beside(source, name) or b"")
 
 
-# Functions that several recognizers use
+# Functions for recognizers
 
 
 def numbers(
     input: int, tensor: Tensor, grid: ScaleGrid, *, dtype: str = "", combine: str = "multiply"
 ) -> Numbers:
-    """Return Numbers on a grid, per batch or shared. Default: `scale_dtype(tensor)`."""
+    """Return Numbers for a tensor of scales or zero points.
+
+    The default `dtype` is `scale_dtype(tensor)`. If the tensor has only one value for each block of
+    the grid, all batches share these values.
+    """
     is_shared = tensor.numel == grid.rows * grid.columns
     return Numbers(input, dtype or scale_dtype(tensor), grid, combine, shared=is_shared)
 
 
 def scale_dtype(tensor: Tensor) -> str:
-    """Return the dtype to decode a scale with. A uint8 scale contains exponents of 2."""
+    """Return the dtype for decoding a tensor of scales. uint8 scales are exponents of 2."""
     return "exponent" if tensor.dtype.name == "uint8" else tensor.dtype.name
 
 
 def blocks_of(shape: Sequence[int], height: int, width: int) -> Shape:
-    """Return the shape of an array with one number for each block of a matrix (or of several)."""
+    """Return the shape of an array with one number for each block of a tensor.
+
+    Blocks extend over the last two dimensions.
+    """
     if len(shape) < 2:
         return (-1,)  # matches no shape
     *batch, rows, columns = shape
@@ -314,20 +335,20 @@ def blocks_of(shape: Sequence[int], height: int, width: int) -> Shape:
 
 
 def matrix(shape: Shape) -> tuple[int, int, int]:
-    """Return batches, rows and columns of a tensor of any rank."""
+    """Return (batches, rows, columns) for the shape of a tensor with any number of dimensions."""
     if len(shape) < 2:
         return 1, 1, prod(shape)
     return prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def grid_of(shape: Shape, height: int, width: int, order: str = "rows") -> ScaleGrid:
-    """Return the grid of `height` x `width` blocks over the last two dimensions of a shape."""
+    """Divide the last two dimensions of a shape into blocks of `height` x `width`."""
     _, rows, columns = matrix(shape)
     return ScaleGrid(height, width, -(-rows // height), -(-columns // width), order)
 
 
 def single_block(shape: Shape) -> ScaleGrid:
-    """Return the grid with a single block."""
+    """Return the grid in which the last two dimensions are a single block."""
     _, rows, columns = matrix(shape)
     return ScaleGrid(max(1, rows), max(1, columns), 1, 1)
 
@@ -335,7 +356,11 @@ def single_block(shape: Shape) -> ScaleGrid:
 def grid_for(
     shape: Shape, scale: Shape, sizes: Iterable[tuple[int, int]] = ()
 ) -> tuple[ScaleGrid, str] | None:
-    """Return the grid of scales and its name: per tensor, per row, or per block of a given size."""
+    """Return the grid for scales of shape `scale`, and its name.
+
+    There may be one scale for the tensor, one for each row, or one for each block of a size in
+    `sizes`. Return None if the shape of the scales does not match.
+    """
     if all(n == 1 for n in scale):
         return single_block(shape), "tensor"
     if scale in ((*shape[:-1], 1), shape[:-1]):
@@ -348,7 +373,7 @@ def grid_for(
 
 
 def block_size(given: object) -> tuple[int, int] | None:
-    """Return height and width of blocks from a configuration, None if invalid."""
+    """Return (height, width) of blocks from a configuration. Return None if they are invalid."""
     if isinstance(given, (list, tuple)) and len(given) == 2:
         height, width = given
         if type(height) is int and type(width) is int and height > 0 and width > 0:
@@ -357,7 +382,7 @@ def block_size(given: object) -> tuple[int, int] | None:
 
 
 def doubled(shape: Shape) -> Shape:
-    """Return the shape of 4-bit codes. Each stored element contains two codes."""
+    """Return the shape of a weight with 4-bit codes. Each stored element contains two codes."""
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 
@@ -367,11 +392,11 @@ def is_scale(tensor: Tensor | None) -> bool:
 
 
 def dtype_named(text: object) -> str | None:
-    """Return the dtype in a string such as ``torch.bfloat16``; None if weights cannot have it."""
+    """Parse a dtype such as ``torch.bfloat16``. Return None if it is no dtype for weights."""
     name = str(text).removeprefix("torch.")
     return name if name in FLOATS and name in BY_NAME else None
 
 
 def shown(shape: Shape) -> str:
-    """Format a shape: ``[4, 8]``."""
+    """Format a shape, for example ``[4, 8]``."""
     return str(list(shape))

@@ -1,4 +1,4 @@
-"""4- and 8-bit integers and floats: GPTQ, AWQ, HQQ, bitsandbytes, gpt-oss."""
+"""Recognize weights of GPTQ, AWQ, HQQ, bitsandbytes and gpt-oss."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoi
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# GPTQ: integers of 2, 3, 4 or 8 bits, packed down the columns of [in, out]; groups in ``g_idx``.
+# GPTQ: integers of 2, 3, 4 or 8 bits
 #
-# Zero points are stored minus 1, unless ``checkpoint_format`` is ``gptq_v2``. AutoRound writes the
-# same files.
+# The codes are a transposed matrix [in, out]. Consecutive codes of a column are packed into an
+# int32 element. ``g_idx`` contains the group of each input. Each zero point is stored minus 1,
+# unless ``checkpoint_format`` is ``gptq_v2``. AutoRound writes the same files.
 
 
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-_SYMMETRIC = {b"\x77": 1, b"\x88": 0}  # equal zero points: what to add to the stored number
+# If all zero points are equal, maps their byte to the number that must be added to zero points.
+_SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
 
 def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a module whose codes are `mark`, if its scales show that words span rows."""
+    """Recognize a weight by `mark`, the name of its codes.
+
+    Return None unless the shape of the scales shows that elements are packed as in GPTQ.
+    """
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
     if codes is None or scales is None or len(codes.shape) != 2 or len(scales.shape) != 2:
@@ -34,7 +39,7 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (mark, *view.present(stem, (".scales", ".qzeros", ".g_idx")))
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
     if codes.dtype.name != "int32" or zeros is None or zeros.dtype.name != "int32":
-        return group.refused("its words do not have 32 bits, or it has no qzeros")
+        return group.refused("its codes or qzeros are not int32, or its qzeros are missing")
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
     if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
         return group.refused(
@@ -44,18 +49,18 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     group.label, group.shape = f"gptq int{bits}", (rows, columns)
     if (problem := _packing(view)) is not None:
         return group.refused(problem)
-    config, add = view.quantization, None  # `add`: the number to add to stored zero points
+    config, add = view.quantization, None  # `add` is added to each stored zero point
     if view.method in _METHODS or (not view.method and "bits" in config):
         add = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
     elif bits == 4 and (data := view.read(f"{stem}.qzeros", _SMALL)):
         add = _SYMMETRIC.get(bytes(set(data)))
     if add is None:
         return group.refused(
-            "unknown whether its zero points are stored minus 1 (gptq) or as they are (gptq_v2)",
+            "config.json is needed: zero points are stored minus 1 in gptq, but not in gptq_v2",
             g.NEEDS_CONFIG,
         )
     width = _group_size(view, columns, groups)
-    if index is not None:  # the index contains the group of each column
+    if index is not None:  # g_idx contains the group of each column
         width = (width or columns) if index.numel == columns else None
     if width is None:
         return group.refused(
@@ -72,14 +77,17 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
-    """Return the number of columns of a group, None if the configuration contradicts `groups`."""
+    """Return the number of columns in a group.
+
+    Return None if the configuration contradicts the number of groups.
+    """
     size = view.quantization.get("group_size")
     width = columns if size == -1 or (size is None and groups == 1) else size
     return width if type(width) is int and width > 0 and -(-columns // width) == groups else None
 
 
 def _packing(view: TensorView) -> str | None:
-    """Return the reason why the configured packing is unsupported, None if it is supported."""
+    """Return why ckptkit does not support the packing. Return None for a supported packing."""
     config = view.quantization
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
@@ -100,11 +108,17 @@ GPTQ = QuantizationMethod(
 )
 
 
-# AWQ in AutoAWQ's ``gemm`` format: a word contains eight rows of [out, in] in a special order.
+# AWQ in AutoAWQ's ``gemm`` format
+#
+# The codes are a transposed matrix [in, out]. An int32 element contains eight codes of consecutive
+# outputs, in a special order.
 
 
 def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a module whose codes are `mark`, if its scales show that words hold eight rows."""
+    """Recognize a weight by `mark`, the name of its codes.
+
+    Return None unless the shape of the scales shows that elements are packed as in AWQ.
+    """
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
     zeros = view.get(f"{stem}.qzeros", "int32")
@@ -142,7 +156,7 @@ AWQ = QuantizationMethod(
 )
 
 
-# HQQ: rows in halves or quarters of bytes, groups along an axis, floats as zero points.
+# HQQ: codes of 1, 2, 3, 4 or 8 bits, groups along one of two axes, and zero points that are floats
 
 
 _SETTINGS = (
@@ -155,7 +169,7 @@ _PACKED = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 
 
 def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a layer whose codes are `mark`."""
+    """Recognize a weight by `mark`, the name of its codes."""
     stem = mark.removesuffix(".W_q")
     codes, scale, zero = view.tensors[mark], view.get(f"{stem}.scale"), view.get(f"{stem}.zero")
     parts = (mark, *view.present(stem, (".scale", ".zero")))
@@ -191,17 +205,18 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
 HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hqq 0.2.8.post1")
 
 
-# bitsandbytes: 4 bits (nf4, fp4) in blocks that may cross rows; int8 with a scale for each row.
+# bitsandbytes: 4-bit codes (nf4, fp4), or int8 codes
 #
-# Only a small JSON text contains the shape of a 4-bit weight. Scales may themselves be quantized
-# (``nested``).
+# 4-bit codes have a scale for each block, which may extend over several rows. int8 codes have a
+# scale for each row. The shape of a 4-bit weight is stored only as JSON in a small tensor. Scales
+# may themselves be quantized (``nested``).
 
 
-_INT8_FACTOR = 7.874015718698502e-3  # 1 / 127, the constant of the library
+_INT8_FACTOR = 7.874015718698502e-3  # approximately 1 / 127, as in bitsandbytes
 
 
 def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight whose state is the JSON text `mark`."""
+    """Recognize a 4-bit weight by `mark`, the name of the tensor that contains JSON."""
     name, _, _ = mark.partition(".quant_state.bitsandbytes__")
     weight = view.get(name)
     if weight is None or name == mark:
@@ -223,7 +238,7 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
     room = weight.nbytes - -(-count // 2)
     if size <= 0 or not 0 <= room < weight.dtype.itemsize or absmax.numel != -(-count // size):
         return group.refused(
-            f"its quant_state gives {g.shown(group.shape)} in blocks of {size}, which does not fit"
+            f"its codes or scales do not fit {g.shown(group.shape)} in blocks of {size}"
         )
     inputs = [weight, absmax, table]
     scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
@@ -252,7 +267,7 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize an int8 weight whose scales are `mark`."""
+    """Recognize an int8 weight by `mark`, the name of its scales."""
     stem = mark.removesuffix(".SCB")
     name = f"{stem}.weight"
     weight, scale = view.get(name, "int8"), view.get(mark, "float32")
@@ -262,9 +277,7 @@ def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("bnb-int8", "bnb int8", name, shape, (name, mark), dropped)
     form = view.number(f"{stem}.weight_format") if dropped else 0
     if form != 0:
-        return group.refused(
-            f"its weight_format is {form}: only rows (0) mean the same in all versions"
-        )
+        return group.refused(f"its weight_format is {form}, but ckptkit supports only 0 (row)")
     if len(shape) != 2 or scale.shape != shape[:1]:
         return group.refused(f"SCB of {g.shown(scale.shape)} does not fit {g.shown(shape)}")
     grid = g.grid_of(shape, 1, shape[1])
@@ -282,17 +295,17 @@ BITSANDBYTES = (
 )  # fmt: skip
 
 
-# MXFP4 of gpt-oss, under both sets of names: 16 bytes and an exponent for each 32 numbers.
+# MXFP4 of gpt-oss, with the names of gpt-oss or of transformers
 #
-# Scales are not limited (ldexp): 2**128 times 0.5 is finite. The weights of transformers are
-# transposed: [experts, in, out].
+# A block of 32 codes has 16 bytes and an exponent. The exponent is added as by ldexp, so 0.5 times
+# 2**128 is finite. transformers stores transposed weights: [experts, in, out].
 
 
 _MXFP4 = g.BlockForm("mxfp4 1x32", 32, ("uint8",), "ldexp")
 
 
 def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight whose codes are `mark`."""
+    """Recognize a weight by `mark`, the name of its codes."""
     ending = "_blocks" if mark.endswith("_blocks") else ".blocks"
     name = mark.removesuffix(ending)
     other = name + ending.replace("blocks", "scales")

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt and MLX."""
+"""Recognize weights of NVIDIA ModelOpt, FBGEMM and MLX."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# NVIDIA ModelOpt: FP8, NVFP4 and MXFP8; and FBGEMM's FP8, whose names are the same.
+# NVIDIA ModelOpt (FP8, NVFP4 and MXFP8), and FBGEMM (FP8)
 #
-# ModelOpt rounds the scale of FP8 to the target dtype before it multiplies; the others multiply in
-# float32.
+# ModelOpt and FBGEMM use the same tensor names. ModelOpt rounds the scale of FP8 weights to the
+# target dtype before the multiplication. All other products are computed in float32.
 
 
 DROPPED = (".input_scale", ".output_scale", ".input_scale_ub")
@@ -21,7 +21,7 @@ _NVFP4 = g.NVFP4._replace(table="e2m1+0")
 
 
 def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight whose scale is `mark`."""
+    """Recognize a weight by `mark`, the name of its scale."""
     name = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "uint8")
     if weight is None or f"{name}_scale_inv" in view.tensors:
@@ -42,7 +42,7 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
         if method not in ("modelopt", "modelopt_fp4"):
             group.label, group.shape = "nvfp4", g.doubled(shape)
             return group.refused(
-                "unknown whether ModelOpt or another library packed it", _NEEDS_CONFIG
+                "ModelOpt or another library packed it, and they differ", _NEEDS_CONFIG
             )
         return group.in_blocks(_NVFP4, weight, scale, second)
     if method == "fbgemm_fp8":
@@ -50,14 +50,14 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     if scale.dtype.name in g.EXPONENTS:
         if method != "modelopt":
             return group.refused(
-                "unknown whether ModelOpt or another library made it", _NEEDS_CONFIG
+                "ModelOpt or another library made it, and they differ", _NEEDS_CONFIG
             )
         return group.in_blocks(g.MX, weight, scale)
     if not g.is_scale(scale):
         return None
     if method != "modelopt":
         return group.refused(
-            "unknown in which dtype codes and scales are multiplied", _NEEDS_CONFIG
+            "the dtype in which codes and scales are multiplied is unknown", _NEEDS_CONFIG
         )
     found = _fp8_grid(view, shape, scale.shape)
     if found is None:
@@ -66,10 +66,13 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, str] | None:
-    """Return the grid of scales, which may have additional dimensions of 1."""
+    """Return the grid of the scales, and its name. Return None if the shapes do not match.
+
+    The shape of the scales may contain additional dimensions of size 1.
+    """
     short = tuple(n for n in scale if n != 1)
     if not short or (len(shape) == 3 and short == shape[:1] and shape[0] != shape[1]):
-        return g.single_block(shape), "tensor"  # or one number for each expert
+        return g.single_block(shape), "tensor"  # one scale, or one for each expert
     if len(shape) != 2:
         return None
     if short == shape[:1]:
@@ -95,7 +98,7 @@ def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedW
 
 
 def recognize_experts(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize FBGEMM experts of Llama-4: ``gate_up_proj`` and ``gate_up_proj_scale``."""
+    """Recognize experts of Llama 4 that FBGEMM quantized, such as ``gate_up_proj``."""
     name = mark.removesuffix("_scale")
     weight = view.get(name, *g.FLOAT8)
     if weight is None or view.method != "fbgemm_fp8":
@@ -117,13 +120,14 @@ MODELOPT = (
 )  # fmt: skip
 
 
-# MLX: 32-bit words, filled from the low bits up, with a scale and a bias for each group.
+# MLX: codes packed into uint32 elements, with scales for each group of codes
 #
-# The mode ``affine`` has biases; ``mxfp4``, ``nvfp4`` and ``mxfp8`` have one-byte scales. Only
-# ``config.json`` contains group size and bits, with exceptions for single layers.
+# The first code is in the lowest bits of an element. The mode ``affine`` has a scale and a bias for
+# each group. The modes ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte and no biases.
+# Group size and bits are only in ``config.json``, which may contain other values for some layers.
 
 
-_MODES = {  # bits and form
+_MODES = {  # maps each mode to (bits of a code, format of the blocks)
     "mxfp4": (4, g.MX._replace(label="mlx mxfp4", dtype="exponent", stored=("uint8",))),
     "nvfp4": (4, g.BlockForm("mlx nvfp4", 16, ("uint8",), "float8_e4m3fn")),
     "mxfp8": (8, g.BlockForm("mlx mxfp8", 32, ("uint8",), "exponent", table="float8_e4m3fn")),
@@ -131,7 +135,7 @@ _MODES = {  # bits and form
 
 
 def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight packed in words, by the name of its scales."""
+    """Recognize a weight by `mark`, the name of its scales."""
     stem = mark.removesuffix(".scales")
     weight, scales = view.get(f"{stem}.weight", "uint32"), view.tensors[mark]
     if weight is None or len(weight.shape) < 2:
@@ -161,7 +165,7 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         )
     if mode in _MODES:
         if scales.dtype.name != "uint8":
-            return group.refused(f"its mode is {mode} and its scales are {scales.dtype}")
+            return group.refused(f"its mode is {mode}, but its scales have dtype {scales.dtype}")
         return group.in_blocks(form, weight, scales, packing=Packing("flat", bits))
     bias = view.get(biases)
     if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
@@ -175,7 +179,7 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def _settings(view: TensorView, stem: str) -> dict[str, Any]:
-    """Return mode, group size and bits of a layer."""
+    """Return the mode, group size and bits of a layer, according to the configuration."""
     config = view.config.get("quantization") or view.quantization
     if not isinstance(config, dict):
         return {}

@@ -1,4 +1,4 @@
-"""The quantized weights of a checkpoint, and the checkpoint with dequantized weights."""
+"""The quantized weights of a checkpoint, and views of checkpoints with dequantized weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 if TYPE_CHECKING:
     from ckptkit.quantized.group import QuantizedWeight, TensorView
 
-# The marks of all families, repeated here to avoid an early import of the families (a test checks
-# them).
+# The marks of all quantization methods. The methods define the same marks. They are repeated here
+# because an import of all methods takes time. A test compares both.
 MARKS = frozenset({
     "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
     "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",
@@ -27,17 +27,17 @@ MARKS = frozenset({
     "s_channel", "scale", "scale_weight", "scales", "tables2",
     "theta", "trellis", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scales",
 })  # fmt: skip
-KINDS = ("blocks", "unknown")  # kinds of dtypes that only quantized weights have
+KINDS = ("blocks", "unknown")  # kinds of dtypes that only quantized weights (GGUF) have
 ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 
 def last_component(name: str) -> str:
-    """Return the part of a name after its last dot."""
+    """Return the part of a name after the last dot."""
     return name.rpartition(".")[2]
 
 
 def is_marked(name: str) -> bool:
-    """Return whether a name ends like a tensor name of a quantization method."""
+    """Return whether the last component of a name is typical of a quantization method."""
     last = last_component(name)
     return last in MARKS or last.endswith(ENDINGS)
 
@@ -48,7 +48,7 @@ def is_subclass(node: Node) -> bool:
 
 
 def may_be_quantized(weights: Weights) -> bool:
-    """Return whether some weights may be quantized, by their names or dtypes."""
+    """Return whether a name, a dtype or a tensor subclass suggests that weights are quantized."""
     nodes = weights.nodes.values()
     if any(map(is_marked, weights.endings)):
         return True
@@ -62,7 +62,11 @@ def may_be_quantized(weights: Weights) -> bool:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The groups of a checkpoint in order, and names of tensors that belong to no single group."""
+    """The quantized weights of a checkpoint.
+
+    ``groups`` contains one group of tensors for each weight, in the order of the file. ``serving``
+    contains names of tensors that only quantized inference uses.
+    """
 
     groups: tuple[QuantizedWeight, ...] = ()
     serving: tuple[str, ...] = ()
@@ -73,12 +77,12 @@ class Quantization:
 
     @cached_property
     def by_member(self) -> dict[str, QuantizedWeight]:
-        """Maps the name of each tensor to its group."""
+        """A dict that maps the name of each tensor in a group to the group."""
         return owners((group, group.members) for group in self.groups)
 
     @property
     def labels(self) -> dict[str, int]:
-        """Number of weights by label."""
+        """A dict that maps each label to its number of weights."""
         counts: dict[str, int] = defaultdict(int)
         for group in self.groups:
             counts[group.label] += 1
@@ -86,21 +90,21 @@ class Quantization:
 
     @property
     def unread(self) -> tuple[QuantizedWeight, ...]:
-        """The groups that cannot be dequantized."""
+        """Groups that ckptkit cannot dequantize."""
         return tuple(group for group in self.groups if group.layout is None)
 
     def foreign_to(self, names: Iterable[str]) -> Quantization:
-        """Return the groups whose codes and scales a model with these names does not store.
+        """Return the groups whose codes and scales do not exist in a model with these tensor names.
 
-        The model stores codes and scales of a group if its names have the same last components as
-        all parts of the group, except a part that has the name of the weight.
+        The codes and scales exist in the model if the last component of each part's name occurs in
+        the model. A part that has the name of the weight is not compared.
         """
         endings = set(map(last_component, names))
         groups = (each for each in self.groups if not _holds(endings, each))
         return replace(self, groups=tuple(groups))
 
     def touching(self, names: Iterable[str]) -> Iterator[QuantizedWeight]:
-        """Yield the groups of some names, without repeats."""
+        """Yield the groups that contain the tensors `names`, without duplicates."""
         seen = {
             id(group): group for name in names if (group := self.by_member.get(name)) is not None
         }
@@ -112,17 +116,18 @@ def _holds(endings: Collection[str], group: QuantizedWeight) -> bool:
     return bool(others) and all(each in endings for each in others)
 
 
-# The checkpoint with one tensor for each quantized weight, which commands show and compare.
+# Views of checkpoints with one tensor for each quantized weight
 
 TARGETS = ("bfloat16", "float16", "float32")  # dtypes of dequantized weights
-_HALF = ("gptq", "awq")  # families whose libraries compute in float16
+_HALF = ("gptq", "awq")  # methods whose libraries compute in float16
 
 
 def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
-    """Return the checkpoint with a tensor in place of each readable quantized weight.
+    """Replace each quantized weight that ckptkit can dequantize by one tensor.
 
-    `types` maps weights to dtypes. Other weights get the default dtype of `dequantize`. Nothing is
-    read. The new ``logical`` contains the groups by the id of their tensor.
+    `types` maps weights to dtypes. Other weights get the default dtype of `dequantize`. This
+    function reads no bytes. The attribute ``logical`` of the new checkpoint maps the id of each new
+    tensor to the tensor and its group.
     """
     groups = [group for group in found.groups if group.layout is not None]
     if not groups or found.view is None:
@@ -134,7 +139,7 @@ def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DT
 
 
 def float_types(ck: Checkpoint) -> dict[str, DType]:
-    """Return the dtypes of the floating-point weights."""
+    """Map the names of weights with bfloat16, float16 or float32 elements to their dtypes."""
     return {
         name: tensor.dtype for name, tensor in ck.weights.items() if tensor.dtype.name in TARGETS
     }
@@ -143,9 +148,10 @@ def float_types(ck: Checkpoint) -> dict[str, DType]:
 def exchanged(
     ck: Checkpoint, found: Quantization, types: Mapping[int, DType]
 ) -> tuple[Node, dict[int, tuple[Tensor, QuantizedWeight]]]:
-    """Return the tree with a tensor in place of each group, and these tensors by their ids.
+    """Replace each group of tensors by one dequantized tensor, and drop tensors in ``serving``.
 
-    `types` maps the id of each group to its dtype. Names in ``serving`` are dropped.
+    Return the new tree, and a dict that maps the id of each new tensor to the tensor and its group.
+    `types` maps the id of each group to the dtype of its new tensor.
     """
     weights = ck.required
     made: dict[int, tuple[Tensor, QuantizedWeight]] = {}
@@ -156,7 +162,7 @@ def exchanged(
 
 
 def mapping_of(weights: Weights) -> Mapping[Node, Node]:
-    """Return the mapping of the weights; for a pickled module, its state_dict."""
+    """Return the dict that contains the weights. For a pickled module, return its state_dict."""
     node: Mapping[Node, Node] = (
         plain_state_dict(weights.nodes) if weights.is_module else weights.node
     )
@@ -185,8 +191,8 @@ def _entries(
 
 
 def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:
-    """Return the dtype of a dequantized weight if none is requested."""
-    if group.family == "gguf":  # a config.json beside the file does not apply
+    """Return the dtype of a dequantized weight if the user requests no dtype."""
+    if group.family == "gguf":  # a GGUF file does not use config.json
         return BY_NAME["float32"]
     recorded = view.config.get("torch_dtype") or view.config.get("dtype")
     for name in (recorded, group.own, "float16" if group.family in _HALF else None):

@@ -1,4 +1,4 @@
-"""torchao and optimum-quanto: tensor subclasses, whose class determines the layout."""
+"""Recognize weights of torchao and optimum-quanto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# torchao: a weight consists of several tensors, which the header of the file describes.
+# torchao: a weight is an object of a tensor subclass, which contains several tensors
+#
+# In a safetensors file, the header contains the class and attributes of each weight.
 
 
 Data = dict[str, Any]
@@ -18,7 +20,7 @@ Inner = dict[str, Tensor]
 
 
 def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight in a file with a header, or a pickled one."""
+    """Recognize a weight in a safetensors file, or a pickled weight."""
     node = view.nodes[mark]
     if isinstance(node, Object):
         return recognize_pickled(view, mark, node)
@@ -26,7 +28,7 @@ def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWeight | None:
-    """Recognize a pickled subclass of torchao: (rebuild, class, arguments, attributes)."""
+    """Recognize a pickled object of a torchao class."""
     args, tensor = node.args, node.tensor
     if not isinstance(args, tuple) or len(args) != 4 or tensor is None:
         return None
@@ -49,7 +51,10 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
 
 
 def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight whose codes are `mark`: ``fc._weight_qdata`` for ``fc.weight``."""
+    """Recognize a weight by `mark`, the name of its codes.
+
+    For ``fc.weight``, this name is ``fc._weight_qdata``.
+    """
     head, _, last = mark.rpartition("._")
     name = f"{head}.{last}" if head else mark.removeprefix("_")
     name = name.removesuffix("_qdata")
@@ -68,7 +73,7 @@ def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> QuantizedWeight:
-    """Complete a group from the torchao class, its attributes and its inner tensors."""
+    """Set the layout of a weight, according to its torchao class, attributes and inner tensors."""
     codes, scale, zero = (inner.get(each) for each in ("qdata", "scale", "zero_point"))
     group.label = f"torchao {kind}"
     given = [*inner, *(key for key, value in data.items() if value is not None)]
@@ -77,7 +82,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
             "act_pre_scale changes the input of the layer, so the weight cannot be used alone"
         )
     if kind not in _KINDS or codes is None or scale is None:
-        return group.refused(f"{kind} has the layout of a kernel", "torchao reads it")
+        return group.refused(f"the bytes of {kind} are packed for a GPU kernel", "torchao reads it")
     own = _dtype(data.get("dtype") or data.get("orig_dtype"))
     group.own = g.dtype_named(own) or group.own
     group.shape, form = codes.shape, _KINDS[kind]
@@ -98,7 +103,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     size = f"{grid.height}x{grid.width}"
     if is_float:
         return group.flat(f"fp8 {size}", grid, codes, scale)
-    word = _dtype(data.get("target_dtype") or "int8")  # int4: 4-bit integers stored as bytes
+    word = _dtype(data.get("target_dtype") or "int8")  # 4-bit integers are stored as int8
     label = f"{word if word.startswith(('int', 'uint')) else 'int8'} {size}"
     more = dict.fromkeys(g.IN_TARGET, scale.dtype.name if form == "scale" else TARGET)
     if zero is None:
@@ -110,12 +115,15 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
 
 
 def _dtype(dtype: Any) -> str:
-    """Return the name of a dtype from JSON or a pickle."""
+    """Return the name of a dtype that was stored in JSON or in a pickle."""
     return str(dtype.get("_data") if isinstance(dtype, dict) else dtype).removeprefix("torch.")
 
 
 def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
-    """Return the grid for a block size that is given per dimension, None if it does not fit."""
+    """Return the grid for a block size. Return None if the scales do not match the grid.
+
+    `block` contains the block size along each dimension. It may be larger than the dimension.
+    """
     size = g.block_size(block)
     if size is None or len(shape) != 2:
         return None
@@ -124,7 +132,7 @@ def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     return grid if scale.numel == grid.rows * grid.columns else None
 
 
-# For each class: the dtype in which integers and scales are multiplied, or the form of blocks.
+# Maps each class to the dtype in which codes and scales are multiplied, or to the block format.
 _KINDS: dict[str, str | g.BlockForm] = {
     "Float8Tensor": "float32", "Int8Tensor": TARGET, "IntxUnpackedToInt8Tensor": "scale",
     "MXTensor": g.MX._replace(dtype="float8_e8m0fnu", **g.IN_TARGET),
@@ -139,19 +147,19 @@ TORCHAO = QuantizationMethod(
 )  # fmt: skip
 
 
-# optimum-quanto: int8 and FP8 unpacked, 4 and 2 bits in parts of bytes, in groups of 128.
+# optimum-quanto: int8 and FP8 codes, or packed codes of 4 or 2 bits in groups of 128
 #
-# The file does not contain the shape of 4- and 2-bit weights. The number of rows is that of the
-# bias.
+# The file does not contain the shape of weights with 4 or 2 bits. The number of rows is the size of
+# the bias.
 
 
-# Components that wrappers insert into names, but not into the qmap.
+# Name components that wrapper modules insert. Names in quanto_qmap.json do not contain them.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _BITS = {"qint4": 4, "qint2": 2}
 
 
 def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight whose codes are `mark`."""
+    """Recognize a weight by `mark`, the name of its codes."""
     is_packed = mark.endswith("._data._data")
     name = mark.removesuffix("._data").removesuffix("._data")
     stem = name.removesuffix(".weight")
@@ -186,9 +194,7 @@ def _packed(
             "its bits are unknown", "put the quanto_qmap.json of the model beside the file"
         )
     if bias is None or len(bias.shape) != 1:
-        return group.refused(
-            "its shape is unknown: the file does not contain it, and there is no bias to infer it"
-        )
+        return group.refused("its shape is unknown: the file contains neither the shape nor a bias")
     if shift is None or shift.shape != scale.shape or len(codes.shape) != 2:
         return group.refused("its _shift is missing or does not fit")
     (rows,), (stored, size), groups = bias.shape, codes.shape, scale.numel

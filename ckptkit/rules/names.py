@@ -34,8 +34,8 @@ from ckptkit.rules.notation import (
 
 # A size can be given on the command line, in the rule, its step, its recipe, or in config.json.
 #
-# A size is one value, or one value for each label of a variable. None stands for a value that
-# ckptkit must infer from shapes.
+# A size is one value, or one value for each label of a variable. If a value is None,
+# ckptkit infers the size from shapes.
 
 
 MOST = 1 << 62

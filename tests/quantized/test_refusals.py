@@ -91,7 +91,7 @@ def without(tensors: dict[str, Row], *endings: str) -> dict[str, Row]:
 REFUSALS = {
     # parts that are missing, or in a shard that was not given
     "fp8 without its scale": Refusal(without(FP8, "_inv"), "missing", BLOCKS),
-    "a scale without its weight": Refusal(without(FP8, ".weight"), "the weight is missing", BLOCKS),
+    "a scale without its weight": Refusal(without(FP8, ".weight"), "but not the weight", BLOCKS),
     "gptq without zero points": Refusal(without(GPTQ, ".qzeros"), "qzeros", method("gptq", bits=4)),
     "packed without a scale": Refusal(without(PACKED, "_scale"), "_scale", ct(4)),
     "packed without a shape": Refusal(without(PACKED, "_shape"), "_shape", ct(4)),
@@ -141,9 +141,9 @@ REFUSALS = {
     "hqq in hqq": Refusal({f"{L}.W_q": row("U8", [4, 8]), f"{L}.quant_scale": row("U8", [], b"\1")}, "quantized"),
     "act-order of compressed-tensors": Refusal({**PACKED, f"{L}.weight_g_idx": row("I32", [32])}, "g_idx", ct(4)),
     # JSON that does not fit the bytes
-    "a shape that is too large": Refusal(bnb(shape=[80, 16]), "does not fit"),
+    "a shape that is too large": Refusal(bnb(shape=[80, 16]), "do not fit"),
     "a shape of texts": Refusal(bnb(shape=["8", "16"]), "JSON"),
-    "a block size of 0": Refusal(bnb(blocksize=0), "does not fit"),
+    "a block size of 0": Refusal(bnb(blocksize=0), "do not fit"),
     "a quant_type that is not known": Refusal(bnb(quant_type="nf3"), "nf3"),
     # the weight alone is not the model's
     "pre_quant_scale": Refusal({**NVFP4, f"{L}.pre_quant_scale": ones([32])}, "pre_quant_scale", method("modelopt")),

@@ -148,7 +148,7 @@ UNFIT = {
     "scales of FBGEMM": Refusal({W: FP8, S: ones([4, 1])}, "do not fit", method("fbgemm_fp8")),
     "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "unsupported codes"),
     "scales of quanto": Refusal({f"{W}._data": I8, f"{W}._scale": ones([3, 1])}, "do not fit"),
-    "the rows of quanto": Refusal(QUANTO, "no bias", beside=QMAP),
+    "the rows of quanto": Refusal(QUANTO, "neither the shape nor a bias", beside=QMAP),
     "quanto without a shift": Refusal(
         {**QUANTO, f"{W}._shift": ones([4, 1]), f"{L}.bias": ones([8])}, "_shift", beside=QMAP
     ),
