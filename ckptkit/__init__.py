@@ -1,6 +1,6 @@
 """Read, change and convert PyTorch checkpoints without executing them or loading unneeded tensors.
 
-Each public name is imported on its first use, so ``import ckptkit`` costs nothing.
+Each public name is imported on first use, so ``import ckptkit`` itself is fast.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     open = open_checkpoint
 
-# Hooks: functions called by methods of Checkpoint and Tensor, and the check of embedded files.
+# Functions that lower-level modules, such as core, call by name. Each value is (module, function).
 _HOOKS = {
     "html": ("views.notebook", "html"),
     "inside": ("scanning.find", "inside"),
@@ -72,7 +72,7 @@ _HOOKS = {
     "lora_hint": ("lora.merge", "hint"),
 }
 
-# The modules of the public names. For edits, the list of edits contains the modules.
+# The module of each public name. `edits.PUBLIC` contains the modules of edits.
 _PLACES = {
     "Checkpoint": "core.checkpoint",
     "CkptkitError": "core.errors",
@@ -103,7 +103,7 @@ _PLACES = {
     "verify_delta": "deltas",
 }
 
-# The names are listed literally, because type checkers do not evaluate expressions.
+# Each name is written out, because type checkers do not evaluate expressions in ``__all__``.
 __all__ = [
     "Checkpoint",
     "CkptkitError",

@@ -1,8 +1,8 @@
 """Run the command line: the program ``ckptkit``, and ``python -m ckptkit``.
 
-With ``-m``, Python puts the working directory first into sys.path. The folder of a checkpoint may
-contain a ``torch.py``, so this module removes it. At that point, Python has already found the
-package itself.
+With ``-m``, Python puts the working directory first into sys.path. If the working directory
+contains a hostile ``torch.py``, ckptkit would import this file. Therefore, this module removes the
+working directory from sys.path.
 """
 
 import os
@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Run the command line. An interrupt during imports exits without a traceback."""
+    """Run the command line. If the user interrupts the imports, exit without a traceback."""
     try:
         from ckptkit.cli import main as command
 

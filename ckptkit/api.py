@@ -1,4 +1,4 @@
-"""The Python API: one function each to read, transform, plan and publish."""
+"""The functions of the Python API that open, save, convert and recover checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Conversion:
     format: str
     path: str
     published: Published | None  # None for a dry run
-    copied: tuple[str, ...] = ()  # other files of the folder that were copied: config.json...
+    copied: tuple[str, ...] = ()  # copied files, such as config.json
 
     def __repr__(self) -> str:
         done = "planned" if self.published is None else "written"
@@ -57,7 +57,7 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the transforms about their changes."""
+        """Notes of the edits about their changes."""
         return self.checkpoint.notes
 
     @property
@@ -123,7 +123,7 @@ def reading(source: Source, options: Options | None = None, **changes: Any) -> I
 
 
 def _place(source: object) -> ByteSource | Folder:
-    """Return the location of the bytes of a file or folder."""
+    """Return an object that reads the bytes of a file or folder."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return Memory(bytes(source), "<bytes>")
     if hasattr(source, "read") and hasattr(source, "seek"):
@@ -134,7 +134,7 @@ def _place(source: object) -> ByteSource | Folder:
 
 
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
-    """Return the result of `read` for a place. Close the place if `read` fails."""
+    """Return the result of `read(place)`. If `read` fails, close `place`."""
     try:
         with collector_paused(), steady(place):
             return read(place)
@@ -198,9 +198,10 @@ def save(
 def streamed(
     write: Callable[[str], Conversion], name: str, copy: Callable[[IO[bytes]], None]
 ) -> Conversion:
-    """Write a temporary file, then `copy` the file to a stream: a plan may patch its beginning.
+    """Write a temporary file, then `copy` the file to a stream.
 
-    Raises UsageError for an output of several files, before the stream gets any byte.
+    A plan can write the beginning of its output last, so the stream cannot be written directly. If
+    the output consists of several files, raises UsageError before `copy` is called.
     """
     from tempfile import TemporaryDirectory
 
@@ -275,10 +276,14 @@ def convert(
 
 
 def _opened_to_write(source: Source, options: Options) -> Checkpoint:
-    """Read `source`: the shard itself, or the complete checkpoint if the format may change."""
+    """Open `source` and check that it can be written.
+
+    Without ``keep_format``, the complete checkpoint is required. With ``part_only``, a single
+    rank's file is accepted.
+    """
     checkpoint = open_checkpoint(source, options)
     if options.key is not None:
-        _ = checkpoint.selection  # raises the error of a wrong key before anything is written
+        _ = checkpoint.selection  # raises an error for a wrong key
     if options.part_only:
         from ckptkit.formats.distributed.parts import alone
 
@@ -287,13 +292,14 @@ def _opened_to_write(source: Source, options: Options) -> Checkpoint:
 
 
 def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conversion:
-    """Change the source itself: only the changed bytes if they are few, else the whole file."""
+    """Replace the source by the result of the steps. If few bytes change, write only these
+    bytes."""
     if isinstance(source, (str, os.PathLike)):
         source = _read(open_place(source, undo=not options.dry_run), formats.read)
     checkpoint = _opened_to_write(source, options)
     path = _own_place(checkpoint, options.format)
     chosen = _format("", checkpoint.format, options)
-    # Otherwise it is closed, because memory may be short.
+    # Without keep_format, the old checkpoint is not needed, and to keep it costs memory.
     before = checkpoint if options.keep_format else None
     checkpoint = _changed(checkpoint, steps, options.strict)
     patch = None if before is None else _patch(before, checkpoint, chosen, options)
@@ -314,7 +320,7 @@ def _format(path: str, keep: str | None, options: Options) -> Format:
 
 
 def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
-    """Raise UsageError if the output has the suffix of another kind of file: ``run.txt``.
+    """Raise UsageError if the output has an unknown suffix, such as ``run.txt``.
 
     A name without a suffix, with the suffix of the source, or with a longer known suffix
     (``run.pth2``) gets the format of the source.
@@ -328,8 +334,8 @@ def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Op
 
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
-    """Return the path of the output. If `path` is a folder, return a file in it with the name of
-    the source, like `cp`."""
+    """Return the path of the output. If `path` is a folder, the output is a file in this folder
+    with the name of the source, as in `cp`."""
     remote = is_url(path)
     is_folder = path.endswith((os.sep, "/")) or (not remote and os.path.isdir(path))
     source = without_query(checkpoint.name or "").replace(os.sep, "/")
@@ -341,11 +347,12 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Add the sidecar files of `folder` to the checkpoint; also return the names of these files.
+    """Add the sidecar files of `folder`, such as config.json, to the checkpoint. Also return their
+    names.
 
-    Files that a step generated are kept.
+    If a step has generated a sidecar file, keep the generated file.
     """
-    from ckptkit.formats.sidecars import sidecars  # most outputs are single files
+    from ckptkit.formats.sidecars import sidecars  # rare, so imported late
 
     found = sidecars(folder, dict(checkpoint.companions))
     changed = replace(
@@ -364,9 +371,10 @@ def _dtype_of(checkpoint: Checkpoint) -> str | None:
 
 
 def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
-    """Return the checkpoint with the dtype of its weights in config.json.
+    """Return the checkpoint with the new dtype of its weights in config.json.
 
-    Update config.json only if the steps changed the dtype; `old` is the dtype before the steps.
+    If the steps did not change the dtype, do not change config.json. `old` is the dtype before the
+    steps.
     """
     from ckptkit.formats import sidecars
 
@@ -382,7 +390,8 @@ def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
 
 
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
-    """Return the file to change in place. Raises UsageError if that is impossible."""
+    """Return the path of the file to edit in place. Raises UsageError if the source cannot be
+    edited in place."""
     name = checkpoint.name
     if name is None or not os.path.isfile(name):
         why = "cannot edit a folder or a remote file in place; name a single local file"
@@ -410,10 +419,10 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Optio
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> Checkpoint:
-    """Apply the steps to the checkpoint. Errors contain its name.
+    """Apply the steps to the checkpoint. Error messages contain the name of the checkpoint.
 
-    Raises UsageError if no tensor remains, except for an extracted entry. If `strict`, also raises
-    UsageError if a step is a no-op.
+    Raises UsageError if no tensor is left, unless the result is an entry of the checkpoint. If
+    `strict` is true, also raises UsageError for a step that is a no-op.
     """
     name, root = checkpoint.name, checkpoint.root
     try:
@@ -430,7 +439,7 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
             checkpoint = changed
         after = checkpoint.root
         is_lost = after is not root and not has_tensors(after) and has_tensors(root)
-        if is_lost and all(node is not after for _, node in walk(root)):  # none of its entries
+        if is_lost and all(node is not after for _, node in walk(root)):  # not an entry
             raise UsageError(
                 "no tensor would remain", hint="`ckptkit inspect {where}` lists its entries"
             )
@@ -455,7 +464,7 @@ def _publish(
     if others is not None:
         files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
         plan = replace(plan, files=files, notes=notes)
-    from ckptkit.publish.preflight import DamageError  # not necessary for reading
+    from ckptkit.publish.preflight import DamageError  # only needed for writing
     from ckptkit.publish.publish import publish
 
     try:
@@ -469,7 +478,7 @@ def _publish(
 
 
 def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
-    """Return the error with the names of the damaged tensors, and a hint."""
+    """Add the names of the damaged tensors and a hint to the error."""
     from ckptkit.formats.recovering import damaged_in
 
     if names := damaged_in(checkpoint, error.damaged):
@@ -479,7 +488,7 @@ def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
 
 
 def _way_out(damaged: Range) -> str:
-    """Return the next step for a file with a damaged tensor."""
+    """Return a hint for a file with a damaged tensor."""
     path = damaged.source.name
     if formats.recoverable(Probe(damaged.source)) != RECOVER:
         return "fetch it again from its source"

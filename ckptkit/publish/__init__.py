@@ -1,5 +1,6 @@
-"""Plan -> file: copy byte ranges at the speed of ``cp``, then rename the output into place.
+"""Execute plans: write an output file, folder or upload at the speed of ``cp``, or edit a file in
+place.
 
-In: a Plan. Out: a file, a folder or an upload, complete or absent; or a file edited in place. No
-module here depends on a format. Uses core, remote and compute.
+The input is a `Plan` or a `Patch`. An output is either complete or does not exist. The modules in
+this package do not depend on file formats. This package uses core, remote and compute.
 """

@@ -1,10 +1,14 @@
-"""Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
+"""Write the segments of an output file at the speed of ``cp`` and with a few MiB of memory.
 
-The work is divided into independent tasks. Each task has segments and their place in the file. If a
-long range keeps its offset within a file system block, the kernel copies the range, or shares the
-blocks if the file system can. Other ranges are read and written in pieces that fit the cache of a
-core. The kernel would not copy these ranges faster, and their checksums need no second pass. Short
-ranges are taken from a read-ahead window and written together with the literals between them.
+The work consists of independent tasks. Each task contains segments and their offset in the output
+file. There are three ways to write a segment:
+
+- The kernel copies a long range if its offset within a file system block is equal in both files.
+  Some file systems then share the blocks instead.
+- Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
+  would not be faster, and the checksum is computed in the same pass.
+- Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
+  the literals between them.
 """
 
 from __future__ import annotations
@@ -38,15 +42,16 @@ from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
 
-WINDOW = 1 << 20  # maximum number of bytes to read ahead, and to join into one write
-PIECE = 256 << 10  # bytes per read and write: a piece must stay in the cache of a core
-NEARBY = 4 << 10  # bytes of the first read-ahead; it grows while ranges follow each other
-# Bytes; for shorter ranges, reading ahead is faster than a system call per range (measured).
+WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a joined write
+PIECE = 256 << 10  # bytes per read and write; must fit the cache of a core
+NEARBY = 4 << 10  # initial number of bytes of a read-ahead
+# Minimum number of bytes of a long range. For shorter ranges, reading ahead was measured to be
+# faster than one system call per range.
 SHORT = 32 << 10
-CHUNK = 64 << 20  # bytes per kernel copy: progress and interrupts are handled after each copy
-BLOCK = 4 << 10  # bytes of a file system block, which two files may share
+CHUNK = 64 << 20  # bytes per kernel copy; progress is reported after each copy
+BLOCK = 4 << 10  # bytes of a file system block
 
-# Errors of the kernel when it cannot copy between these two files.
+# Error codes of copy_file_range for two files between which the kernel cannot copy.
 _NOT_HERE = {
     *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
     *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
@@ -55,17 +60,21 @@ _NOT_HERE = {
 _of_thread = threading.local()
 
 Progress = Callable[[int], None]
-Sum = tuple[int, int, int]  # number of the checksum, CRC-32, length
+Sum = tuple[int, int, int]  # (number of the checksum, CRC-32, length)
 
 
 class WriteTask(NamedTuple):
-    """A part of the work on the file `path`, from byte `start` on; picklable.
+    """A picklable task that writes bytes of the file `path`, beginning at byte `start`.
 
-    A task does one of three things. (1) It writes `segments` one after another. (2) It writes the
-    `block` of a large transpose to its places. (3) It computes the `checksum` (number, length) of
-    bytes that other tasks have written. Checksums of the sources `summed` are computed while these
-    are read. If `summed` is None, not even inflated data is verified. With `keeps_sums`, plain
-    ranges are excluded from the checksums, so that the kernel may copy them.
+    A task does one of three things:
+
+    1. write `segments` one after another
+    2. write the `block` of a large transpose
+    3. compute the `checksum` (number, length) of bytes that other tasks have written
+
+    While the task reads the sources `summed`, it computes their checksums. If `summed` is None, the
+    task verifies no checksums, not even those of compressed data. If `keeps_sums` is true, the task
+    computes no checksums of `Range` segments, so the kernel can copy these segments.
     """
 
     path: str
@@ -78,14 +87,14 @@ class WriteTask(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of bytes that the task writes."""
+        """The number of bytes that the task writes."""
         return sum(map(length, self.segments)) if self.block is None else self.block.size
 
     def is_copied(self, segment: Segment, place: int) -> bool:
-        """Return whether the kernel should copy a segment to byte `place` of the file.
+        """Return True if the kernel should copy a segment to the offset `place` of the output.
 
-        If the offset within a block changes, the kernel copies page by page, with two writes per
-        page.
+        If the offset within a file system block changes, the kernel is slow: it copies page by
+        page, with two writes per page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -95,14 +104,14 @@ class WriteTask(NamedTuple):
 
 
 class TaskResult(NamedTuple):
-    """The checksums of the parts of a task, in order, and of the bytes that the task read."""
+    """The checksums of the bytes that a task wrote, and of the bytes that the task read."""
 
     sums: list[Sum]
     read: list[list[int]]  # runs of `ReadSums`
 
 
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
-    """Split the work on a file into tasks of about `size` bytes. Placeholders stay unfilled."""
+    """Split a task into tasks of about `size` bytes. Placeholders stay unfilled."""
     from ckptkit.compute.strided_read import blocks
 
     batch: list[Segment] = []
@@ -151,7 +160,7 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
     """Execute one task. Raises OSError, InputError, InputChangedError."""
     if task.checksum is not None:
         return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
-    # A transpose is not read in order, so checksums of its reads would be useless.
+    # A transpose reads its source out of order, so do not compute checksums of the source.
     sums = ReadSums(() if task.block is not None else task.summed or ())
     flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(task.path, flags)
@@ -169,7 +178,8 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
 
 
 def _write_block(fd: int, block: Block, start: int) -> None:
-    """Write the rows of a transpose. The buffer is reused: new pages cost as much as copies."""
+    """Write the rows of a transpose. Reuse the buffer, because to allocate new pages takes as long
+    as a copy."""
     from ckptkit.compute.strided_read import BlockTransposer
 
     if not hasattr(_of_thread, "transposer"):
@@ -179,7 +189,7 @@ def _write_block(fd: int, block: Block, start: int) -> None:
         done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
         for data in rows:
             if done < len(data):
-                os.lseek(fd, place + done, os.SEEK_SET)  # safe: each task has its own descriptor
+                os.lseek(fd, place + done, os.SEEK_SET)  # each task has its own descriptor
                 write_all(fd, data[done:])
             place += len(data)
             done = max(0, done - len(data))
@@ -199,7 +209,7 @@ def _reread(path: str, start: int, number: int, size: int) -> Sum:
 
 
 class _SegmentWriter:
-    """Writes the segments of a task one after another, from the current position of `fd`."""
+    """A writer for the segments of a task. The writer begins at the current position of `fd`."""
 
     def __init__(self, fd: int, task: WriteTask, progress: Progress) -> None:
         self.sums: list[Sum] = []
@@ -207,13 +217,14 @@ class _SegmentWriter:
         self._task = task
         self._progress = progress
         self._pending: list[bytes] = []
-        self._buffer: memoryview | None = None  # reused for all long ranges
+        self._buffer: memoryview | None = None  # buffer for all long ranges
         self._can_copy = hasattr(os, "copy_file_range")
 
     def write(self) -> None:
         """Write the segments.
 
-        Short segments are handled inline in one loop: there may be hundreds of thousands.
+        The loop handles short segments without function calls, because a task can have hundreds of
+        thousands of segments.
         """
         read, pending, size = ReadAhead().read, self._pending, 0
         for segment in self._task.segments:
@@ -242,7 +253,7 @@ class _SegmentWriter:
         self._flush()
 
     def _long(self, extent: Extent, number: int | None) -> None:
-        """Write a long extent: by a kernel copy, or piece by piece."""
+        """Write a long extent by a kernel copy, or piece by piece."""
         place = os.lseek(self._fd, 0, os.SEEK_CUR)
         if isinstance(extent, Range):
             if number is None and self._can_copy and self._task.is_copied(extent, place):
@@ -255,10 +266,11 @@ class _SegmentWriter:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
-            del piece  # free the piece before the next one is computed
+            del piece  # free memory before the next piece is computed
 
     def _copy(self, extent: Range) -> int:
-        """Copy with the kernel. Return the number of copied bytes: fewer than asked if it fails."""
+        """Copy with the kernel. Return the number of copied bytes. If the kernel cannot copy, the
+        number is smaller than the length of `extent`."""
         assert isinstance(extent.source, LocalFile)
         done = 0
         while done < extent.length:
@@ -296,10 +308,10 @@ class _SegmentWriter:
 def pieces(
     extent: Extent, place: int = 0, buffer: memoryview | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an extent. For a local file, one buffer that fits the cache is reused.
+    """Yield the bytes of an extent. For a local file, reuse one buffer that fits the CPU cache.
 
-    `place` is the offset in the output. Pieces end where the offset is divisible by the buffer
-    size.
+    `place` is the offset of the extent in the output. The end of each piece, except the last, is
+    divisible by the buffer size.
     """
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent)
@@ -315,9 +327,9 @@ def pieces(
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of all segments in order, with checksums filled in.
+    """Yield the bytes of all segments in order. Replace each placeholder by its checksum.
 
-    The next piece may overwrite the previous one.
+    All pieces may use the same buffer, so the next piece may overwrite the previous piece.
     """
     ahead = ReadAhead()
     for segment in segments:
@@ -333,7 +345,8 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """Return the CRC-32s that placeholders need, by number. All covered bytes are read."""
+    """Read the bytes of all `Checksummed` segments. Return a dict from checksum numbers to
+    CRC-32s."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Checksummed):
@@ -343,14 +356,15 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes, with several system calls if needed."""
+    """Write all bytes of `data`, with several system calls if necessary."""
     done = os.write(fd, data)
     while done < len(data):
         done += os.write(fd, memoryview(data)[done:])
 
 
 class ReadAhead:
-    """Reads short ranges through a window, which grows while ranges follow each other."""
+    """A read-ahead buffer for short ranges. The buffer grows while each range follows the previous
+    range."""
 
     def __init__(self) -> None:
         self._source: ByteSource | None = None
@@ -359,7 +373,7 @@ class ReadAhead:
         self._size = NEARBY
 
     def read(self, source: ByteSource, offset: int, length: int) -> bytes:
-        """Return `length` bytes of `source` from `offset`. Only these bytes enter checksums."""
+        """Return `length` bytes of `source` at `offset`. Add only these bytes to checksums."""
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
             follows = source is self._source and 0 <= at <= len(self._data) + self._size
@@ -376,7 +390,7 @@ class ReadAhead:
 
 
 def combined(sums: Iterable[Sum]) -> dict[int, int]:
-    """Combine the checksums of consecutive parts into one for each number."""
+    """Combine the CRC-32s of consecutive bytes. Return one CRC-32 for each checksum number."""
     found: dict[int, int] = {}
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc

@@ -1,16 +1,17 @@
-"""Edit a file in place, crash-safely: valid before and after, detectably invalid in between.
+"""Edit a file in place, crash-safely. During an edit, the file is detectably invalid.
 
     lock the file; write the journal beside it; invalidate the file; write the edits; set the size;
     write the seal; remove the journal
 
-with an fsync after each step. If the edit is interrupted, the journal exists as long as the file is
-invalid. The next command that opens the file detects the journal, and `recover` restores the file.
+An fsync follows each step. As long as the file is invalid, the journal exists. If the edit is
+interrupted, the next command that opens the file detects the journal. The command `recover` then
+restores the file.
 
-A process that has the file open or mapped sees the change. Therefore a file with several hard links
-is never edited in place.
+A process that has opened or mapped the file sees the changed bytes. Files with several hard links
+are never edited in place.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
-byte of the file changes. It is removed after the last byte has changed:
+byte of the file changes. The journal is removed after the last byte has changed. Its content:
 
     ckptkit journal 1\n
     {"inode", "before", "after": sizes, "breaks": [offset, length],
@@ -19,14 +20,16 @@ byte of the file changes. It is removed after the last byte has changed:
     the bytes of `breaks`, then for each span the bytes before and the bytes after
     SHA-256 of everything above
 
-A span of four numbers covers single bytes. The second number is the length of the list of their
-places; this list precedes the bytes. If files of one folder are edited together, each journal lists
-all these files in `group`. All journals exist before the first file changes, and all files are
-changed before the first journal is removed. Then the small file `then` is written, also by
-`recover` if it finds all files changed.
+A span of four numbers contains scattered bytes. The second number is the length of the list of
+their positions. This list precedes the bytes.
 
-A journal applies only to the file beside it, with the same inode. Each byte in a span must be the
-old byte, the new byte, or a byte of an interrupted write.
+If several files of a folder are edited together, `group` lists all these files in each journal. All
+journals exist before the first file changes. No journal is removed before all files have changed.
+The small file `then` is written after all files have changed. If an edit was interrupted at this
+point, `recover` writes the file `then`.
+
+A journal belongs to the file beside it. The inode of the file must be the inode in the journal.
+Each byte in a span must be the old byte, the new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ from ckptkit.publish.publish import (
 
 try:
     import fcntl
-except ImportError:  # Windows, where files are rewritten instead
+except ImportError:  # Windows rewrites files instead
     fcntl = None  # type: ignore[assignment]
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -75,14 +78,14 @@ _INTERRUPTED = "an edit in place was interrupted"
 
 
 def fits(patch: Patch) -> bool:
-    """Return whether the journal of a patch is below the size limit."""
+    """Return True if the journal of a patch is below the size limit."""
     return 2 * patch.written + (1 << 20) <= LARGEST
 
 
 def can_patch(path: str) -> bool:
-    """Return whether the file can be edited in place.
+    """Return True if the file can be edited in place.
 
-    The file must be a writable regular file with one hard link, and not a symbolic link.
+    The file must be a writable regular file with one hard link. Symbolic links are not edited.
     """
     info = os.lstat(path)
     folder, journal = os.path.split(journal_path(path))
@@ -99,9 +102,10 @@ def can_patch(path: str) -> bool:
 def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
     """Apply `patch` to its file. `changes` override `options`.
 
-    ``verify`` reads the written bytes back. ``progress`` is called once, at the end. ``dry_run``
-    only makes the checks before writing. Raises InputChangedError if the file changed since it was
-    read. If a write fails, restores the file and raises OutputError or VerifyError.
+    With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
+    the end. With ``dry_run``, only the checks before writing run. Raises InputChangedError if the
+    file changed after it was read. If a write fails, `apply` restores the file and raises
+    OutputError or VerifyError.
     """
     return apply_all((patch,), options.changed(changes))
 
@@ -109,10 +113,11 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
 def apply_all(
     patches: Sequence[Patch], options: Options = DEFAULT, then: tuple[str, str] | None = None
 ) -> Published:
-    """Apply patches to files of one folder: all of them or, if interrupted, none.
+    """Apply patches to several files of a folder. If the edit is interrupted, `recover` undoes all
+    patches.
 
-    `then` is a small file (path in the folder, text) that is written after all files are changed.
-    Otherwise like `apply`.
+    `then` is the path and content of a small file in the folder. This file is written after all
+    patches are applied. See `apply` for the options and errors.
     """
     bases = [patch.base for patch in patches]
     group = tuple(os.path.basename(base.path) for base in bases) if len(bases) > 1 else ()
@@ -141,7 +146,7 @@ def apply_all(
 
 
 class _Ready(NamedTuple):
-    """A patch whose file is locked and checked."""
+    """A patch with its journal. The file of the patch is locked and unchanged since it was read."""
 
     patch: Patch
     fd: int
@@ -150,7 +155,7 @@ class _Ready(NamedTuple):
 
 
 def _change(ready: Sequence[_Ready], verify: bool) -> None:
-    """Write all journals, then all files, then the file `then`; last, remove the journals."""
+    """Write all journals, change all files, write the file `then`, and remove the journals."""
     kept: list[_Ready] = []
     try:
         for each in ready:
@@ -167,7 +172,7 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
         if ready and ready[0].known.then is not None:
             _write_beside(ready[0].patch.base.path, ready[0].known.then)
     except BaseException:
-        # If journals are missing, no file has changed yet.
+        # A file can have changed only if all journals were written.
         for each in kept if len(kept) == len(ready) else ():
             _undo(each.fd, each.known)
         for each in kept:
@@ -186,7 +191,8 @@ def _write_beside(file: str, then: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
-    """Open the file with an advisory lock: exclusive for writing, shared for reading."""
+    """Open a file with an advisory lock. The lock is exclusive for writing, and shared for
+    reading."""
     fd = os.open(path, access | _FLAGS)
     try:
         try:
@@ -215,7 +221,7 @@ def _keep(pieces: Iterable[bytes], path: str) -> None:
         os.rename(temporary, path)
         sync_folder(os.path.dirname(path))
     except BaseException:
-        for each in (temporary, path):  # because of the lock, no other process wrote this file
+        for each in (temporary, path):  # no other process wrote these files, because of the lock
             with suppress(OSError):
                 os.unlink(each)
         raise
@@ -246,7 +252,7 @@ def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """Return up to `length` bytes at `offset`; fewer bytes at the end of the file."""
+    """Return `length` bytes at `offset`. At the end of the file, return fewer bytes."""
     os.lseek(fd, offset, os.SEEK_SET)
     found = b""
     while more := os.read(fd, length - len(found)):
@@ -255,7 +261,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 
 def _scattered(old: bytes, edit: Edit) -> bytes:
-    """Return the old bytes with the bytes of a scattered edit in their places."""
+    """Return `old` with the bytes of a scattered edit at their positions."""
     import numpy as np
 
     made = np.frombuffer(old, np.uint8).copy()
@@ -264,7 +270,8 @@ def _scattered(old: bytes, edit: Edit) -> bytes:
 
 
 def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
-    """Return bytes at `offset`, or at `places` after `offset`; fewer at the end of the file."""
+    """Return `length` bytes at `offset`. With `places`, return the bytes at these positions after
+    `offset`. At the end of the file, return fewer bytes."""
     if not places:
         return _read(fd, offset, length)
     import numpy as np
@@ -281,7 +288,7 @@ def _undo(fd: int, journal: Journal) -> None:
 
 
 def journals_of(path: str) -> Iterator[tuple[str, str]]:
-    """Yield (journal, file) for the journals at `path`, a file or a folder."""
+    """Yield (journal, file) for each journal of the file `path`, or in the folder `path`."""
     if os.path.isdir(path):
         journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(JOURNAL)]
     else:
@@ -293,12 +300,12 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
 
 
 def check_journals(path: str, undo: bool = False) -> None:
-    """Check for interrupted edits in place at `path`, a file or a folder of files.
+    """Check the file `path`, or the files in the folder `path`, for interrupted edits in place.
 
-    Raises InputError for half-edited files, and changes nothing: commands that only read do not
-    write. With `undo`, the function restores each file instead. If an edit was complete, `undo`
-    only removes the journal. Raises OutputError if a file cannot be restored. Raises InputError if
-    an edit is in progress, or if a journal does not match its file.
+    If `undo` is false, raises InputError for half-edited files and changes nothing. If `undo` is
+    true, restores half-edited files. For a complete edit, `undo` only removes the journal. Raises
+    OutputError if a file cannot be restored. Raises InputError if an edit is in progress, or if a
+    journal does not match its file.
     """
     for journal, file in journals_of(path):
         try:
@@ -314,7 +321,7 @@ def check_journals(path: str, undo: bool = False) -> None:
 
 
 def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
-    """Check a journal together with the journals of the other files in its group."""
+    """Check a journal and the journals of all files in its group."""
     members: list[tuple[str, int, Journal]] = []
     states = set()
     waiting = [file]
@@ -322,7 +329,7 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
         each = waiting.pop(0)
         place = journal_path(each)
         if not os.path.lexists(place) or not os.path.isfile(each):
-            continue  # the edit has finished in the meantime, or never started
+            continue  # the edit has just finished, or never started
         fd = stack.enter_context(_locked(each, each, os.O_RDWR if undo else os.O_RDONLY))
         if not os.path.lexists(place):
             continue
@@ -349,7 +356,7 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
-    """Return the journal. Raises InputError unless it belongs to this file."""
+    """Read a journal. Raises InputError if the journal does not belong to the file."""
     info = os.fstat(fd)
     with closing(LocalFile(journal, follow=False)) as source:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
@@ -377,17 +384,18 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
 
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes per comparison
-_LINE = 1 << 20  # maximum number of bytes of the JSON line
+_LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
-LARGEST = 512 << 20  # maximum bytes of a journal; for larger edits, the file is rewritten
-HEAD = len(_MAGIC) + _LINE  # maximum number of bytes up to the end of the JSON line
+LARGEST = 512 << 20  # maximum bytes of a journal
+HEAD = len(_MAGIC) + _LINE  # maximum bytes up to the end of the JSON line
 _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 
 
 class JournalSpan(NamedTuple):
-    """The bytes at `offset` before and after the edit; fewer bytes if the file ends earlier.
+    """The bytes at `offset` before and after the edit.
 
-    If ``places`` is set, the bytes are scattered, as in `Edit`.
+    ``old`` or ``new`` is shorter if the file ends earlier. If ``places`` is not empty, the bytes
+    are scattered: ``places`` contains their positions after `offset`, as in `Edit`.
     """
 
     offset: int
@@ -396,24 +404,25 @@ class JournalSpan(NamedTuple):
     places: bytes = b""
 
     def row(self) -> list[int]:
-        """Return the numbers of the span in the journal."""
+        """Return the numbers that represent the span in the JSON line of the journal."""
         places = [len(self.places)] if self.places else []
         return [self.offset, *places, len(self.old), len(self.new)]
 
     def stop(self, data: bytes) -> int:
-        """Return the end of `data` in the file. `data` are the bytes before or after the edit."""
+        """Return the offset after the last byte of `data` in the file. `data` is ``old`` or
+        ``new``."""
         return Edit(self.offset, data, self.places).stop
 
 
 class Journal(NamedTuple):
-    """The journal of one file, to recognize and undo an edit."""
+    """The content of a journal: the bytes of a file before and after an edit."""
 
     inode: int
-    before: int  # size of the file in bytes
+    before: int  # size in bytes before the edit
     after: int
     breaks: Edit
     spans: tuple[JournalSpan, ...]
-    group: tuple[str, ...] = ()  # names of all files that are edited together
+    group: tuple[str, ...] = ()  # names of files that are edited together
     then: tuple[str, str] | None = None
 
     def dump(self) -> bytes:
@@ -421,8 +430,9 @@ class Journal(NamedTuple):
         return b"".join(self.pieces())
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of a journal file in several buffers, without copying the spans."""
-        import hashlib  # imported late: every command looks for a journal, but few write one
+        """Yield the bytes of a journal file in several buffers. The bytes of the spans are not
+        copied."""
+        import hashlib  # imported late, because few commands write journals
         import json
 
         numbers = {
@@ -442,7 +452,8 @@ class Journal(NamedTuple):
         yield total.digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """Return edits that restore all bytes except `breaks`, and edits that restore `breaks`."""
+        """Return two lists of edits. The first list restores all bytes outside `breaks`. The second
+        list restores the bytes of `breaks`."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _, places in self.spans:
@@ -455,10 +466,13 @@ class Journal(NamedTuple):
         return [edit for edit in body if edit.data], [edit for edit in seal if edit.data]
 
     def state(self, size: int, found: Iterable[bytes]) -> str:
-        """Return the state of a file of `size` bytes, whose bytes at each span are `found`.
+        """Return the state of a file of `size` bytes. `found` yields the bytes of the file at each
+        span.
 
-        The state is ``before``, ``after``, ``between``, or ``else`` (a different program wrote to
-        the file).
+        - ``before``: the edit has changed no bytes.
+        - ``after``: the edit is complete.
+        - ``between``: the edit was interrupted.
+        - ``else``: another program wrote to the file.
         """
         states = set()
         for span, now in zip(self.spans, found, strict=True):
@@ -477,7 +491,8 @@ class Journal(NamedTuple):
         return "between"
 
     def _is_between(self, span: JournalSpan, now: bytes) -> bool:
-        """Return whether each byte is old, new, from `breaks`, or unwritten (0)."""
+        """Return True if each byte is an old byte, a new byte, a byte of `breaks`, or 0 (not
+        written)."""
         broken = bytearray(len(now))
         broken_at = self.breaks.offset - span.offset
         for place, byte in enumerate(() if span.places else self.breaks.data, broken_at):
@@ -498,7 +513,7 @@ class Journal(NamedTuple):
 def journal_of(
     patch: Patch, inode: int, group: tuple[str, ...] = (), then: tuple[str, str] | None = None
 ) -> Journal:
-    """Return the journal for a patch to the file with this inode."""
+    """Return the journal for a patch. `inode` is the inode of the file."""
     assert patch.breaks is not None and patch.seal is not None
     base, edits = patch.base, sorted((*patch.edits, patch.seal))
     spans = [JournalSpan(edit.offset, _old(patch, edit), edit.data, edit.places) for edit in edits]
@@ -516,7 +531,8 @@ def _old(patch: Patch, edit: Edit) -> bytes:
 
 
 def parse(data: bytes) -> Journal:
-    """Parse the bytes of a journal file. Raises FormatError if it is invalid or incomplete."""
+    """Parse the bytes of a journal file. Raises FormatError for an invalid or incomplete
+    journal."""
     import hashlib
 
     numbers, rows, start = _header(data, len(data))
@@ -536,17 +552,19 @@ def parse(data: bytes) -> Journal:
     )  # fmt: skip
     ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
     ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
-    # Otherwise the journal would not contain all old bytes.
+    # The journal must contain all old bytes.
     if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
     return known
 
 
 def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
-    """Return the content of the journal's line, its spans, and the end of the line.
+    """Parse the JSON line of a journal. Return its content, the spans, and the offset after the
+    line.
 
-    `size` is the size of the journal. Raises FormatError unless all numbers are offsets and lengths
-    that add up to exactly `size`. This is checked before the rest is read.
+    Raises FormatError if a number is not a valid offset or length, or if the lengths do not add up
+    to `size`, the size of the journal. `_trusted` checks this before it reads the rest of the
+    journal.
     """
     import json
 
@@ -572,7 +590,8 @@ def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], in
 
 
 def _counts(values: list[object], count: int) -> list[int]:
-    """Return numbers that are valid offsets and lengths in a file. Raises ValueError for others."""
+    """Return `values` if all are valid offsets or lengths in a file. Otherwise, raise
+    ValueError."""
     found = [value for value in values if type(value) is int and 0 <= value < 1 << 63]
     if len(found) != len(values) or len(found) != count:
         raise ValueError("not an offset or length in a file")

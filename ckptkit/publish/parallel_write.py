@@ -1,8 +1,8 @@
-"""Write output files by tasks: in this thread, or by threads, forked processes or an executor.
+"""Write output files in this thread, or with several threads, forked processes or an executor.
 
-The kernel executes writes to one file one after another, so threads do not speed up kernel copies.
-But threads can read, compute and checksum while another thread writes. If much is computed, forked
-processes are used where possible, because short calls in threads wait for the interpreter lock.
+The kernel executes all writes to a file one after another. Therefore, threads do not speed up
+kernel copies. However, threads can read bytes and compute while another thread writes. If most
+bytes are computed, forked processes are faster than threads, because threads wait for the GIL.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 
-TASK = 256 << 20  # bytes of a task for an executor
-THREAD_TASK = 32 << 20  # bytes of a task for a thread
+TASK = 256 << 20  # bytes per task of an executor
+THREAD_TASK = 32 << 20  # bytes per task of a thread
 THREADS = 4  # maximum number of threads or processes
 
-Results = Generator[tuple[int, TaskResult], None, None]  # index and result of each task
+Results = Generator[tuple[int, TaskResult], None, None]  # (index, result) of tasks
 
 
 def execute(
@@ -46,12 +46,14 @@ def execute(
     *,
     fork: bool = False,
 ) -> tuple[list[dict[int, int]], list[list[int]]]:
-    """Write the files, which must exist and be empty.
+    """Write the files. The files must exist and be empty.
 
-    Return the checksums of each file by number, and the runs of all bytes that were read for
-    checksums. Without an executor, threads are used if there is much to compute, download or read.
-    With ``fork``, processes replace threads if much is computed and processes can read the sources.
-    Raises the errors of reading and writing after all tasks have ended.
+    Return a dict from checksum numbers to CRC-32s for each file. Also return the runs of
+    `ReadSums`, the checksums of the bytes that were read.
+
+    Without an executor, threads are used for large amounts of data to compute, download or read. If
+    `fork` is true, forked processes can replace the threads. After all tasks have ended, errors of
+    reading and writing are raised.
     """
     if executor is not None:
         done = _spread(files, TASK, partial(_by_executor, executor), progress)
@@ -70,9 +72,10 @@ def execute(
 
 
 def _work_of(file: WriteTask) -> int:
-    """Return the number of bytes of a file that threads write faster.
+    """Return the number of bytes of a file for which threads are faster.
 
-    If a whole tensor must be in memory, tasks run one at a time, and the result is hugely negative.
+    If a complete tensor must be in memory, return a large negative number, so only one thread is
+    used.
     """
     work, place = 0, 0
     for segment in file.segments:
@@ -94,7 +97,7 @@ def _is_whole(extent: Extent) -> bool:
 
 
 def _can_fork(files: Sequence[WriteTask]) -> bool:
-    """Return whether forked processes write the files faster and can read the sources."""
+    """Return True if forked processes are faster than threads and can read the sources."""
     every = extents(flatten(file.segments for file in files))
     computed = [each for each in every if isinstance(each, Derived)]
     if not computed or any(map(_is_whole, computed)):
@@ -118,13 +121,14 @@ def _spread(
     way: Callable[[Sequence[WriteTask]], Results],
     progress: Progress,
 ) -> list[list[TaskResult]]:
-    """Write the files by tasks of about `size` bytes, and return the results of each file's tasks.
+    """Split the files into tasks of about `size` bytes and execute the tasks. Return the results
+    for each file.
 
-    `way` executes tasks and yields their indices and results, in any order.
+    `way` executes tasks and yields (index, result) in any order.
     """
     tasks = [list(cut(file, size)) for file in files]
     done: dict[int, TaskResult] = {}
-    for is_late in (False, True):  # compute checksums of written bytes after all writes
+    for is_late in (False, True):  # checksums of written bytes come last
         chosen = [task for task in flatten(tasks) if (task.checksum is not None) is is_late]
         if chosen:
             with closing(way(chosen)) as results:
@@ -169,7 +173,7 @@ def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
 
 
 def _fill(file: WriteTask, sums: dict[int, int]) -> None:
-    """Fill the placeholders with the checksums."""
+    """Write the checksums to the places of their placeholders."""
     at = 0
     with open(file.path, "r+b", buffering=0) as output:
         for segment in file.segments:

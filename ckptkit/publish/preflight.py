@@ -1,9 +1,9 @@
-"""Checks before anything is written, before a file is replaced, and of the bytes that were read.
+"""Check the destination before the first write, and check the CRC-32 of bytes that were read.
 
-New bytes, or new checksums, must not hide the damage of a tensor. Therefore, if a plan reads a
-whole member of a zip file, the CRC-32 of the member is computed during the read (`ReadSums`). Only
-bytes that were not read in order, as in transposes, are read again. Bytes that are copied together
-with their checksum stay unchanged, damaged or not, and are not checked.
+A damaged tensor must not get a new, valid checksum in the output. Therefore, if a plan reads a
+complete member of a zip file, the CRC-32 of the member is computed during the read (`ReadSums`).
+Bytes that were read out of order, as in transposes, are read again. If a member is copied together
+with its old checksum, the member is not checked.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ NO_ROOM = "free some space, or write to another disk: `df -h` lists them"
 def check_destination(
     plan: Plan, given: str, path: str, force: bool, read: Iterable[ByteSource]
 ) -> os.stat_result | None:
-    """Return the stat of the file to replace at the destination `path`; None if there is none.
+    """Check the destination `path`. Return the stat of an existing file, or None.
 
-    Raises UsageError or an OutputError if the output may not go there. `given` is the path as it
-    was typed: "-" is a stream, and a trailing slash means a folder. The destination must not be one
-    of the sources `read`, under any name or link.
+    Raises UsageError or OutputError if the output cannot be written to `path`. `given` is the path
+    as typed by the user. If `given` ends in a slash, the output must be a folder. The destination
+    must not be a source in `read`, not even by another name or link.
     """
     check_is_name(given)
     if given.endswith(os.sep) and not plan.is_folder:
@@ -85,9 +85,10 @@ def check_destination(
 
 
 def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
-    """Raise UsageError or OutputExistsError if an existing path may not be replaced.
+    """Raise UsageError or OutputExistsError if ckptkit must not replace the existing `path`.
 
-    A folder may replace an empty folder. With `force`, a file may replace a regular file or a link.
+    An output folder can replace an empty folder. With `force`, an output file can replace a regular
+    file or a link.
     """
     if stat.S_ISDIR(mode):
         if not folder_wanted:
@@ -113,9 +114,10 @@ def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
 
 
 def _is_special(link: str) -> bool:
-    """Return whether a link leads to a device, pipe, socket, or descriptor in ``/proc``.
+    """Return True if a link leads to a device, pipe, socket, or file descriptor in ``/proc``.
 
-    A descriptor may belong to a regular file, as ``/dev/stdout`` does when output is redirected.
+    A file descriptor can belong to a regular file. For example, redirection connects
+    ``/dev/stdout`` with a file.
     """
     target = os.path.join(os.path.dirname(link), os.readlink(link))
     if os.path.realpath(os.path.dirname(target)).startswith("/proc/"):
@@ -128,7 +130,8 @@ def _is_special(link: str) -> bool:
 
 
 def check_names(names: list[str]) -> None:
-    """Raise UsageError if files of a plan share a name or are outside their folder."""
+    """Raise UsageError if two files of a plan have the same name, or if a name leads outside the
+    folder."""
     parts = [part for name in names if name for part in name.split("/")]
     are_inside = all(
         part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
@@ -140,7 +143,7 @@ def check_names(names: list[str]) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raise the OSError that creating the folder `path` and a file in it would raise."""
+    """Raise an OSError if the folder `path`, or a file in this folder, cannot be created."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -152,7 +155,7 @@ def check_folder(path: str) -> None:
 
 
 def _check_writable(folder: str) -> None:
-    """Raise the OSError that creating a file in the folder would raise."""
+    """Raise an OSError if no file can be created in the folder."""
     if os.access(folder, os.W_OK | os.X_OK):
         return
     read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
@@ -161,7 +164,7 @@ def _check_writable(folder: str) -> None:
 
 
 def check_still_there(path: str, sources: Iterable[ByteSource]) -> None:
-    """Raise InputChangedError if the file to replace is no longer the file that was read."""
+    """Raise InputChangedError if another file has replaced the source at `path`."""
     known = {source.identity[:2] for source in sources if isinstance(source, LocalFile)}
     if known and identity_of(os.stat(path))[:2] not in known:
         hint = "run the command again"
@@ -169,11 +172,11 @@ def check_still_there(path: str, sources: Iterable[ByteSource]) -> None:
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Raise LimitError if a plan writes much more than it reads.
+    """Raise LimitError if a plan writes many more bytes than it reads.
 
-    A few bytes of a hostile file may describe terabytes.
+    A small hostile file can describe terabytes of output.
 
-    Headers and pickles do not count: they are in memory, and have the same length as in the source.
+    Headers and pickles are not counted, because these bytes are in memory.
     """
     if allow_expand or size <= LIMITS.expansion_free:
         return
@@ -188,10 +191,10 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
 
 
 def referenced(plan: Plan) -> int:
-    """Return the bytes of all storages that the plan reads, without repeats.
+    """Return the number of different bytes that the plan reads.
 
-    Compressed data counts with its inflated size, and quantized weights with the size of the
-    weights, which is bounded by the number of code bits.
+    For compressed data, count the inflated bytes. For quantized weights, count the dequantized
+    bytes, because the number of code bits limits their number.
     """
     ranges: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
@@ -231,18 +234,18 @@ def free(path: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-# Checksums of the bytes that were read
+# Checksums of bytes that were read.
 
 
-Run = Sequence[int]  # index of the source, offset, length, CRC-32
+Run = Sequence[int]  # (index of the source, offset, length, CRC-32)
 
-_PIECE = 64 << 20  # bytes that a thread reads again per task
-_ROUNDING = 1e-9  # tolerance for sums of shares
-_HEADER = 4 << 10  # maximum number of bytes of the header of an array
+_PIECE = 64 << 20  # maximum bytes per task that a thread reads again
+_ROUNDING = 1e-9  # tolerance for rounding errors
+_HEADER = 4 << 10  # maximum bytes of the header of an array
 
 
 class Check(NamedTuple):
-    """A member that is read whole: `length` bytes of a file from `offset`, and their CRC-32."""
+    """A member of a zip file that is read completely, with the CRC-32 in the file."""
 
     source: ByteSource
     offset: int
@@ -256,7 +259,7 @@ class Check(NamedTuple):
 
 
 class DamageError(CorruptError):
-    """Bytes that were read do not match their checksum."""
+    """The error for bytes that do not match their checksum in the file."""
 
     def __init__(self, message: str, damaged: Sequence[Range]) -> None:
         super().__init__(message, where=damaged[0].source.name)
@@ -264,7 +267,11 @@ class DamageError(CorruptError):
 
 
 def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
-    """Return the members of new bytes or, with `kept`, the members copied with their checksums."""
+    """Return the zip members to check.
+
+    If `kept` is false, these members get new checksums in the output. If `kept` is true, these
+    members are copied together with their old checksums.
+    """
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:
@@ -284,16 +291,17 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 
 
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
-    """Return the identities of the sources to checksum, in the order of their indices."""
+    """Return the identity of each source that contains a member to check. The indices of sources in
+    `Run` refer to this order."""
     return tuple(dict.fromkeys(check.source.identity for check in found))
 
 
 def _ranges_read(
     extent: Extent | None, share: float
 ) -> Iterator[tuple[ByteSource, int, int, float]]:
-    """Yield the ranges that an extent reads, each with the fraction of its bytes that is needed.
+    """Yield (source, offset, length, fraction of needed bytes) for each range that an extent reads.
 
-    Compressed data is excluded, because Inflate verifies its own checksum.
+    Ranges of compressed data are not included, because Inflate verifies the checksum.
     """
     if isinstance(extent, Range):
         yield (*extent, share)
@@ -304,7 +312,7 @@ def _ranges_read(
 
 
 def _members_read(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
-    """Yield the members of a source whose bytes are all read."""
+    """Yield the members of a source that are read completely."""
     assert source.members is not None
     file, base = in_file(source, 0)
     read.sort()
@@ -313,7 +321,8 @@ def _members_read(source: ByteSource, read: list[tuple[int, int, float]]) -> Ite
         number = bisect_left(starts, offset)
         if number == len(read) or starts[number] >= stop:
             continue
-        # The elements of an array follow a header, which was read earlier.
+        # The header of an array was already read. The plan reads only the elements after the
+        # header.
         at = first = starts[number]
         header = first - offset if offset + size == stop else 0
         end, amount = first + size - header, float(header)
@@ -325,13 +334,13 @@ def _members_read(source: ByteSource, read: list[tuple[int, int, float]]) -> Ite
 
 
 def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, int]]:
-    """Return the members whose bytes do not match their CRC-32, with the actual CRC-32.
+    """Return (member, actual CRC-32) for each damaged member.
 
-    `runs` are checksums of bytes that were read. For local files, this function reads the bytes
-    that `runs` does not cover.
+    `runs` contains checksums of bytes that were read. If `runs` does not cover a member of a local
+    file, `compare` reads the other bytes of the member.
     """
     numbers = {identity: number for number, identity in enumerate(identities(found))}
-    # For each source: offset -> (length, CRC-32) of the longest run that starts there.
+    # Index of the source -> offset -> (length, CRC-32) of the longest run at this offset.
     longest: dict[int, dict[int, tuple[int, int]]] = {number: {} for number in numbers.values()}
     for source, offset, length, crc in runs:
         row = longest[source]
@@ -361,9 +370,9 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
 def _parts(
     check: Check, starts: list[int], known: dict[int, tuple[int, int]]
 ) -> list[tuple[Range, int | None]]:
-    """Split a member into parts with known CRC-32s and parts to read (None).
+    """Split a member into parts. Yield None as the CRC-32 of a part that must be read.
 
-    Return [] if too much of a remote file would be read again.
+    If too many bytes of a remote file would be read again, return an empty list.
     """
     found: list[tuple[Range, int | None]] = []
     again = 0
@@ -387,7 +396,8 @@ def _sum(part: Range) -> int:
 
 
 def raise_damage(damaged: Sequence[tuple[Check, int]]) -> None:
-    """Raise DamageError for damaged members, or InputChangedError if their file has changed."""
+    """Raise DamageError if members are damaged. If the file has changed, raise
+    InputChangedError."""
     for check, _ in damaged:
         check.source.check_unchanged()
     if damaged:

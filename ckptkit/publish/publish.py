@@ -1,16 +1,22 @@
-"""Execute a plan: the complete output appears under the destination's name, or nothing does.
+"""Execute a plan. The destination appears only if the output is complete.
 
-The order of steps makes this safe. First, check the destination, space and size. Write a temporary
-file beside the destination, under an unguessable name. Check its length, that the input has not
-changed and, on request, every byte. Set its mode, fsync it, and rename it. If a step fails, the
-temporary file is removed and the destination is unchanged. The name of the temporary file is
+The steps are:
+
+1. Check the destination, the free space and the size of the output.
+2. Write a temporary file with an unguessable name beside the destination.
+3. Check the length of the temporary file. Check that the input has not changed. With ``verify``,
+  also compare every byte.
+4. Set the mode of the temporary file, flush the file to disk, and rename it.
+
+If a step fails, the temporary file is removed and the destination is unchanged. The name of the
+temporary file is
 
     .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
-A process id identifies a live process only on one machine, within one boot and one PID namespace.
-The context is a checksum of machine, boot and namespace. The next run that writes the same output
-can therefore tell that the process is gone, and removes the stale temporary file. A file from
-another machine, another container or before a restart is only reported.
+The context is a checksum of the boot id and the PID namespace, because a process id is unique only
+within one boot and one PID namespace. If a later run writes the same output, it removes temporary
+files of the same context whose process no longer exists. Temporary files of other machines, other
+containers or earlier boots are only reported.
 """
 
 from __future__ import annotations
@@ -62,16 +68,16 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The output at `path`: its bytes, number of files, and stale temporary files beside it.
+    """The written output. `left` contains the names of stale temporary files beside the output.
 
-    `damaged` is empty unless `verify` was set.
+    Without ``verify``, `damaged` is empty.
     """
 
     path: str
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
-    damaged: tuple[Range, ...] = ()  # copied ranges whose checksum, also copied, does not match
+    damaged: tuple[Range, ...] = ()  # damaged ranges, copied with their checksum
 
 
 def publish(
@@ -83,19 +89,19 @@ def publish(
     origin: ByteSource | Folder | None = None,
     **changes: Any,
 ) -> Published:
-    """Write `plan` to `destination`: a file, or a folder of files.
+    """Execute `plan`: write an output file or folder to `destination`.
 
-    `changes` override `options`. ``force`` allows ckptkit to replace a file. `replace_source`
-    allows it even for a file that the plan reads. A symbolic link is replaced, not followed. An
-    output that replaces a file is flushed to disk even without ``durable``. `origin` is the source
-    of the plan. The source is protected from being replaced even if the plan reads nothing from it.
-    A URL as destination receives one ordered stream, see :mod:`upload`. ``progress`` is called in
-    this process. ``dry_run`` only makes the checks before writing, and raises the errors of these
-    checks.
+    `changes` override `options`. With ``force``, the output can replace a file. With
+    `replace_source`, the output can even replace a file that the plan reads. If the destination is
+    a symbolic link, the output replaces the link, not its target. If the output replaces a file, it
+    is flushed to disk even without ``durable``. `origin` is the source of the plan. Without
+    `replace_source`, the output cannot replace `origin`, even if the plan reads no bytes of
+    `origin`. If the destination is a URL, see :mod:`upload`. ``progress`` is called in this
+    process. With ``dry_run``, only the checks before writing run.
 
-    Raises OutputExistsError, UsageError and LimitError before anything is written. Raises
-    OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input;
-    the destination is then unchanged.
+    Raises OutputExistsError, UsageError and LimitError before the first byte is written. Raises
+    OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input.
+    After an error, the destination is unchanged.
     """
     given, options = os.fspath(destination), options.changed(changes)
     size, sources = plan.size, plan.sources()
@@ -115,7 +121,7 @@ def publish(
         old = check_destination(plan, given, path, force, () if replace_source else read)
         check_size(plan, size, options.allow_expand)
         left = [] if options.dry_run else sweep(path)
-        journal = None  # the journal of an interrupted edit in place of the old file
+        journal = None  # stat of the journal of an interrupted edit in place
         with suppress(OSError):
             journal = os.lstat(journal_path(path))
         check_space(path, size)
@@ -141,12 +147,12 @@ def publish(
         except BaseException:
             new.discard()
             raise
-        with suppress(OSError):  # the new file does not need the old journal
+        with suppress(OSError):  # the new file needs no journal
             if replaced and journal and os.path.samestat(journal, os.lstat(journal_path(path))):
                 os.unlink(journal_path(path))
         if is_durable:
             try:
-                sync_folder(os.path.dirname(path))  # the rename must survive a power failure
+                sync_folder(os.path.dirname(path))  # makes the rename durable
             except OSError as error:
                 why = f"is written, but may not survive a power failure: {error.strerror}"
                 raise OutputError(why, where=path) from error
@@ -154,7 +160,7 @@ def publish(
 
 
 class _Temporary:
-    """The temporary output beside the destination. `places` are its files."""
+    """The temporary output beside the destination. `places` contains the paths of its files."""
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.path = temporary_name(path)
@@ -164,9 +170,11 @@ class _Temporary:
         self.places = [os.path.join(self.path, name) if name else self.path for name in names]
 
     def make(self, sources: Iterable[ByteSource]) -> int:
-        """Create empty files that only the user can access. Return the mode of the final output.
+        """Create empty files that only the current user can access. Return the mode for the final
+        output.
 
-        The mode denies access to group or others if they cannot read a local input.
+        If the group cannot read a local input, the mode denies access to the group. The same
+        applies to all other users.
         """
         if self.is_folder:
             os.mkdir(self.path)
@@ -194,8 +202,8 @@ class _Temporary:
             sync_folder(folder)
 
     def discard(self) -> None:
-        """Remove the files that exist."""
-        with suppress(OSError):  # report the original error instead
+        """Remove the temporary output."""
+        with suppress(OSError):  # the original error is more important
             for place in filter(os.path.lexists, self.places):
                 os.unlink(place)
             for folder in filter(os.path.lexists, reversed(self.folders)):
@@ -206,7 +214,7 @@ class _Temporary:
 
 @contextmanager
 def reported(path: str, typed: str, size: int) -> Iterator[None]:
-    """Convert OSError to OutputError, with the destination as the user typed it."""
+    """Convert OSError to OutputError. The message contains the destination `typed` by the user."""
     try:
         yield
     except CkptkitError as error:
@@ -222,10 +230,10 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
 
 
 def _inherit(temporary: str, old: os.stat_result, path: str | None) -> int:
-    """Copy owner and group of the replaced file to a file, as far as permitted.
+    """Copy the owner and group of the replaced file to the temporary file, as far as permitted.
 
-    A rewritten file also keeps the user's extended attributes of its source at `path`. Return the
-    mode of the old file.
+    If `path` is given, also copy the extended attributes ("user.*") of the file `path`. Return the
+    mode of the replaced file.
     """
     now = os.lstat(temporary)
     owner = -1 if old.st_uid == now.st_uid else old.st_uid
@@ -246,9 +254,9 @@ def _inherit(temporary: str, old: os.stat_result, path: str | None) -> int:
 
 
 def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tuple[Range, ...]:
-    """Write the files of a plan, `size` bytes in total.
+    """Write the files of a plan. `size` is the total number of bytes.
 
-    Return the damaged ranges among those that are copied together with their checksum.
+    With ``verify``, return the damaged ranges that are copied together with their old checksum.
     """
     report = options.progress or (lambda count, total: None)
     checked = checks(plan.files) if options.check else []
@@ -279,15 +287,14 @@ def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tu
 
 
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
-    """Read output and input again. Raises VerifyError if they differ."""
+    """Read the output and the input again. Raises VerifyError if a byte of the output is wrong."""
     at = 0
     found = bytearray()
     with open(place, "rb") as output:
         for piece in in_order(file.segments, sums):
             if len(found) != len(piece):
                 found = bytearray(len(piece))
-            # startswith compares buffers at the speed of memory; == on a memoryview compares
-            # byte by byte
+            # startswith is much faster than == on a memoryview, which compares byte by byte.
             if output.readinto(found) != len(piece) or not found.startswith(piece):
                 name = file.name or "the output"
                 raise VerifyError(f"{name} differs from the plan, at byte {at:,} or after")
@@ -295,8 +302,8 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
 
 
 def sync(path: str) -> None:
-    """fsync a file or folder once: a retry is useless, because a failed fsync drops the data."""
-    if os.name == "nt":  # Windows cannot open folders, nor sync files that are open for reading
+    """Call fsync for a file or folder. Do not retry, because a failed fsync drops the data."""
+    if os.name == "nt":  # Windows cannot fsync folders and files opened for reading
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -306,9 +313,10 @@ def sync(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """fsync a folder if possible.
+    """Call fsync for a folder if possible.
 
-    Some folders cannot be opened for reading, and some file systems do not support it.
+    Some folders cannot be opened for reading, and some file systems do not support fsync for
+    folders.
     """
     try:
         sync(path)
@@ -318,9 +326,9 @@ def sync_folder(path: str) -> None:
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
-    """Rename the temporary file into place. Return the names of temporary files that remain.
+    """Rename the temporary file to `path`. Return the names of temporary files that are left.
 
-    Without `force`, raise OutputExistsError if the destination has appeared in the meantime.
+    Without `force`, raises OutputExistsError if another process has created the destination.
     """
     try:
         if folder:
@@ -334,7 +342,7 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(path):  # not atomic, but without hard links nothing better exists
+            if os.path.lexists(path):  # without hard links, not atomic
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
             os.rename(temporary, path)
             return []
@@ -344,17 +352,17 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         raise
     try:
         os.unlink(temporary)
-    except OSError:  # the output itself is complete
+    except OSError:  # the output is complete
         return [os.path.basename(temporary)]
     return []
 
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold the lock of the file to replace, if its file system supports locks.
+    """Lock the file to replace. If the file system does not support locks, do nothing.
 
-    If two processes edit one file, the second process waits here, then detects that its source is
-    gone.
+    If two processes edit one file, the second process waits for the lock. Then, `check_still_there`
+    detects that another file has replaced the source.
     """
     with ExitStack() as held:
         with suppress(ImportError, OSError):
@@ -369,14 +377,15 @@ def _locked(path: str) -> Iterator[None]:
 # Temporary files
 
 
-NAME_MAX = 255  # bytes of a file name
-SETTLED = 3600  # seconds without a write after which a temporary file is probably stale
+NAME_MAX = 255  # maximum bytes of a file name
+SETTLED = 3600  # seconds after the last write of a stale temporary file
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
 
 
 def temporary_name(path: str) -> str:
-    """Return a unique temporary name beside `path` that contains its (shortened) file name."""
+    """Return a unique path beside `path`. The name contains the name of the file, shortened if
+    necessary."""
     folder, name = os.path.split(path)
     where = _where() or os.urandom(4).hex()
     return os.path.join(
@@ -392,7 +401,8 @@ def _joined(name: str, ending: str) -> str:
 
 @lru_cache
 def _where() -> str | None:
-    """Return a checksum of boot id and PID namespace, None if the system does not provide them."""
+    """Return a checksum of the boot id and the PID namespace, or None if the system has no boot
+    id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -402,15 +412,16 @@ def _where() -> str | None:
 
 
 def new_file(path: str) -> int:
-    """Create a new file and open it for writing. Existing files and links raise FileExistsError."""
+    """Create a file and open it for writing. Raises FileExistsError for existing files and
+    links."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def sweep(path: str) -> list[str]:
-    """Remove stale temporary files of the output `path` and of journals of its edits.
+    """Remove stale temporary files of the output `path`, and of journals of `path`.
 
-    Return the names of files from other contexts, which may be stale too.
+    Return the names of old temporary files from other machines, containers or boots.
     """
     folder, name = os.path.split(path)
     names = (name, f".{name}{JOURNAL}")
@@ -437,7 +448,7 @@ def sweep(path: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _temporaries(folder: str) -> tuple[str, ...]:
-    """Return the temporary files in `folder`, cached so that a batch lists each folder once."""
+    """Return the names of the temporary files in `folder`. The cache avoids repeated listings."""
     try:
         names = os.listdir(folder)
     except OSError:

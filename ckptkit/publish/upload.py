@@ -1,11 +1,16 @@
-"""Write a plan to a URL: a file as one ordered stream, a folder several files at a time.
+"""Upload the output of a plan to a URL.
 
-Files appear when they are complete. In an object store, fsspec's transactions finish or drop
-multipart uploads. On a remote file system, they rename or remove the written files. Files that list
-other files (an index, the metadata of a DCP folder) are finished last, and the first listed file
-just before them. A reader that finds a list therefore finds all listed files. If the process is
-killed in between, the finished files do not form a checkpoint, and a new upload of the same output
-may replace them. If checksums precede the bytes that they cover, the input is read twice.
+A single file is sent as one ordered stream. The files of a folder are sent in parallel.
+
+A file appears at the URL only if it is complete. In an object store, a transaction of fsspec
+finishes or aborts the multipart uploads. On a remote file system, the transaction renames or
+removes the written files.
+
+Index files (such as the metadata of a DCP folder) are finished last. The first file with tensors is
+finished just before the index files. Therefore, if a reader finds an index file, all listed files
+exist. If the process is killed before this point, the finished files are not a checkpoint, and a
+new upload of the same output can replace these files. If a checksum precedes its bytes in the
+output, the input is read twice.
 """
 
 from __future__ import annotations
@@ -25,18 +30,19 @@ from ckptkit.publish.preflight import check_names, checks, compare, identities, 
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.transport import not_written, presentable
 
-PART = 16 << 20  # bytes per part of an upload
-SHARED = 8 << 20  # bytes per part if several files share the memory
-PARTS = 9_000  # maximum number of parts of an upload; stores allow 10,000
+PART = 16 << 20  # bytes per part of a multipart upload
+SHARED = 8 << 20  # bytes per part if several files are sent in parallel
+PARTS = 9_000  # maximum number of parts of an upload (stores allow 10,000)
 UPLOADS = 3  # number of files of a folder to upload in parallel
 
 
 def upload(plan: Plan, url: str, options: Options) -> None:
-    """Write the files of `plan` to `url`, or below `url`. A dry run only makes the checks.
+    """Write the file of `plan` to `url`, or the files of `plan` below `url`. With ``dry_run``, only
+    the checks run.
 
-    Raises UsageError and OutputExistsError before anything is sent. Raises OutputError,
-    InputChangedError, DamageError and the errors of reading the input; nothing has then changed at
-    `url`, unless the remote file system fails to clean up.
+    Raises UsageError and OutputExistsError before the first byte is sent. Raises OutputError,
+    InputChangedError, DamageError and the errors of reading the input. After an error, `url` is
+    unchanged, unless the remote file system fails to remove written files.
     """
     name = shown_url(url)
     if options.verify:
@@ -45,7 +51,7 @@ def upload(plan: Plan, url: str, options: Options) -> None:
             where=name,
             hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
-    fs, path = filesystem(url)  # transactions need one file system object per thread
+    fs, path = filesystem(url)  # file system object for this thread's transaction
     if is_web(fs):
         hint = "write it to a local path, then copy it"
         raise UsageError("cannot write to a web server", where=name, hint=hint)
@@ -54,8 +60,8 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the input file", where=name, hint="give another name")
-    # Finish files that list other files last, and the first listed file just before them. Without
-    # the first numbered part, the other parts are not a checkpoint.
+    # Finish index files last, and the first shard just before the index files. Without the first
+    # shard, the other shards are not a checkpoint.
     literal = [file for file in plan.files if _is_literal(file)]
     others = [file for file in plan.files if not _is_literal(file)]
     files = [*others[1:], *others[:1], *literal]
@@ -78,10 +84,11 @@ def upload(plan: Plan, url: str, options: Options) -> None:
 
 
 def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
-    """Return the files to remove: files from an interrupted upload of the same folder.
+    """Return the paths of files from an interrupted upload of the same folder.
 
-    A mixture of both outputs would look complete. Raises OutputExistsError for anything else at
-    `path`, and, without `force`, also for such files. A single file is overwritten with `force`.
+    These files must be removed, because a mixture of the old and the new output would look
+    complete. Without `force`, raises OutputExistsError if `path` exists. With `force`, a single
+    file at `path` is overwritten. Raises OutputExistsError if the folder contains any other file.
     """
     is_folder = bool(files[0].name)
     if (force and not is_folder) or not fs.exists(path):
@@ -108,7 +115,7 @@ def _is_literal(file: OutputFile) -> bool:
 
 
 class _Upload:
-    """Uploads of the files of one plan."""
+    """The upload of the files of a plan."""
 
     def __init__(self, fs: Any, path: str, plan: Plan, options: Options) -> None:
         self._fs = fs
@@ -123,10 +130,10 @@ class _Upload:
         self._failed = Event()
 
     def send(self, files: Sequence[OutputFile]) -> None:
-        """Send the files and finish them. If a file cannot be finished, remove the other files.
+        """Send and finish the files. If a file cannot be finished, remove the finished files.
 
-        Files with tensor bytes are sent first, in parallel. Files that list them follow. They are
-        finished in the order in which their streams are opened.
+        Files with tensors are sent first, in parallel. Index files follow. The files are finished
+        in the order in which their streams were opened.
         """
         is_sent = False
         try:
@@ -135,7 +142,7 @@ class _Upload:
                 is_sent = True
         except BaseException:
             for file in reversed(files) if is_sent and files[0].name else ():
-                with suppress(Exception):  # the earlier failure is reported
+                with suppress(Exception):  # report the original error
                     self._fs.rm_file(self._place(file))
             raise
 
@@ -190,7 +197,7 @@ class _Upload:
                         raise OutputError(why)
             self._runs += sums.runs
             check()
-            # If another thread has failed, that thread raises the error.
+            # If another thread has failed, the other thread raises the error.
             if not self._failed.is_set():
                 stream.close()
         except BaseException:
