@@ -1,22 +1,22 @@
-"""Read numpy's file of one array (.npy); read and write its archive of named arrays (.npz).
+"""Read numpy's file of one array (.npy). Read and write its archive of named arrays (.npz).
 
     93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | elements
 
     {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 
-The header is a Python dict literal in Latin-1; in version 3, UTF-8. It is parsed, not evaluated:
-three entries in any order, each once. ``descr`` is byte order, kind and bytes of an element; for a
-structured array, a list of fields. The elements of an object array are one pickle. Source:
-numpy/lib/_format_impl.py.
+The header is a Python dict literal, encoded in Latin-1 (in version 3 in UTF-8). ckptkit parses the
+header and does not evaluate it. The header must contain these three entries once, in any order.
+``descr`` contains byte order, kind and size of an element. For a structured array, ``descr`` is a
+list of fields. The elements of an object array are one pickle. Source: numpy/lib/_format_impl.py.
 
-Arrays of numbers and booleans are read as tensors, a single string as a string, the pickle of an
-object array like any pickle. All other arrays are refused.
+ckptkit reads an array of numbers or booleans as a tensor, an array of one string as a string, and
+an object array as its unpickled value. It refuses all other arrays.
 
-The archive is a zip file of ``<name>.npy``, stored or deflated. Source: numpy.savez,
+The archive is a zip file of members called ``<name>.npy``, stored or deflated. Source: numpy.savez,
 numpy.savez_compressed. Unlike torch, numpy distinguishes names that differ only in case. ckptkit
-writes archives like numpy.savez, uncompressed, with elements aligned to 64 bytes. The format stores
-only arrays of numbers: everything outside the weights is dropped, and tied tensors are written
-twice.
+writes uncompressed archives like numpy.savez, with elements aligned to 64 bytes. An archive stores
+only arrays of numbers. Therefore ckptkit drops everything except the weights, and writes a tied
+tensor once for each name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ALIGNMENT = 64  # alignment of the elements, in bytes
 
 _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _AGAIN = "the file is truncated: download or copy it again"
-_FIRST = 256  # number of bytes in the first read, enough for most headers
+_FIRST = 256  # number of bytes in the first read, which contains most headers
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
     (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)
@@ -80,7 +80,8 @@ _ITEM = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _KINDS = {"descr": ("descr", "fields"), "fortran_order": ("flag",), "shape": ("shape",)}
-_CODES = {f"{name[0]}{row.itemsize}": row for name, row in BY_NUMPY.items()}  # f4: float32
+# dtypes by numpy's code, such as f4 for float32.
+_CODES = {f"{name[0]}{row.itemsize}": row for name, row in BY_NUMPY.items()}
 _TEXT = re.compile(r"([<>|=]?)([US])([0-9]{1,9})")
 
 
@@ -94,7 +95,7 @@ class NpyHeader(NamedTuple):
 
 
 class Array(NamedTuple):
-    """The value of an .npy file; for an object array, also its pickle."""
+    """The value of an .npy file. ``pickled`` is the pickle of an object array, otherwise None."""
 
     root: Node
     pickled: Unpickled | None = None
@@ -115,10 +116,10 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
-    """Read the header of the .npy file in `extent`; `crc` is the CRC-32 of its bytes, or None.
+    """Read the array in the bytes `extent`. The elements of a tensor are read later.
 
-    Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError,
-    TensorError.
+    `crc` is the CRC-32 of `extent`, or None. Raises TruncatedError, CorruptError, FormatError,
+    AmbiguousError, UnsupportedError, LimitError, TensorError.
     """
     header, text = _header(extent)
     nbytes = extent.length - header.start
@@ -137,7 +138,7 @@ def read_array(extent: Extent, crc: int | None) -> Array:
 
 
 def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
-    """Return the parsed header, and its bytes."""
+    """Return the parsed header, and the bytes before the elements."""
     head = _head(extent, _FIRST)
     if not head.startswith(MAGIC):
         raise FormatError("does not begin with the signature of a numpy array")
@@ -158,11 +159,11 @@ def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
 
 
 def _head(extent: Extent, length: int) -> bytes:
-    """Return the first bytes, at most `length`."""
+    """Return the first `length` bytes, or all bytes if there are fewer."""
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    # Limits the read: `length` bytes, deflated, take at most about `length` bytes.
+    # `length` deflated bytes take about `length` bytes or fewer. Therefore read only the beginning.
     (stored,) = extent.inputs
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
@@ -170,7 +171,7 @@ def _head(extent: Extent, length: int) -> bytes:
 
 
 def _parse(text: str) -> tuple[str, bool, Shape]:
-    """Parse the dict literal of a header: descr, fortran_order, shape."""
+    """Parse the dict literal of a header. Return descr, fortran_order and shape."""
     inner = text.strip()
     if not (inner.startswith("{") and inner.endswith("}")):
         raise FormatError(f"an array's header is not a dict: {text[:60]!r}")
@@ -199,7 +200,7 @@ def _shape(text: str) -> Shape:
         return ()
     *sizes, last = (each.strip() for each in text.split(","))
     sizes = [*sizes, last] if last and sizes else sizes
-    # 3L is a long of Python 2.
+    # Python 2 writes a long integer as 3L.
     if not sizes or not all(re.fullmatch("[0-9]{1,19}L?", each) for each in sizes):
         raise FormatError(f"the shape ({text[:60]}) of an array is not a tuple of sizes")
     return tuple(int(each.rstrip("L")) for each in sizes)
@@ -213,7 +214,7 @@ def _dtype(descr: str) -> tuple[str, DType]:
         return order, dtype
     if re.fullmatch("V[0-9]+", code):
         raise UnsupportedError(
-            f"contains elements of {code[1:]} bytes whose type numpy did not record ({descr})",
+            f"contains elements of {code[1:]} bytes, whose type numpy did not record ({descr})",
             hint="numpy saves bfloat16 and float8 like this: save them as float32",
         )
     what = (
@@ -233,12 +234,12 @@ def _check_size(expected: int, found: int, header: NpyHeader, dtype: DType) -> N
         )
     if found > expected:
         raise AmbiguousError(
-            f"{found - expected:,} bytes follow the array; other readers may interpret them"
+            f"{found - expected:,} bytes follow the array; other readers may read these bytes"
         )
 
 
 def _text(header: NpyHeader, extent: Extent) -> str | bytes:
-    """Return the value of an array with one string, without numpy's zero padding."""
+    """Return the string in an array of one string, without numpy's zero padding."""
     order, kind, size = _TEXT.fullmatch(header.descr).groups()  # type: ignore[union-attr]
     nbytes = int(size) * (4 if kind == "U" else 1)
     check("string_bytes", nbytes, "bytes of a string")
@@ -311,7 +312,7 @@ def matches_npz(probe: Probe) -> bool:
 def read_npz(probe: Probe) -> Checkpoint:
     """Read the arrays by name, in the order of the archive.
 
-    Raises the errors of `read_array`; each error names the array.
+    Raises the errors of `read_array`. Each error names the array.
     """
     archive = probe.zip
     assert archive is not None
@@ -338,7 +339,7 @@ def read_npz(probe: Probe) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan an archive of the weights; the notes name dropped values.
+    """Plan an archive of the weights. The notes of the plan name the dropped values.
 
     Raises TensorError if numpy has no equivalent of a tensor's dtype.
     """
@@ -366,7 +367,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of dropped values. Other weights-only formats store these as metadata."""
+    """Yield the names of dropped values that other weights-only formats store as metadata."""
     yield from leftovers(checkpoint)[0]
     yield from (f"{key} (metadata)" for key in checkpoint.extras)
     node = checkpoint.required.node
@@ -392,14 +393,14 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
 
 
 def _is_member_name(name: str) -> bool:
-    """Return whether all zip readers interpret a name as the same relative path."""
+    """Return whether all zip readers interpret a name as one and the same relative path."""
     if not is_utf8(name) or len(name.encode()) > _NAME_BYTES or _CONTROL.search(name):
         return False
     return not ("\\" in name or name.startswith("/") or ".." in name.split("/"))
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return the reason why npz cannot store a tensor, None if it can."""
+    """Return the reason why npz cannot store a tensor, or None."""
     if not _is_member_name(name):
         return "a member of a zip file cannot have its name"
     if tensor.layout != "strided":

@@ -1,36 +1,41 @@
 """Read the weights in torch.export.save archives (.pt2) and Stable-Baselines3 models.
 
-The weights and constants of an ExportedProgram are read; its graph is not.
+ckptkit reads the weights and constants of an ExportedProgram, but not its graph.
 
-Since about torch 2.8 a .pt2 is a zip archive with one top folder, as in :mod:`torch_zip`:
+Since about torch 2.8, a .pt2 is a zip archive with one top folder, as in :mod:`torch_zip`:
 
     <top>/archive_format                             "pt2"
-    <top>/models/<model>.json                        the graph; most archives have one, called model
+    <top>/models/<model>.json                        the graph of a model; most archives contain
+                                                     one model, called "model"
     <top>/data/weights/<model>_weights_config.json   {"config": {name: {"path_name": "weight_0",
                                                      "use_pickle": false, "is_param": true,
                                                      "tensor_meta": META}...}}
     <top>/data/weights/weight_0                      the bytes of a storage, which several tensors
                                                      may share
-    <top>/data/constants/<model>_constants_config.json, tensor_0...        the same for constants
+    <top>/data/constants/<model>_constants_config.json   the names of constants, as for weights
+    <top>/data/constants/tensor_0                    the bytes of a storage of constants
     META    {"dtype": 7, "layout": 7, "sizes": [{"as_int": 4}...], "strides": [...],
             "storage_offset": {"as_int": 0}, "device": {"type": "cuda", "index": 1},
             "requires_grad": true}; strides and offset are in elements
 
-Before, it was a plain zip file:
+Older versions of torch wrote a plain zip file:
 
     serialized_exported_program.json, version            the graph
-    serialized_state_dict.pt, serialized_constants.pt    torch.save files; until torch 2.3, .json
+    serialized_state_dict.pt, serialized_constants.pt    torch.save files (until torch 2.3 with the
+                                                         suffix .json)
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
 
-A Stable-Baselines3 model is a zip archive whose policy.pth is the state_dict:
+A Stable-Baselines3 model is a zip archive. ckptkit reads only policy.pth:
 
-    policy.pth                    torch.save of the policy's state_dict, the only member that is
-    read policy.optimizer.pth          torch.save of its optimizer's state_dict
-    pytorch_variables.pth         other tensors, if any data, system_info.txt         JSON with
-    pickles in Base64; plain text _stable_baselines3_version    the library's version
+    policy.pth                    torch.save file of the policy's state_dict
+    policy.optimizer.pth          torch.save file of the optimizer's state_dict
+    pytorch_variables.pth         torch.save file of other tensors
+    data                          JSON that contains pickles in Base64
+    system_info.txt               plain text
+    _stable_baselines3_version    the version of Stable-Baselines3
 
-The members are stored. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
+The members are not compressed. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
 
 from __future__ import annotations
@@ -129,7 +134,7 @@ class _ExportedArchive(Archive):
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
     def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
-        """Return the tensors that a configuration lists, None if the configuration is missing."""
+        """Return the tensors that a configuration lists, or None if no member has its name."""
         name = self.folder + folder + config
         if name not in self.directory:
             return None
@@ -168,7 +173,7 @@ class _ExportedArchive(Archive):
 
 
 def _integer(parsed: Any) -> int:
-    """Return n of ``{"as_int": n}``. The sizes of a stored tensor are never symbolic."""
+    """Return the integer n in ``{"as_int": n}``. The sizes of stored tensors are never symbolic."""
     return field(parsed, "as_int", int, _CONFIG)
 
 
@@ -191,7 +196,7 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
             held[part] = zip_archive.read(probe)
     if not held:
         raise UnsupportedError(
-            "is an exported program whose weights are not where torch.export.save writes them"
+            "is an exported program without the members in which torch.export.save writes weights"
         )
     return Checkpoint(
         {part: each.root for part, each in held.items()},
@@ -213,16 +218,16 @@ def matches_baselines(probe: Probe) -> bool:
 
 
 def read_baselines(probe: Probe) -> Checkpoint:
-    """Read policy.pth; a warning names the other members.
+    """Read policy.pth. A warning names the other members.
 
-    Raises UnsupportedError if policy.pth is compressed, FormatError if it is not a torch.save file,
-    and the errors of its format.
+    Raises UnsupportedError if policy.pth is compressed. Raises FormatError if policy.pth is not a
+    torch.save file. Also raises the errors of the torch.save formats.
     """
     archive = probe.zip
     assert archive is not None
     extent = archive.locate(POLICY)
     if not isinstance(extent, Range):
-        raise UnsupportedError(f"its {POLICY} is compressed", hint="unpack it and name that file")
+        raise UnsupportedError(f"its {POLICY} is compressed", hint=f"unpack {POLICY} and name it")
     inner = Probe(Section(*extent))
     for format in (table.TORCH_ZIP, table.TORCH_LEGACY):
         if format.matches(inner):

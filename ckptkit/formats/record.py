@@ -1,24 +1,26 @@
-"""Store in a file's ``__metadata__`` what a safetensors header cannot express, and restore it.
+"""Store values that a safetensors header cannot express in ``__metadata__``, and restore them.
 
-Ties follow the convention of the hub: ``metadata[dropped name] = kept name``
-(safetensors.torch.save_model). A tie records that two names share one tensor. Files of other
-programs can contain metadata of the same form by accident. In such files, ckptkit reads a tie only
-if both names are parameters of different modules with the same attribute name (``head.weight``,
-``embed.weight``). All other information is one JSON string, the record, under the key ``ckptkit``.
-A missing field means an empty value:
+A tie records that two names share one tensor. Ties follow the convention of the Hugging Face hub:
+``metadata[dropped name] = kept name`` (safetensors.torch.save_model). A file of another program may
+contain metadata of this form by accident. In such a file, ckptkit reads an entry as a tie only if
+both names are parameters with equal attribute names (``head.weight``, ``embed.weight``).
+
+All other values are fields of one JSON string, the record, under the metadata key ``ckptkit``. A
+missing field means an empty value:
 
     version               1
-    ordered               true: the state_dict was an OrderedDict
-    state_dict_metadata   its `_metadata`: {module name: {"version": 1}}
-    ties                  {dropped name: its position among all names}
-    parameters            true, or the names: tensors that were nn.Parameter
-    requires_grad         true, or the names
-    values                {dotted path: a value outside the weights (`epoch`)}; kept, not restored
-    root, tree            the whole checkpoint instead of all these: safetensors_tree
+    ordered               true if the state_dict was an OrderedDict
+    state_dict_metadata   `_metadata` of the state_dict: {module name: {"version": 1}}
+    ties                  {dropped name: position of the name among all names}
+    parameters            list of the tensors that were nn.Parameter; true for all tensors
+    requires_grad         list of the tensors that require a gradient; true for all tensors
+    values                {dotted path: a value outside the weights (`epoch`)}; stored only for
+                          information, not restored
+    root, tree            the complete checkpoint, instead of the fields above: see safetensors_tree
 
-:mod:`strict_json` encodes the values. A record of a later version is read as an ordinary metadata
-string. `leftovers` returns the values that a weights-only format stores as strings, and notes on
-the values that it drops.
+:mod:`strict_json` encodes the values. ckptkit reads a record of a later version as an ordinary
+metadata string. `leftovers` returns the values that a weights-only format stores as strings, and
+notes that name the values that it drops.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ from ckptkit.pickles.judge import refused_by_weights_only
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
-WHOLE = object()  # marks a checkpoint whose whole tree (not only weights) was in the file
+# Marks a checkpoint that was read from a file with its complete tree, not only with its weights.
+WHOLE = object()
 
 
 # Reading
@@ -71,20 +74,20 @@ class Restored(NamedTuple):
     """The tree restored from tensors and metadata."""
 
     root: Node
-    metadata: dict[str, str]  # entries that are not part of the tree
+    metadata: dict[str, str]  # metadata entries that were not used to restore the tree
     warnings: tuple[str, ...] = ()
     globals: tuple[Global, ...] = ()
-    is_whole: bool = False  # the file recorded the whole tree
+    is_whole: bool = False  # whether the file contained the complete tree
 
 
 def restore(
     tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False
 ) -> Restored:
-    """Restore the state_dict, or whole tree, from `tensors` and `metadata`.
+    """Restore the state_dict, or the complete tree, from `tensors` and `metadata`.
 
-    `index`: the metadata comes from an index of shards, not from a single file. The returned
-    metadata keeps the recorded values. If the record is unreadable, the returned metadata keeps the
-    record, and there is a warning.
+    `index` is true if the metadata comes from an index of shards, not from a single file. The
+    returned metadata keeps the recorded values. If the record is unreadable, the returned metadata
+    keeps the record, and `warnings` contains the reason.
     """
     try:
         fields = _parse(metadata)
@@ -104,7 +107,7 @@ def restore(
 def _whole(
     fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Restored:
-    from ckptkit.formats import safetensors_tree  # imported only for whole checkpoints
+    from ckptkit.formats import safetensors_tree  # imported only for complete checkpoints
 
     ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
@@ -116,10 +119,11 @@ def _whole(
 def restore_ties(
     nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False
 ) -> Restored:
-    """Restore ties by the convention of the hub; tied names follow all other names.
+    """Restore ties that follow the convention of the hub. Tied names come after all other names.
 
-    The metadata of an `index` follows the hub's convention. The metadata of a file may contain
-    notes of its author. There, an entry is a tie only if both names look like parameters.
+    In the metadata of an index (`index`), every entry of two names is a tie. The metadata of a
+    single file may contain other notes of its author. In a single file, an entry is a tie only if
+    both names look like parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
     ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
@@ -138,7 +142,7 @@ def restore_ties(
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return, as JSON, the recorded values outside the weights, from the record in `metadata`."""
+    """Return the values outside the weights that the record in `metadata` contains, as JSON."""
     try:
         fields = _parse(metadata)
         return _typed(fields, "values", dict) if fields is not None else {}
@@ -155,7 +159,7 @@ def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
 
 
 def _is_parameter(name: str, kept: str) -> bool:
-    """Return whether `name` is a parameter that may be tied to the parameter `kept`."""
+    """Return whether `name` looks like a parameter that may be tied to the parameter `kept`."""
     module, dot, attribute = name.rpartition(".")
     return bool(module and dot) and attribute == kept.rpartition(".")[2]
 
@@ -172,7 +176,7 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
 def _state_dict(
     fields: dict[str, Any], tensors: dict[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[dict[Node, Node], dict[str, int]]:
-    """Return the state_dict that a record describes, and its ties. Raises FormatError."""
+    """Return the state_dict that a record describes, and the ties. Raises FormatError."""
     versions = decode(fields.get("state_dict_metadata"))
     if not isinstance(versions, (dict, type(None))):
         raise FormatError("its state_dict_metadata is not a dict")
@@ -229,9 +233,9 @@ def _rest(
 
 
 def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
-    """Return the JSON record of weights, ties and values; None if there is nothing to record.
+    """Return the JSON record of weights, ties and values, or None if all its fields are empty.
 
-    `ties` are tied names that the file omits. `values` are the entries outside the weights, as
+    `ties` are the tied names that the file omits. `values` are the entries outside the weights, as
     JSON.
     """
     place = {name: n for n, name in enumerate(weights.nodes)}
@@ -249,7 +253,7 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
 
 
 def of_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata entry that contains only `values`."""
+    """Return the metadata entry for a record that contains only `values`."""
     return {RESERVED: dump({"version": VERSION, "values": values})} if values else {}
 
 
@@ -284,14 +288,15 @@ def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
-# The last is the attribute that FSDP1 sets on gathered tensors.
+# Attributes of a tensor that are dropped without a note. FSDP1 sets `_has_been_cloned` on gathered
+# tensors.
 _NO_STATE: tuple[Node, ...] = (None, {}, {"_has_been_cloned": True})
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
     """Return plain values outside the weights, as JSON by path, and a note for each dropped entry.
 
-    `inside` includes entries inside the weights that are not tensors.
+    If `inside` is true, include the entries of the state_dict that are not tensors.
     """
     weights = checkpoint.required
     values: dict[str, Any] = {}
@@ -316,7 +321,7 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
 
 
 def _more_than_elements(weights: Weights) -> Iterator[str]:
-    """Yield a note on tensors with a Python class or attributes, which are dropped."""
+    """Yield a note that names the tensors whose Python class or attributes are dropped."""
     names = [
         name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
     ]
@@ -363,8 +368,8 @@ def refuse_tensors(
 ) -> None:
     """Raise TensorError if a format cannot store all tensors.
 
-    `obstacle` returns the reason why the format cannot store a tensor, None if it can. `hint` is
-    called with the reasons by tensor name.
+    `obstacle` returns the reason why the format cannot store a tensor, or None. `hint` returns the
+    hint of the error for the reasons by tensor name.
     """
     reasons = {name: why for name, each in tensors.items() if (why := obstacle(name, each))}
     if reasons:
@@ -373,7 +378,7 @@ def refuse_tensors(
 
 
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:
-    """Raise UnsupportedError if a tensor is one rank's shard: the file lacks the other shards."""
+    """Raise UnsupportedError if a tensor is only one rank's shard of a DTensor or ShardedTensor."""
     made = [(name, node) for name, node in nodes.items() if isinstance(node, Object)]
     if not made:
         return
@@ -383,13 +388,13 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
     if names:
         more = and_more(len(names) - 1)
         raise UnsupportedError(
-            f"{names[0][:80]!r}{more} is one rank's piece of a DTensor or ShardedTensor",
+            f"{names[0][:80]!r}{more} is one rank's shard of a DTensor or ShardedTensor",
             hint="name the folder with the files of all ranks instead",
         )
 
 
 def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on tensors that share bytes. A format without views duplicates the bytes."""
+    """Return a note on tensors that share bytes. A format without views duplicates these bytes."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault(id(tensor.storage), []).append(tensor)
@@ -405,7 +410,7 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _outside_weights(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
-    """Yield the outermost nodes outside the weights."""
+    """Yield the outermost nodes outside the weights, with their paths."""
     node = root
     for depth, key in enumerate(weights.path):
         inner = None

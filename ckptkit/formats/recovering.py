@@ -1,8 +1,7 @@
 """Recover a damaged checkpoint: return its tree without the lost tensors, and the list of losses.
 
-A safetensors file has no checksums; `recover` checks each entry of its header separately. If
-ckptkit finds damage in an input while it writes the output, `damaged_in` returns the affected
-tensors.
+A safetensors file has no checksums. `recover` checks each entry of its header separately.
+`damaged_in` returns the tensors that are affected by damage found while an output is written.
 """
 
 from __future__ import annotations
@@ -36,20 +35,21 @@ UNVERIFIED = (
     f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps the tensors inside the file, "
     "even if their bytes are shifted"
 )
-_ZEROS = 512  # number of zero bytes at the end that suggests that writing was interrupted
+_ZEROS = 512  # minimum number of zeros at the end of a file that suggests an interrupted save
 _STEP = 1 << 20
 
-Why = Callable[[Storage], str | None]  # returns why a storage is lost, None if it is intact
+Why = Callable[[Storage], str | None]  # returns why a storage is lost, or None if it is intact
 
 
 def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     """Return the checkpoint without the nodes that refer to lost storages.
 
-    A lost entry of a dict is removed with its key; elsewhere None replaces it. If a pickled module
-    lost an entry, its state_dict replaces it. Raises CorruptError with `hint` if no tensor is left.
+    If a dict contains a lost value, its key is removed. In other containers, None replaces a lost
+    value. If a tensor of a pickled module is lost, the state_dict of the module replaces the
+    module. Raises CorruptError with `hint` if no tensor is intact.
     """
-    reasons: dict[int, str | None] = {}  # by id of a node or storage: each is examined once
-    keep: list[Any] = []  # keeps the examined nodes alive, so that their ids stay unique
+    reasons: dict[int, str | None] = {}  # reasons of losses, by id of a node or storage
+    keep: list[Any] = []  # examined nodes and storages, kept alive so that their ids stay unique
 
     def examined(part: Any, find: Callable[[Any], str | None]) -> str | None:
         if id(part) not in reasons:
@@ -94,7 +94,7 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
 
 
 def _has_tensors(root: Node, least: int = 0) -> bool:
-    """Return whether a tree contains a tensor of `least` bytes or more."""
+    """Return whether a tree contains a tensor of at least `least` bytes."""
     tensors = (as_tensor(node) for _, node in walk(root))
     return any(tensor is not None and tensor.nbytes >= least for tensor in tensors)
 
@@ -106,18 +106,19 @@ def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
 
 
 def unsummed() -> Notice:
-    """Return the warning that a file without checksums may be damaged in undetectable ways."""
+    """Return the warning that ckptkit cannot detect all damage in a file without checksums."""
     text = (
-        "it has no checksums: ckptkit cannot detect changed bytes, or bytes of an older save, in "
-        "its names, shapes and values"
+        "it has no checksums: ckptkit cannot detect whether names, shapes and values contain "
+        "changed bytes, or bytes of an older save"
     )
     return Notice(NO_CHECKSUM, text)
 
 
 def zeros_from(source: ByteSource) -> int:
-    """Return the offset of the zeros that end a file; its size if there are fewer than 512.
+    """Return the offset at which the zeros at the end of a file begin.
 
-    Many zeros suggest that the file was not written to its end.
+    If the file ends with fewer than 512 zeros, return its size. Many zeros suggest that the save
+    was interrupted.
     """
     stop, step = source.size, _ZEROS
     while stop > 0:
@@ -143,7 +144,7 @@ _NAMED = 4  # maximum number of tensor names in a message
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once, with the path at which the walk first finds it."""
+    """Yield every tensor once, with its first path in the tree."""
     seen: set[int] = set()
     for path, node in walk(checkpoint.root):
         tensor = as_tensor(node)
@@ -181,10 +182,10 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover the tensors of a safetensors file whose size matches its header.
 
-    If bytes are missing or inserted, the file does not record the position, so all tensors may be
-    shifted. If the file ends in zeros, writing may have been interrupted. `unverified` returns all
-    tensors inside the file. In a file with a whole tree, nodes that refer to lost tensors are
-    removed. Raises the errors of the header.
+    If the size does not match, bytes are missing or inserted at an unknown position, and all
+    tensors may be shifted. If the file ends in many zeros, the save may have been interrupted, and
+    tensors in the zeros are lost. If `unverified` is true, recover all tensors whose bytes are
+    inside the file. Raises the errors of the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -196,7 +197,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     zeros = source.size if unverified else zeros_from(source)
     tensors: dict[str, Tensor] = {}
     invalid: list[Loss] = []
-    reasons: dict[ByteSource | None, str] = {}  # by the empty source that replaces lost bytes
+    reasons: dict[ByteSource | None, str] = {}  # by the empty source that replaces the lost bytes
     for name, entry in header.items():
         try:
             kind, begin = read_entry(entry, {})
@@ -226,7 +227,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors; "" if the header cannot be read."""
+    """Return the command that may recover tensors, or "" if the header cannot be read."""
     if probe.is_folder or not matches(probe):
         return ""
     try:
@@ -240,7 +241,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def _shifted(header: dict[str, Any], size: int) -> str:
-    """Describe missing or extra bytes after the header; "" if there are none."""
+    """Describe missing or extra bytes after the header. Return "" if the size is right."""
     end = 0
     kinds: Kinds = {}
     for entry in header.values():
@@ -256,7 +257,7 @@ def _shifted(header: dict[str, Any], size: int) -> str:
 
 
 def _doubt(place: Range, shifted: str, zeros: int) -> str:
-    """Return why the bytes of a tensor may be damaged; "" if there is no evidence."""
+    """Return why the bytes of a tensor may be damaged, or "" if nothing suggests damage."""
     source, end = place.source, place.offset + place.length
     if end > source.size:
         return f"the file is truncated: {end - source.size:,} bytes are missing"

@@ -1,4 +1,4 @@
-"""safetensors: named tensors, contiguous, little-endian, without views.
+"""Read, write and edit safetensors files: named contiguous little-endian tensors, without views.
 
     u64 N | N bytes of JSON | buffer
 
@@ -7,19 +7,24 @@
 
 Offsets count from 8 + N. The byte ranges of the tensors cover the buffer, from its first byte to
 the end of the file, without holes or overlaps. N is at most 100,000,000. The header begins with
-``{`` and may be padded with white space. An element of torch's float4_e2m1fn_x2 contains two
-elements of F4, so its last dimension is half as long. Source:
+``{``. Spaces may follow the header as padding. An element of torch's float4_e2m1fn_x2 contains two
+elements of F4. Therefore the last dimension of the torch tensor is half as long. Source:
 https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
-Unlike the library, ckptkit refuses repeated names, unknown fields, more than 64 dimensions, a size
-of 2**63 or more even beside a size of 0, and the JSON that :mod:`strict_json` refuses.
+Unlike the library, ckptkit refuses:
 
-Files are written as the library writes them: larger types first, then by name, the buffer 8-byte
-aligned. Only the header differs: it lists the tensors in the order of the state_dict.
-``__metadata__`` contains what a header cannot express: see :mod:`ckptkit.formats.record`.
+- repeated names and unknown fields
+- more than 64 dimensions
+- a size of 2**63 or more, even if another size of the shape is 0
+- the JSON that :mod:`strict_json` refuses
 
-An edit in place pads a shorter header to the old length and changes nothing else. A longer header
-overwrites the first tensors of the buffer, as few as possible; these move to the end of the file:
+Like the library, ckptkit sorts the bytes of tensors by type, larger types first, and then by name.
+It aligns the buffer to 8 bytes. Unlike the library, it lists the tensors in the header in the order
+of the state_dict. :mod:`ckptkit.formats.record` describes the entries of ``__metadata__``.
+
+If the new header of an in-place edit is not longer than the old header, spaces pad it to the old
+length, and nothing else changes. A longer header overwrites the first tensors of the buffer. These
+tensors (``a`` and ``b`` in this example) move to the end of the file:
 
     N | old header     | a | b | c | d            N' = N + bytes of a and b
     N'| new header, spaces     | c | d | a | b
@@ -72,15 +77,15 @@ from ckptkit.formats.strict_json import dump, is_utf8
 _WHITE = b" \t\r\n"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 METADATA = "__metadata__"
-# Range() without the cost of its Python constructor.
+# Creates a Range without the slow Python constructor.
 _NEW_RANGE: Callable[[type[Range], tuple[ByteSource, int, int]], Range] = tuple.__new__
 
 
 def matches(probe: Probe) -> bool:
     """Return whether a file begins with a length and a JSON object.
 
-    If the length is impossible, a name that ends in .safetensors still matches: the file is
-    damaged.
+    If the length is impossible, a file whose name ends in .safetensors still matches. `read` then
+    reports the damage.
     """
     if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
         return False
@@ -89,7 +94,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the tensors in header order, and restore what the metadata records."""
+    """Read the tensors in header order. Restore the state_dict or tree from the metadata."""
     source = probe.source
     text = read_text(source)
     restored = restore(*read_tensors(text, source))
@@ -110,7 +115,7 @@ def read_text(source: ByteSource) -> bytes:
 
 
 def read_header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse the header; return its entries, still unchecked, and its metadata."""
+    """Parse the header. Return its entries, which are not checked, and its metadata."""
     return _apart(strict_json.parse(text, "the header"))
 
 
@@ -129,9 +134,9 @@ def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class DtypeAndShape(NamedTuple):
-    """A dtype and shape that tensors share, and the size of such a tensor in bytes."""
+    """A dtype and shape that several tensors may have, and the size of such a tensor in bytes."""
 
-    like: Tensor  # without bytes of the file
+    like: Tensor  # a tensor of this dtype and shape that refers to no bytes of the file
     nbytes: int
 
     def tensor(self, source: ByteSource, offset: int) -> Tensor:
@@ -143,7 +148,7 @@ Kinds = dict[tuple[str, Shape], DtypeAndShape]
 
 
 class _NewKinds(Kinds):
-    """Maps (dtype code, shape) to a DtypeAndShape; creates the entry at the first lookup."""
+    """A dict of a DtypeAndShape by (dtype code, shape). The first lookup of a key creates it."""
 
     def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
         code, shape = key
@@ -153,7 +158,7 @@ class _NewKinds(Kinds):
 
 
 class _SafetensorsHeader:
-    """The parsed header: names of tensors, their kinds and byte ranges, and metadata."""
+    """The parsed header: names, dtypes, shapes and byte ranges of tensors, and metadata."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -166,7 +171,7 @@ class _SafetensorsHeader:
         check("name_bytes", max(map(len, self.names), default=0), "characters of a tensor's name")
 
     def tensors(self, source: ByteSource, start: int) -> dict[str, Tensor]:
-        """Return the tensors, after a check that their ranges cover `source` from `start` on."""
+        """Check that the byte ranges cover `source` from `start` on. Return the tensors."""
         _check_tiles(self.begins, self.ends, self.names, source.size - start)
         return {
             name: kind.tensor(source, start + begin)
@@ -175,7 +180,7 @@ class _SafetensorsHeader:
 
 
 def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parse the header; return its tensors and its metadata."""
+    """Parse the header. Return its tensors and its metadata."""
     try:
         header = _read_columns(text)
     except (CkptkitError, LookupError, TypeError):
@@ -185,9 +190,10 @@ def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], di
 
 
 def _read_columns(text: bytes) -> _SafetensorsHeader:
-    """Parse the header in parts; check each field for all entries of a part at once.
+    """Parse the header in parts. Check each field for all entries of a part at once.
 
-    Raises some error if anything is wrong. `_read_entries` then finds the exact message.
+    If any entry is invalid, raise an error without details. `_read_entries` then raises the exact
+    error.
     """
     header, kinds = _SafetensorsHeader(), _NewKinds()
     named = unknown = 0
@@ -196,8 +202,9 @@ def _read_columns(text: bytes) -> _SafetensorsHeader:
         entries, metadata = _apart(part)
         _add_columns(header, entries, kinds)
         header.metadata.update(metadata)
-        # An entry has at least five strings: its name, its three field names, and its dtype. If a
-        # part has no further strings, no entry has another field and no name occurs twice.
+        # An entry contains at least five strings: its name, three field names, and its dtype. If a
+        # part contains exactly five strings for each entry, no entry has an unknown field, and no
+        # name occurs twice.
         unknown += strings - 5 * len(entries) - 2 * len(metadata)
     if unknown != named or named > 1 or len(header.names) != len(header.kinds):
         raise FormatError("a field is unknown, or a name occurs twice")
@@ -227,7 +234,7 @@ def _add_columns(header: _SafetensorsHeader, entries: dict[str, Any], kinds: _Ne
 
 
 def _read_entries(text: bytes) -> _SafetensorsHeader:
-    """Parse the header entry by entry. Raises the error of the first wrong entry."""
+    """Parse the header entry by entry. Raises the error of the first invalid entry."""
     header, kinds = _SafetensorsHeader(), Kinds()
     entries, header.metadata = read_header(text)
     header.names = dict.fromkeys(entries)
@@ -245,9 +252,9 @@ def _read_entries(text: bytes) -> _SafetensorsHeader:
 
 
 def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
-    """Parse an entry; return the tensor's kind and the start of its bytes.
+    """Parse an entry. Return the tensor's dtype and shape, and the offset of its bytes.
 
-    `kinds` caches the checked kinds; most tensors share a few.
+    `kinds` caches the pairs of dtype and shape that have been checked. A model has few such pairs.
     """
     try:
         code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -273,7 +280,7 @@ def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
 def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
     if _bits(dtype, shape) != nbytes * 8:
         raise _unfilled(dtype, shape, nbytes)
-    if dtype.packed > 1 and shape[-1] % dtype.packed:  # half of the last torch element is missing
+    if dtype.packed > 1 and shape[-1] % dtype.packed:  # the last dimension is odd
         dtype = FLOAT4
     elif dtype.packed > 1:
         shape = (*shape[:-1], shape[-1] // dtype.packed)
@@ -282,7 +289,7 @@ def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
 
 
 def _bits(dtype: DType, shape: Shape) -> int:
-    if len(shape) > LIMITS.rank:  # checked first, because the product would be slow
+    if len(shape) > LIMITS.rank:  # checked first, because the product of many sizes is slow
         check("rank", len(shape), "dimensions of a tensor")
     return math.prod(shape) * (dtype.bits // dtype.packed)
 
@@ -292,7 +299,7 @@ def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:
 
 
 def _span(offsets: Any) -> tuple[int, int]:
-    """Return begin and end, after a check that they are two ordered integers."""
+    """Return the begin and the end in `offsets`. Raise FormatError unless begin <= end."""
     begin, end = offsets if offsets.__class__ is list and len(offsets) == 2 else (None, None)
     if begin.__class__ is int and end.__class__ is int and 0 <= begin <= end:
         return begin, end
@@ -310,8 +317,8 @@ def _naturals(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
-    """Check that the sorted ranges cover the buffer without holes up to the end of the file."""
-    if begins != [0, *ends[:-1]]:  # another order than in the file, or a hole or overlap
+    """Check that the byte ranges cover the buffer without holes up to the end of the file."""
+    if begins != [0, *ends[:-1]]:  # the ranges are unsorted, overlap or leave a hole
         _check_sorted(sorted(zip(begins, ends, names, strict=True)))
     reached = max(ends, default=0)
     if reached > size:
@@ -338,8 +345,8 @@ def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
 # Writing
 
 
-# The order of the dtypes in a file (`Dtype` in safetensors/src/tensor.rs). Larger types come first,
-# so every tensor is aligned without padding.
+# dtypes in the order in which a file stores them (`Dtype` in safetensors/src/tensor.rs). Larger
+# types come first. Therefore every tensor is aligned without padding.
 _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
     "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
@@ -349,10 +356,12 @@ _RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a file of the weights; `__metadata__` stores what it can, and notes name the rest.
+    """Plan a file of the weights.
 
-    Raises TensorError if safetensors cannot store a tensor, LimitError if the header is too large
-    for readers, UnsafeGlobalError for objects if ``options.objects`` is "error".
+    `__metadata__` stores other values if possible. The notes of the plan name the values that are
+    dropped. Raises TensorError if safetensors cannot store a tensor. Raises LimitError if the
+    header is too large for readers. If ``options.objects`` is "error", raises UnsafeGlobalError for
+    objects.
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
@@ -361,7 +370,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 class HeaderEntries(NamedTuple):
-    """The tensors of a file, in order; its `__metadata__`; notes on dropped values."""
+    """The tensors of a file in order, its `__metadata__`, and notes on dropped values."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str | None]
@@ -369,8 +378,8 @@ class HeaderEntries(NamedTuple):
 
 
 def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Return the tensors and metadata to write for a checkpoint. Raises like `layout`."""
-    # A checkpoint whose whole tree was in the file is written the same way.
+    """Return the tensors and metadata to write for a checkpoint. Raises the errors of `layout`."""
+    # A checkpoint that was read from a file with its complete tree is written with it again.
     if options.all or checkpoint.origin is WHOLE:
         return _whole(checkpoint, options)
     if options.objects == "error":
@@ -379,7 +388,7 @@ def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Return the weights and the values that the metadata can store. Raises like `layout`."""
+    """Return the weights, and other values as metadata. Raises the errors of `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
@@ -400,9 +409,10 @@ def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Return the entries for the whole tree: see :mod:`safetensors_tree`.
+    """Return the entries for the complete tree, as :mod:`safetensors_tree` describes.
 
-    Raises the errors of the .pth writer, because the result must be restorable to a .pth.
+    Raises the errors of the .pth writer, because ckptkit must be able to convert the output to a
+    .pth.
     """
     from ckptkit.formats.safetensors_tree import StoredTree, record_of
     from ckptkit.formats.torch_zip import Numbering
@@ -432,7 +442,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """Plan a file of these tensors, with these metadata entries (None: omitted)."""
+    """Plan a file of the tensors. Metadata entries whose value is None are omitted."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     header = _header_bytes(tensors, order, metadata)
@@ -440,7 +450,10 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
 
 
 def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
-    """Return the hint for tensors that safetensors cannot store; `reasons` is by tensor name."""
+    """Return the hint for tensors that safetensors cannot store.
+
+    `reasons` maps the name of each such tensor to the reason.
+    """
     obstacles = {*reasons.values()}
     if obstacles == {"complex128"}:
         return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
@@ -456,7 +469,7 @@ def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return the reason why safetensors cannot store a tensor, None if it can."""
+    """Return the reason why safetensors cannot store a tensor, or None."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "the header cannot contain its name"
     if tensor.layout != "strided":
@@ -471,10 +484,10 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Map each tied name to the alphabetically first name of the same tensor.
+    """Map each tied name to the alphabetically first name of its tensor.
 
-    If a name is also a metadata key, the metadata cannot record it as a tie. ckptkit then writes
-    its tensor twice.
+    If a tied name is already a metadata key, the metadata cannot record the tie. ckptkit then
+    writes the tensor a second time, under that name.
     """
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
@@ -491,7 +504,7 @@ def _header_bytes(
     order: Iterable[str],
     metadata: Mapping[str, str | None],
 ) -> bytes:
-    """Return length and header; spaces pad the header so that the buffer is 8-byte aligned."""
+    """Return length and header. Spaces pad the header, so that the buffer is 8-byte aligned."""
     offsets: dict[str, int] = {}
     end = 0
     for name in order:
@@ -506,7 +519,7 @@ def _header_bytes(
 def header_text(
     tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
 ) -> bytes:
-    """Return the JSON of a header; `offsets` maps each name to the start of its bytes."""
+    """Return the JSON of a header. `offsets` maps each tensor name to the offset of its bytes."""
     header: dict[str, Any] = {
         METADATA: {key: text for key, text in metadata.items() if text is not None}
     }
@@ -539,16 +552,17 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
 # Editing in place
 
 
-# Bytes of tensors that an edit in place may move. Beyond this, a copy of the file is faster.
+# Maximum number of bytes that an in-place edit may move. To move more bytes, a copy is faster.
 _MOVED = 16 << 20
 _ALIGNMENT = 8  # bytes
-_BREAKS = Edit(0, b"\xff" * 8)  # an impossible length: readers refuse a file in mid-edit
+_BREAKS = Edit(0, b"\xff" * 8)  # an impossible length, so that readers refuse a half-edited file
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
-    """Plan an edit in place from `before` to `after`; None if tensors differ or too many move.
+    """Plan an in-place edit that turns the file of `before` into `after`.
 
-    Raises the errors of `layout`.
+    Return None if the bytes of tensors differ, or if too many bytes would move. Raises the errors
+    of `layout`.
     """
     source, (tensors, metadata, notes) = before.source, contents(after, options)
     if not isinstance(source, LocalFile):
@@ -564,7 +578,8 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
         need = len(text) - (start - 8)
         if need <= 0:
             break
-        # Move the first tensors to the end, as few as possible, without changing their alignment.
+        # Move the first tensors to the end of the file: as few as the header needs. Move a number
+        # of bytes that is divisible by _ALIGNMENT, so that all tensors stay aligned.
         taken = 0
         for name in sorted(places, key=lambda name: (places[name], tensors[name].nbytes)):
             if taken >= need and taken % _ALIGNMENT == 0:
@@ -585,8 +600,8 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
 def _places(source: LocalFile, tensors: Mapping[str, Tensor], start: int) -> dict[str, int] | None:
     """Return the offset of each tensor in `source`.
 
-    None if a tensor is computed or in another file, or if the tensors do not fill the file from
-    `start` to the end.
+    Return None if a tensor is computed or in another file. Also return None if the tensors do not
+    cover the file from `start` to the end.
     """
     places = {}
     for name, tensor in tensors.items():

@@ -1,41 +1,53 @@
-"""Store a whole checkpoint in a safetensors file (``--all``): tensors, and the tree as metadata.
+"""Store a complete checkpoint in a safetensors file (``--all``): tensors, and the tree as metadata.
 
-If one contiguous tensor fills a storage, the storage is an entry named after the tensor's path,
-which every reader can load. Any other storage (the base of views, or of a dtype that safetensors
-lacks) is an entry of bytes called ``ckptkit.storage.<n>``. A long byte string is an entry called
-``ckptkit.bytes.<n>``. The record ``ckptkit`` in ``__metadata__`` contains the rest:
+The header of the file contains these entries:
 
-    version 1, root, tree         a value and a list of statements, see below
-    ties                          tied names, noted in the hub's convention for other readers
+- If one contiguous tensor fills a storage, the storage is a tensor named after its path. Every
+  safetensors reader can load this entry.
+- Any other storage is a uint8 tensor called ``ckptkit.storage.<n>``. Examples are the base of
+  several views, and a storage of a dtype that safetensors lacks.
+- A long byte string is a uint8 tensor called ``ckptkit.bytes.<n>``.
 
-The tree is a list of statements. A statement creates a node or fills an existing one. Nodes are
-numbered from 0 in the order of the list:
+The metadata entry ``ckptkit`` contains a JSON record:
 
-    ["dict"] ["ordered"] ["list"]                           empty; ordered: an OrderedDict
+    version               1
+    root                  a value, see below
+    tree                  a list of statements, see below
+    ties                  tied names; other metadata entries record the ties for other readers
+
+A statement creates a node of the tree, or fills a node that an earlier statement created. Nodes are
+numbered from 0 in the order of the list. These statements create a node:
+
+    ["dict"] ["list"]                                an empty dict or list
+    ["ordered"]                                      an empty OrderedDict
     ["tuple", value...] ["set", value...] ["frozenset", value...]
-    ["bytes", base64] ["bytearray", base64] ["python2", base64]
-    ["text", base64]                                        UTF-8 with lone surrogates
-    ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; big-endian
-    ["global", module, name]
-    ["object", callable, arguments, keywords, new]          see tree.Object; keywords null or a dict
-    ["storage", entry, device]                              bytes of an entry; append true if they
-                                                            are big-endian
-    ["tensor", storage, {...}]                              fields that differ from the entry, below
-    ["typed", storage, dtype, start, stop]                  see tensor.TypedStorage
-    ["blob", entry, kind]                                   see tree.StoredBytes
+    ["bytes", base64] ["bytearray", base64]
+    ["python2", base64]                              a byte string of Python 2
+    ["text", base64]                                 a string with lone surrogates, as UTF-8
+    ["int", hex]                                     a big-endian integer in two's complement
+    ["float", hex] ["complex", hex]                  big-endian IEEE 754 numbers
+    ["global", module, name]                         a class or function
+    ["object", callable, arguments, keywords, new]   see tree.Object; `keywords` is null or a dict
+    ["storage", entry, device]                       the bytes of a header entry
+    ["storage", entry, device, true]                 the same, big-endian
+    ["tensor", storage, {...}]                       a tensor; see below for its fields
+    ["typed", storage, dtype, start, stop]           see tensor.TypedStorage
+    ["blob", entry, kind]                            see tree.StoredBytes
 
-    ["fill", n, "set", key, value...]                       add items to a dict or object
-    ["fill", n, "append" | "add", value...]                 add items to a list or object
-    ["fill", n, "build", value]                             set the state of an object, or the
-                                                            attributes of an OrderedDict
+These statements fill node number n:
 
-A value is null, a boolean, an integer of up to 19 digits, a finite float, a string, or ``[n]``, a
-node that was created before. Fields of a tensor are dtype, shape, stride, offset, kind, layout,
-requires_grad, conj and neg. The defaults are the dtype and shape of the entry, row-major, from the
-first element.
+    ["fill", n, "set", key, value...]                add items to a dict or object
+    ["fill", n, "append" | "add", value...]          add items to a list or object
+    ["fill", n, "build", value]                      set the state of an object, or the attributes
+                                                     of an OrderedDict
 
-Statements are untrusted input. The rules of the pickle machine also apply here, and decide which
-objects are tensors.
+A value is null, a boolean, an integer of up to 19 digits, a finite float, a string, or ``[n]``.
+``[n]`` refers to node number n, which an earlier statement must have created. The fields of a
+tensor are dtype, shape, stride, offset, kind, layout, requires_grad, conj and neg. By default,
+dtype and shape are those of the header entry, the stride is row-major, and the offset is 0.
+
+Statements are untrusted input. Therefore ckptkit creates objects from them by the same rules as
+from a pickle. These rules also decide which objects are tensors.
 """
 
 from __future__ import annotations
@@ -90,31 +102,34 @@ class Skeleton(NamedTuple):
 
 
 class SkeletonEntry(NamedTuple):
-    """The header entry for a storage's bytes: a tensor, or plain bytes (dtype uint8)."""
+    """The header entry for the bytes of a storage. Its dtype is that of a tensor, or uint8."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    big_endian: bool = False  # the bytes stay big-endian
+    big_endian: bool = False  # whether the bytes are big-endian
 
 
 class TreeEncoder:
-    """Encode a tree as statements. `entry` returns the header entry of a storage or blob."""
+    """An encoder of a tree as statements.
+
+    `entry` returns the header entry of a storage or byte string.
+    """
 
     def __init__(self, entry: Callable[[Storage | StoredBytes], SkeletonEntry]) -> None:
         self._entry = entry
         self._statements: list[Statement] = []
         self._count = 0
-        self._numbers: dict[object, int] = {}  # by id; a Global by its names
-        self._keep: list[Node] = []  # keeps nodes alive, so that their ids stay unique
+        self._numbers: dict[object, int] = {}  # number of each node, by the result of `_key`
+        self._keep: list[Node] = []  # nodes, kept alive so that their ids stay unique
         self._making: set[int] = set()
         self._policy = Policy()
 
     def write(self, root: Node) -> Skeleton:
         """Return the statements that create a tree.
 
-        The walk is iterative: each open node has a generator, which yields the nodes to create
-        first.
+        This function is not recursive. Each unfinished node has a generator in `frames`, which
+        yields the nodes that must be created before.
         """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
@@ -141,13 +156,13 @@ class TreeEncoder:
         return number
 
     def _fill(self, number: int, step: str, items: Iterable[Node]) -> Iterator[Node]:
-        """Yield the values of a statement that fills node `number`, then emit the statement."""
+        """Yield the values that node `number` contains, then emit the statement that adds them."""
         items = list(items)
         yield from items
         self._statements.append(["fill", number, step, *map(self._value, items)])
 
     def _make(self, node: Node) -> Iterator[Node]:
-        """Emit the statements of a node; before each, yield the nodes that it refers to."""
+        """Emit the statements of a node. Before each statement, yield the nodes in its values."""
         if isinstance(node, dict):
             self._policy.check_keys(node)
             number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
@@ -163,7 +178,8 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            if self._numbers.get(_key(node)) is None:  # else the node contains itself and exists
+            # If the node contains itself, it has already been created for one of its items.
+            if self._numbers.get(_key(node)) is None:
                 kind = "tuple"
                 if isinstance(node, SetNode):
                     kind = "frozenset" if node.frozen else "set"
@@ -201,14 +217,14 @@ class TreeEncoder:
             self._policy.hold(node)
             self._emit(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
-            raise AmbiguousError("a dict has repeated or unhashable keys, which cannot be written")
+            raise AmbiguousError("cannot write a dict with repeated or unhashable keys")
         else:
             self._emit(node, *_encoded(node))
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
             if not is_utf8(storage.device):
-                raise UnsupportedError("a device name is not UTF-8, which JSON cannot store")
+                raise UnsupportedError("a device name is not UTF-8: JSON cannot store it")
             entry = self._entry(storage)
             more = [True] if entry.big_endian else []
             self._emit(storage, "storage", entry.name, storage.device, *more)
@@ -275,11 +291,11 @@ def _base64(data: bytes | bytearray) -> str:
 class Read(NamedTuple):
     root: Node
     globals: tuple[Global, ...]
-    used: frozenset[str]  # the entries that the tree refers to
+    used: frozenset[str]  # names of the header entries to which the tree refers
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """Build the tree that the statements describe from the entries of a header.
+    """Return the tree that the statements create. Its tensors are the entries of a header.
 
     Raises subclasses of InputError.
     """
@@ -294,7 +310,7 @@ def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Name the statement in errors; report a Python error in it as an invalid statement."""
+    """Add `what` to errors of the `with` body. Replace a Python error by a FormatError."""
     try:
         yield
     except CkptkitError as error:
@@ -323,7 +339,7 @@ class _TreeDecoder:
                 self.nodes.append(self._made(statement))
 
     def value(self, operand: Any) -> Node:
-        """Return the value of an operand. Raises IndexError if its node does not exist yet."""
+        """Return the value of an operand. Raises IndexError if no statement created its node."""
         if operand.__class__ is list:
             (number,) = operand
             node = self.nodes[_natural(number)]
@@ -356,7 +372,7 @@ class _TreeDecoder:
             raise FormatError(f"cannot fill a {type_name(target)} this way")
 
     def _made(self, statement: Statement) -> Node:
-        """Return the node that a statement creates. Raises ValueError for unknown statements."""
+        """Return the node that a statement creates. Raises ValueError for an unknown statement."""
         match statement:
             case ["dict"]:
                 return {}
@@ -427,7 +443,7 @@ class _TreeDecoder:
 
 
 class _Named(NamedTuple):
-    """A storage and the name of its entry. A _Named is never a value of the tree."""
+    """A storage and the name of its header entry. The tree never contains a _Named."""
 
     storage: Storage
     entry: str
@@ -470,23 +486,23 @@ _SCALARS: dict[str, Callable[[str], Node]] = {
 }
 
 
-# The whole checkpoint
+# The complete checkpoint
 
 
 Obstacle = Callable[[str, Tensor], str | None]
 
 
 class StoredTree:
-    """The entries of a file that contains all of `root`: tensors by name, and statements.
+    """The header entries (tensors by name) and the statements for the complete tree `root`.
 
-    ``obstacle(name, tensor)`` returns why a tensor cannot be an entry, None if it can.
+    ``obstacle(name, tensor)`` returns why a tensor cannot be a header entry, or None.
     """
 
     def __init__(self, root: Node, obstacle: Obstacle) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._fillers = _fillers(root, obstacle)
         self._taken = {name for name, _ in self._fillers.values()}
-        self._entries: dict[int, SkeletonEntry] = {}  # by id of the storage or blob
+        self._entries: dict[int, SkeletonEntry] = {}  # by id of a storage or byte string
         self.tree = TreeEncoder(self._entry).write(root)
         self.ties = dict(self._tied(root))
 
@@ -514,7 +530,7 @@ class StoredTree:
         return name
 
     def _tied(self, root: Node) -> Iterator[tuple[str, str]]:
-        """Yield further names of tensors that equal an entry, each with the entry's name."""
+        """Yield each further name of a tensor that is a header entry, and the entry's name."""
         for name, tensor in _named_tensors(root):
             if id(tensor.storage) in self._entries and name not in self.tensors and is_utf8(name):
                 kept = self._entries[id(tensor.storage)].name
@@ -528,7 +544,7 @@ def record_of(whole: StoredTree) -> dict[str, Any]:
 
 
 def restore(record: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Read:
-    """Restore the tree of a record. Raises FormatError if it does not match the entries."""
+    """Restore the tree of a record. Raises FormatError if it does not use every header entry."""
     statements = record["tree"]
     if not isinstance(statements, list):
         raise FormatError("its tree is not a list")
@@ -544,7 +560,7 @@ def _view(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that has bytes, with its path."""
+    """Yield the path and the tensor, for each tensor that has bytes."""
     for path, node in walk(root):
         tensor = as_tensor(node)
         if tensor is not None and tensor.storage is not None:
@@ -552,7 +568,10 @@ def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
-    """Map each storage's id to the path and the first tensor that fills it and can be an entry."""
+    """Map the id of a storage to a tensor that can be its header entry, and the tensor's path.
+
+    The tensor is the first one that fills the storage and can be a header entry.
+    """
     found: dict[int, tuple[str, Tensor]] = {}
     types: dict[int, set[str]] = {}
     for name, tensor in _named_tensors(root):
@@ -567,7 +586,7 @@ def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
 
 
 def _fills(tensor: Tensor) -> bool:
-    """Return whether a contiguous tensor covers its whole storage."""
+    """Return whether a tensor is contiguous and covers its complete storage."""
     whole = (
         tensor.storage is not None and tensor.nbytes == tensor.storage.nbytes and not tensor.offset
     )

@@ -3,25 +3,26 @@
     model-00001-of-00003.safetensors, model.safetensors.index.json
     pytorch_model-00001-of-00002.bin, pytorch_model.bin.index.json
 
-Reading raises the first defect; `findings` yields all of them.
+`read` raises the first defect. `findings` yields all defects.
 
-The index must contain a ``weight_map``; all else is optional. It maps each tensor to the file name
-of its shard, in the folder of the index. A shard contains no tensors beyond these, except ties to
-them. ``total_size`` is the number of bytes of all tensors, each shared storage counted once; a
-wrong value is a warning. Strings in ``metadata`` are read like those of a safetensors file.
+The index must contain a ``weight_map``. It maps each tensor name to the file name of a shard in the
+folder of the index. A shard may contain a tensor that the ``weight_map`` omits only if this tensor
+is tied to a listed tensor. ``total_size`` is the number of bytes of all tensors, in which a shared
+storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit reads strings in
+``metadata`` like those of a safetensors file.
 
-Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist,
-numbered from 0 or 1, and no tensor name may occur in two of them.
+Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist. They
+are numbered from 0 or from 1. Two shards must not contain the same tensor name.
 
-Files are filled by size in the order of the state_dict, as in huggingface_hub: the next tensor
-starts a new file if it would exceed the limit, and a tensor larger than the limit gets a file of
-its own. Tensors that share memory count once and stay together. If everything fits into one file,
-its name has no number and there is no index. Source: https://github.com/huggingface/huggingface_hub
-(serialization/_base.py).
+Like huggingface_hub, ckptkit fills shards in the order of the state_dict. If the next tensor would
+exceed the maximum size, it starts a new shard. A tensor larger than the maximum gets a separate
+shard. Tensors that share memory count once and go to one shard. If all tensors fit into one file,
+its name has no number, and no index is written. Source:
+https://github.com/huggingface/huggingface_hub (serialization/_base.py).
 
-The index's ``metadata`` contains what a single safetensors file has in ``__metadata__``: ties in
-the hub's convention, and the rest of the state_dict. A tied name is neither in a shard nor in the
-``weight_map``. A shard of torch.save is a complete state_dict with the attributes of the original.
+The ``metadata`` of an index has the same entries as the ``__metadata__`` of a single safetensors
+file. A tied name is neither in a shard nor in the ``weight_map``. A shard of torch.save is a
+state_dict with the attributes of the original state_dict.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ _ABSENT = object()
 _FETCH = "download the index and the shards again, into an empty folder"
 _FETCH_THEM = "download the missing shards"
 
-Entries = dict[Node, Node]  # the entries of a shard, by name
+Entries = dict[Node, Node]  # entries of a shard, by name
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
 Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
-    """Return whether the input is an index of shards, or a folder of shards, with `suffix`."""
+    """Return whether the input is an index or a folder of shards whose names end in `suffix`."""
     if probe.is_folder:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
@@ -100,15 +101,16 @@ def matches(probe: Probe, suffix: str) -> bool:
 
 
 def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
-    """Read the headers of all shards; tensors have the order of the index or of the shards.
+    """Read the headers of all shards.
 
-    `restore` restores the state_dict from the tensors and the metadata of the index.
+    Tensors have the order of the index, or of the shards if there is no index. `restore` restores
+    the state_dict from the tensors and the metadata of the index.
     """
     return _read(probe, format, restore, _raise)[0]
 
 
 def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield every defect of the index and the shards, and the shards' parts with checksums."""
+    """Yield every defect of the index and the shards, and each checksummed range of a shard."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
     for error in wrong:
@@ -123,9 +125,9 @@ def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
 def _read(
     probe: Probe, format: str, restore: Restore, refuse: Refuse
 ) -> tuple[Checkpoint, _Shards]:
-    """Read the shards; call `refuse` with each defect.
+    """Read the shards. Call `refuse` with each defect.
 
-    If `refuse` returns, reading continues without the defective data.
+    If `refuse` does not raise, reading continues without the defective data.
     """
     if not probe.is_folder:
         place = probe.source.folder_and_name()
@@ -145,7 +147,7 @@ def _raise(error: CkptkitError) -> None:
 
 
 class _Shards:
-    """The shards of a folder while they are read."""
+    """A reader of the shards in a folder."""
 
     def __init__(self, folder: Folder, format: str, refuse: Refuse) -> None:
         self.folder = folder
@@ -153,7 +155,7 @@ class _Shards:
         self.refuse = refuse
         self.probes: dict[str, tuple[Format, Probe]] = {}
         self.shards: dict[str, Checkpoint] = {}
-        self.left: dict[str, Entries] = {}  # by file name: entries that the index does not list
+        self.left: dict[str, Entries] = {}  # entries that the index does not list, by file name
 
     def _refuse(self, kind: type[CkptkitError], what: str, hint: str = _FETCH) -> None:
         self.refuse(kind(what, hint=hint))
@@ -163,7 +165,8 @@ class _Shards:
     ) -> Checkpoint:
         """Read the shards of the index called `name`.
 
-        `names` are the files in the folder, if the user named the folder instead of the index.
+        If the user named the folder, `names` are the files in it. If the user named the index,
+        `names` is empty.
         """
         try:
             index = _index(self.folder, name)
@@ -198,7 +201,7 @@ class _Shards:
         return self._assembled(root, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
     def _read(self, files: set[str]) -> Iterator[tuple[str, Entries]]:
-        """Read shards; yield the file name and the entries of each."""
+        """Read shards. Yield the file name and the entries of each shard."""
         for file in sorted(files):
             try:
                 shard = self._read_shard(file)
@@ -226,13 +229,14 @@ class _Shards:
     def _merged(
         self, places: Mapping[str, str], shards: Iterable[tuple[str, Entries]]
     ) -> dict[Node, Node]:
-        """Move the entries of all shards into one dict, in the order of `places`; ties follow.
+        """Move the entries of all shards into one dict, in the order of `places`.
 
-        Each name is looked up in the dict of its shard. A single dict of all names is slower,
-        because each of half a million lookups misses the processor's cache.
+        Tied names come after all other names. Each name is looked up in the dict of its shard. A
+        lookup in one dict of half a million names is slower, because it misses the processor's
+        cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
-        runs: list[tuple[str, int]] = []  # consecutive names of one file, counted
+        runs: list[tuple[str, int]] = []  # file name and length of each run of names in one file
         for file, run in groupby(places.items(), itemgetter(1)):
             known = len(names[file])
             names[file] += map(itemgetter(0), run)
@@ -242,7 +246,7 @@ class _Shards:
             nodes[file] = [*map(entries.pop, names[file], repeat(_ABSENT))]
             self.left[file] = entries
             if not entries:
-                entries.clear()  # an emptied dict keeps its memory otherwise
+                entries.clear()  # without `clear`, the empty dict would keep its memory
         rest = {file: iter(each) for file, each in nodes.items()}
         root: dict[Node, Node] = dict(
             zip(places, flatten(islice(rest[file], count) for file, count in runs), strict=True)
@@ -255,7 +259,7 @@ class _Shards:
         return root
 
     def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
-        """Drop the names that no shard contains; report those whose shard could be read."""
+        """Drop the names that no shard contains. Refuse a name if its shard could be read."""
         for name in [name for name in places if root[name] is _ABSENT]:
             del root[name]
             file = places[name]
@@ -295,9 +299,9 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Check that the shards exist, and that all names contain the same number of shards.
+        """Check that the shards exist. Check that all file names contain the same total.
 
-        A folder may contain the files of two downloads.
+        If the totals differ, the folder may contain files of two downloads.
         """
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
@@ -330,9 +334,9 @@ class _Shards:
             self._refuse(AmbiguousError, what)
 
     def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
-        """Return the tied names that the index omits: they share memory with a listed tensor.
+        """Return the entries of a file that are tied to a listed tensor and omitted in the index.
 
-        `own` are the nodes of the file that the index lists. Other omitted names are errors.
+        `own` contains the entries of the file that the index lists. Any other entry is an error.
         """
         ties: dict[Node, Node] = {}
         known = {*map(_storage, own)}
@@ -349,7 +353,7 @@ class _Shards:
 
 
 def _entries(shard: Checkpoint) -> Entries:
-    """Return the entries of a shard by name. A shard may contain no tensors."""
+    """Return the entries of a shard by name. A shard without tensors is allowed."""
     root = shard.root
     if (
         isinstance(root, dict)
@@ -384,7 +388,10 @@ def _storage(node: Node) -> int:
 
 
 def _ordered(root: Node, shards: list[Entries]) -> Node:
-    """Return `root` as an OrderedDict with the ``_metadata`` of all shards, if all have one."""
+    """Return `root`, as an OrderedDict if every shard is an OrderedDict.
+
+    The OrderedDict gets the merged ``_metadata`` of all shards.
+    """
     if (
         root.__class__ is not dict
         or not shards
@@ -404,7 +411,7 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
     if type(total) is int and total == every:
         return []
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    # Quantized modules store packed parameters inside objects; their storages may be counted, too.
+    # Quantized modules store packed parameters inside objects. `total_size` may include them.
     leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     storages = {id(each.storage): each.storage for each in leaves if each.storage is not None}
     stored = sum(storage.nbytes for storage in storages.values())
@@ -429,7 +436,7 @@ DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Split names into files by size in bytes; `limit` None means `DEFAULT_SIZE`."""
+    """Split tensor names into files of at most `limit` bytes. The default is `DEFAULT_SIZE`."""
     limit = DEFAULT_SIZE if limit is None else limit
     files: list[list[str]] = []
     current: list[str] = []
@@ -447,16 +454,19 @@ def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
 
 
 def shard_names(stem: str, suffix: str, count: int) -> list[str]:
-    """Return ``model-00001-of-00002.safetensors``, ...; for one file ``model.safetensors``."""
+    """Return the file names of `count` shards, such as ``model-00001-of-00002.safetensors``.
+
+    For a single file, return ``model.safetensors``.
+    """
     if count == 1:
         return [stem + suffix]
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
-    """Return the index that maps each name to the file in `places`.
+    """Return the index file. `places` maps each tensor name to the file name of its shard.
 
-    Raises LimitError if it is too large to be read again.
+    Raises LimitError if the index is too large for ckptkit to read it again.
     """
     odd = [place for place in places if not is_utf8(place)]
     if odd:
@@ -482,7 +492,7 @@ matches_safetensors = partial(matches, suffix=SAFE)
 
 
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
-    """Restore the state_dict of a safetensors index; if shards are torch files, only its ties."""
+    """Restore the state_dict from a safetensors index. For torch shards, restore only the ties."""
     plain = all(isinstance(node, Tensor) for node in root.values())
     return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
@@ -493,11 +503,11 @@ read_safetensors = partial(read, format=table.SHARDED.name, restore=_restored)
 def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder of safetensors shards.
 
-    Raises the errors of safetensors' own layout, and LimitError if the index is too large.
+    Raises the errors of `safetensors.layout`. Raises LimitError if the index is too large.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    # A tie must not have the name of this metadata key.
+    # Reserve the metadata key `total_size`, so that no tie uses it.
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
     tensors, metadata, notes = safetensors.prepared(checkpoint, options)
     del metadata[TOTAL]
@@ -532,7 +542,7 @@ read_torch = partial(read, format=table.SHARDED_BIN.name, restore=partial(restor
 def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder of torch.save shards.
 
-    Raises the errors of torch-zip's layout, and LimitError if the index is too large.
+    Raises the errors of `torch_zip.layout`. Raises LimitError if the index is too large.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -568,7 +578,7 @@ def _named(weights: Weights) -> Mapping[str, Node]:
 def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
     """Return each shard's state_dict, and the number of bytes of all storages."""
     entries = _named(weights)
-    first: dict[str, str] = {}  # each name -> the first name that shares a storage with it
+    first: dict[str, str] = {}  # maps each name to the first name with which it shares a storage
     sizes: dict[str, int] = {}
     owner: dict[int, str] = {}
     for name, node in entries.items():
@@ -589,6 +599,6 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
 
 
 def _storages(root: Node) -> list[Storage]:
-    """Return every storage in an entry, including those in the arguments of objects."""
+    """Return every storage in an entry, including the storages in the arguments of objects."""
     leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     return [each.storage for each in leaves if each.storage is not None]

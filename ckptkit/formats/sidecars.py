@@ -1,6 +1,6 @@
-"""The small files beside a model's weights: configuration, tokenizer, generation settings.
+"""Copy the small files beside a model's weights: configuration, tokenizer, generation settings.
 
-If a conversion changes the dtype of the weights, the dtype in config.json is updated.
+If a conversion changes the dtype of the weights, the dtype in the copy of config.json changes too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size, some
 
-CONFIGS = frozenset({"config.json", "adapter_config.json"})  # each model folder contains one
-LARGEST = 64 << 20  # maximum bytes of one file; a tokenizer with a large vocabulary takes 33 MB
-# These files contain data only: no pickles, no code.
+# The folder of a model contains one of these files.
+CONFIGS = frozenset({"config.json", "adapter_config.json"})
+LARGEST = 64 << 20  # maximum size of a file in bytes; a large tokenizer takes 33 MB
+# Names of the files to copy. These files contain neither pickles nor code.
 _NAMES = CONFIGS | {
     "added_tokens.json",
     "generation_config.json",
@@ -46,9 +47,9 @@ class Sidecars(NamedTuple):
 
 
 def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
-    """Return the sidecars of a model's folder, except the files in `made`.
+    """Return the files to copy from the folder of a model, except the files called `made`.
 
-    Empty if the folder contains no configuration.
+    Return no files if the folder contains no configuration.
     """
     try:
         names = folder.list()
@@ -76,12 +77,12 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
 
 
 CONFIG = "config.json"
-_FIELDS = ("torch_dtype", "dtype")  # transformers before 5, and since
-_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # dtypes that models compute in
+_FIELDS = ("torch_dtype", "dtype")  # the field of transformers before version 5, and since 5
+_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # dtypes in which models compute
 
 
 def of_weights(checkpoint: Checkpoint) -> str | None:
-    """Return the float dtype with the most bytes in the weights, None if no weight is a float."""
+    """Return the float dtype with the most bytes in the weights, or None without such a dtype."""
     counts: Counter[str] = Counter()
     try:
         for tensor in checkpoint.weights.values():
@@ -95,8 +96,8 @@ def of_weights(checkpoint: Checkpoint) -> str | None:
 def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
     """Return a config.json with the dtype `new`, and the list of changes.
 
-    Dicts of submodels (``text_config``) are updated if their dtype equals that of the whole model
-    or `old`. A file with a ``quantization_config`` is returned unchanged.
+    In the dict of a submodel (``text_config``), change the dtype only if it is `old` or the dtype
+    of the complete model. Return a file with a ``quantization_config`` unchanged.
     """
     try:
         config: Any = json.loads(text)
@@ -116,7 +117,10 @@ def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
 
 
 def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> Iterator[str]:
-    """Set the dtype fields of a dict; yield each change. `only`: change only these dtypes."""
+    """Set the dtype fields of a dict to `new`. Yield a description of each change.
+
+    If `only` is given, change only fields with one of these dtypes.
+    """
     for field in _FIELDS:
         plain = _plain(part.get(field))
         if plain is None or plain == new or (only is not None and plain not in only):
@@ -126,11 +130,11 @@ def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> It
 
 
 def _plain(said: object) -> str | None:
-    """Return the name of the dtype that a configuration gives, None for other values."""
+    """Return the name of the dtype in a field of a configuration, or None for other values."""
     name = said.removeprefix("torch.") if isinstance(said, str) else None
     return name if name in dtypes.BY_NAME else None
 
 
 def note(changed: list[str]) -> str:
-    """Return the note that lists changes of config.json."""
+    """Return the note that lists the changes in config.json."""
     return f"{CONFIG}: {some(changed, 3)}"

@@ -1,13 +1,17 @@
 """Parse JSON (RFC 8259), and refuse input that two readers could read differently.
 
-Refused are: a byte order mark, bytes that are not UTF-8, lone surrogates, a name that occurs twice
-in one object, NaN and Infinity (written out or by overflow), ``-0``, an integer of more than 20
-digits, and nesting deeper than `LIMITS.json_depth`.
+`parse` refuses:
 
-Some formats store values outside the weights as JSON; `encode` writes them, `decode` reads them.
-Null, booleans, integers of up to 19 digits, finite floats, strings, lists, and dicts whose keys are
-strings without a leading ``$`` are encoded as themselves. Any other value becomes an object with
-one key:
+- a byte order mark, bytes that are not UTF-8, and lone surrogates
+- a name that occurs twice in one object
+- NaN and Infinity, and numbers that overflow to infinity
+- ``-0``, and an integer of more than 20 digits
+- nesting deeper than `LIMITS.json_depth`
+
+Some formats store values outside the weights as JSON. `encode` converts a value to JSON, and
+`decode` converts it back. These values do not change: null, booleans, integers of up to 19 digits,
+finite floats, strings, lists, and dicts whose keys are strings without a leading ``$``. Any other
+value becomes an object with one key:
 
     {"$float": "nan" | "inf" | "-inf"}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}
 """
@@ -31,15 +35,15 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
-_PART = 1 << 18  # minimum size of a part in bytes, which is a few thousand entries
-_BETWEEN = re.compile(rb'\}, ?"')  # the end of an object before the quote of the next name
+_PART = 1 << 18  # minimum size in bytes of a part, which contains a few thousand entries
+_BETWEEN = re.compile(rb'\}, ?"')  # the end of an entry, and the quote before the next name
 
 Found = TypeVar("Found")
 Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
 def parse(data: bytes, what: str) -> Any:
-    """Parse `data` as strict JSON; error messages call it `what`.
+    """Parse `data` as strict JSON. Error messages call the data `what`.
 
     Raises FormatError for invalid JSON, AmbiguousError for a repeated name, LimitError.
     """
@@ -49,7 +53,7 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = None) -> Found:
-    """Return a field of an object. Raises FormatError unless the field's type is `kind`."""
+    """Return a field of an object. Raises FormatError unless the value's type is `kind`."""
     found = parsed.get(key, default) if isinstance(parsed, dict) else None
     if type(found) is not kind:
         raise FormatError(f"{what} lacks the required field {key!r}")
@@ -57,19 +61,18 @@ def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = No
 
 
 def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """Parse an object like `parse`, in parts. This takes half the time and less memory.
+    """Parse an object like `parse`, but in parts. This takes half the time and less memory.
 
-    Yield each part with the number of strings in its source, names included. If a name is repeated,
-    the last entry replaces the others silently; the caller detects that.
+    Yield each part, and the number of strings in its JSON text. Names count as strings. If two
+    entries of a part have the same name, the part silently contains only the last entry. The caller
+    detects such entries:
 
-    * The caller compares the number of strings in the source with the number in the parsed part. If
-      they are equal, no name was repeated in the part: each unescaped quotation mark begins or ends
-      a string, and of two entries with one name the parser keeps only one. The caller compares the
-      names of different parts itself.
-    * The entries of all parts are exactly the entries of the object. Each part is a non-empty
-      object: it ends with an object or begins with a name. If a part boundary falls inside a string
-      or an entry, the part is invalid JSON. This function then raises FormatError, even if `parse`
-      accepts the complete text.
+    * The caller counts the strings in the parsed part and compares this count with the yielded
+      number. If the numbers are equal, no name was repeated in the part. The caller compares the
+      names of different parts separately.
+    * The parts together contain exactly the entries of the object, and each part is a non-empty
+      object. If a part boundary falls inside a string or an entry, the part is invalid JSON. This
+      function then raises FormatError, even if `parse` accepts the complete text.
     """
     _check_size(data, what)
     for part in _parts(data):
@@ -81,7 +84,7 @@ def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """Split the bytes of an object between entries; add the missing brackets to each part."""
+    """Split the bytes of an object between entries. Add the missing brackets to each part."""
     begin, opening = 0, b""
     while cut := _BETWEEN.search(data, begin + _PART):
         yield opening + data[begin : cut.start() + 1] + b"}"
@@ -90,18 +93,18 @@ def _parts(data: bytes) -> Iterator[bytes]:
 
 
 def _check_size(data: bytes, what: str) -> None:
-    if len(data) > limits.LIMITS.json_values:  # a value takes at least a byte
+    if len(data) > limits.LIMITS.json_values:  # each value takes at least one byte
         check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
 
 
 def _check_nesting(data: bytes, what: str) -> int:
-    """Check that brackets match and are not too deep; return the number of quotation marks.
+    """Check that brackets match and are not nested too deep. Return the number of quotation marks.
 
-    Each pass removes the innermost brackets. Unlike the parser, this does not recurse.
+    Each iteration removes the innermost brackets. Unlike the parser, this check is not recursive.
     """
     escaped = b"\\" in data
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"") if escaped else data
-    # Keep only quotes and brackets. Most strings contain no brackets, so they become empty.
+    # Keep only quotes and brackets. A string without brackets becomes an empty string.
     quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
     marks = quoted.count(b'"')
     quoted = quoted.replace(b'""', b"")
@@ -119,7 +122,7 @@ def _check_nesting(data: bytes, what: str) -> int:
 
 
 def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
-    # Matches every number that `_integer` refuses. It can also match other numbers and names.
+    # This test finds every number that `_integer` refuses. It may also find other numbers or names.
     is_odd = (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
     try:
         value = json.loads(
@@ -175,8 +178,8 @@ _INT = 10**19
 def is_plain(root: Node, room: int = _ROOM) -> bool:
     """Return whether `root` consists of at most `room` scalars, lists, tuples and dicts.
 
-    Each value counts as 1; a string counts 1 plus its length. A value counts once for each path
-    that leads to it, so a cycle exceeds the limits.
+    Each value counts as 1. A string counts as 1 plus its length. A value counts once for each path
+    that leads to it. Therefore a value that contains itself exceeds the limits.
     """
     waiting = [(root, 0)]
     while waiting:
@@ -191,7 +194,10 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
 
 
 def _unwrapped(node: Node) -> Node:
-    """Return the value of a numpy scalar, a short stored list as a list, other nodes unchanged."""
+    """Return the value of a numpy scalar, or the items of a short StoredList as a list.
+
+    Return any other node unchanged.
+    """
     if node.__class__ is StoredList and len(node) < _ROOM:
         return list(node)
     return node.value if isinstance(node, Object) and node.value is not None else node
@@ -218,12 +224,12 @@ def is_utf8(text: str) -> bool:
 
 
 def dump(value: Any) -> str:
-    """Return compact JSON; equal values give equal strings."""
+    """Return compact JSON. For equal values, return equal strings."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def encode(node: Node) -> Any:
-    """Encode a plain value as JSON. Recursion is safe: plain values are at most 32 deep."""
+    """Convert a plain value to JSON. Recursion is safe: a plain value has at most 32 levels."""
     node = _unwrapped(node)
     if isinstance(node, float) and not math.isfinite(node):
         return {"$float": str(node)}
@@ -239,9 +245,9 @@ def encode(node: Node) -> Any:
 
 
 def decode(value: Any) -> Node:
-    """Decode a value that `encode` wrote.
+    """Convert the JSON that `encode` returned back to the value.
 
-    Raises FormatError. Recursion is safe: strict JSON is at most 128 deep.
+    Raises FormatError. Recursion is safe: strict JSON has at most 128 levels.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]

@@ -1,11 +1,14 @@
-"""The list of formats, one record each. The first call of a function imports its module.
+"""The list of formats. The first call of a function of a format imports the format's module.
 
-The order matters: the first format that matches reads the file.
-- A data file of DCP begins like torch-zip; its name distinguishes it.
-- TorchScript also matches torch-zip.
-- Zip, tar, legacy stream is the order of torch.load.
-- The legacy stream begins with a plain pickle.
-- A folder of loose files comes after all other folders.
+The first format that matches reads the file. The order of the list has these reasons:
+
+- A data file of DCP begins like a torch-zip file, so dcp-shard comes before torch-zip. The name of
+  the file distinguishes these formats.
+- A TorchScript file is also a zip archive with a data.pkl, so torchscript comes before torch-zip.
+- torch.load tries zip, tar and the legacy stream in this order.
+- A legacy stream begins with a plain pickle, so torch-legacy comes before pickle.
+- A folder with loose checkpoint files may also be a folder of another format, so folder comes after
+  the other folder formats.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any
 from ckptkit.core.text import owners
 from ckptkit.formats.format import Format, Lazy, LazyByName, Probe
 
-# Entries in the top folder of an archive. Each of _SCRIPTS makes torch.load call torch.jit.load.
+# Names in the top folder of an archive. If a name of _SCRIPTS exists, torch.load calls
+# torch.jit.load.
 _DATA, _SCRIPTS = "data.pkl", frozenset(("constants.pkl", "bytecode.pkl"))
-_OLD_SCRIPT = frozenset(("model.json", "version"))  # before torch 1.3, which adds no data.pkl
+_OLD_SCRIPT = frozenset(("model.json", "version"))  # TorchScript of torch 1.2 and before
 
 
 def is_torchscript(probe: Probe) -> bool:
@@ -27,7 +31,7 @@ def is_torchscript(probe: Probe) -> bool:
 
 
 def is_torch_zip(probe: Probe) -> bool:
-    """Return whether torch.save wrote a zip file. Raises CorruptError if it is damaged."""
+    """Return whether torch.save wrote a zip file. Raises CorruptError for a damaged zip file."""
     there = _there(probe)
     return _DATA in there and not there & _SCRIPTS
 
@@ -41,14 +45,14 @@ def _there(probe: Probe) -> frozenset[str]:
 
 
 def never(probe: Probe) -> bool:
-    """Return False: files of a format that is only written are read as another format."""
+    """Return False. ckptkit reads files of a write-only format as another format."""
     return False
 
 
 def _format(name: str, title: str, code: str, **facts: Any) -> Format:
-    """Return a record; `code` names a module and its functions (``npy: matches=matches_npz read``).
+    """Return a format. `code` names its module and functions (``npy: matches=matches_npz read``).
 
-    A function without ``FIELD=`` is called like its field.
+    Without ``FIELD=``, the name of a function is also the name of its field in `Format`.
     """
     module, _, functions = code.partition(": ")
     for each in functions.split():
@@ -185,7 +189,7 @@ MEGATRON_PARTS = _format(
     readable=False,
 )  # fmt: skip
 
-# The format of a Checkpoint that was made in memory.
+# The format of a Checkpoint that was created in memory.
 NONE = Format("", "made in memory", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
