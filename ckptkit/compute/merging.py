@@ -10,7 +10,7 @@ which differences are dropped. These methods read the tensors once or twice befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -36,9 +36,9 @@ _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minorit
 _COLLINEAR = 0.9995  # above this cosine, slerp is linear
 _SMALLEST = 1e-7  # smaller sums of magnitudes are not rescaled
 _AT_ONCE = 1 << 17  # elements per step: fits the caches, and keeps numpy calls long
-_SAMPLED = 1 << 18  # elements in the sample for a guess, at most a sixteenth of all
+_SAMPLED = 1 << 16  # elements in the sample for a guess, at most a sixteenth of all
 _FEWEST_SPOTS = 8  # of a sample
-_SPOT = 1 << 11  # adjacent elements in a sample
+_SPOT = 1 << 10  # adjacent elements in a sample
 
 
 class _Kept(NamedTuple):
@@ -105,29 +105,31 @@ class Merge(Operation):
                 values.append(each)
             yield values
 
-    def _rounded(self, values: Array) -> Array:
-        """Round numbers to `dtype`, and return them in the type of `values`."""
-        import numpy as np
-
-        if self.dtype in ("float32", "float64"):
-            return values
-        if self.dtype == "bfloat16" and values.dtype == np.float32:
-            # Twice as fast as ml_dtypes. Every NaN here comes from a NaN of 16 bits or from
-            # arithmetic, so the addition does not overflow.
+    def _round(self, values: Array) -> None:
+        """Round an array of one or two dimensions to `dtype`, in place."""
+        dtype = BY_NAME[self.dtype]
+        if dtype.name in ("float32", "float64"):
+            return
+        if dtype.name == "bfloat16":
+            # Twice as fast as ml_dtypes. NaN stays NaN: each comes from arithmetic on 16-bit
+            # floats, so its lower bits are 0 and the addition does not overflow.
             bits = values.view("u4")
             made = bits >> 16
             made &= 1  # ties to even
-            made += bits
             made += 0x7FFF
-            made &= 0xFFFF0000
-            return made.view("f4")
-        return decode(encode(values, BY_NAME[self.dtype]), BY_NAME[self.dtype])
+            bits += made
+            bits &= 0xFFFF0000
+            return
+        for row in values.reshape(-1, values.shape[-1]):
+            row[:] = decode(encode(row, dtype), dtype)
 
     def _number(self, value: float) -> Any:
         """Round a number to `dtype`, and return it in the type of the computation."""
         import numpy as np
 
-        return self._rounded(np.array([value], "f8" if self.dtype == "float64" else "f4"))[0]
+        values = np.array([value], "f8" if self.dtype == "float64" else "f4")
+        self._round(values)
+        return values[0]
 
     def _merged(self, extent: Derived) -> Iterator[Array]:
         import numpy as np
@@ -171,10 +173,25 @@ class Merge(Operation):
 
     # Methods of differences from a base
 
-    def _differences(self, extent: Derived) -> Iterator[tuple[Array, list[Array]]]:
-        """Yield a piece of the base, and the differences of the other inputs from it."""
-        for base, *others in self._inputs(extent):
-            yield base, [self._rounded(each - base) for each in others]
+    def _differences(
+        self, extent: Derived, start: int = 0, stop: int | None = None, *, is_rounded: bool = True
+    ) -> Iterator[tuple[Array, Array]]:
+        """Yield elements of the base, and the differences of the other inputs from these.
+
+        The differences are an array of shape (inputs, elements), which the next one overwrites.
+        """
+        import numpy as np
+
+        memory: Array | None = None
+        for base, *others in self._inputs(extent, start, stop):
+            if memory is None:
+                memory = np.empty((len(others), _AT_ONCE), base.dtype)
+            changes = memory[:, : len(base)]
+            for row, each in zip(changes, others, strict=True):
+                np.subtract(each, base, out=row)
+            if is_rounded:
+                self._round(changes)
+            yield base, changes
 
     def _chances(self) -> list[_Chances | None]:
         """Return for each input the random numbers that decide which differences dare keeps."""
@@ -195,67 +212,83 @@ class Merge(Operation):
         # Halves of bfloat16 are bfloat16, except for subnormal numbers.
         is_exact = self.dtype == "bfloat16" and set(weights) == {1} and len(weights) <= 2
         for base, changes in self._differences(extent):
-            for number, weight in enumerate(weights):
-                change = changes[number]
+            for number, (change, weight) in enumerate(zip(changes, weights, strict=True)):
                 if (chance := chances[number]) is not None:
-                    change = change * chance.kept(len(change))
+                    change *= chance.kept(len(change))
                 if kept and (keep := kept[number]) is not None:
-                    change = self._thinned(change, keep, taken, number)
-                changes[number] = change if weight == 1 else self._rounded(change * weight)
+                    taken[number] += self._thin(change, keep, taken[number])
+                if weight != 1:
+                    change *= weight
+                    self._round(change)
             if self.method in _CONSENSUS:
                 total, divisor = self._agreed(changes, weights)
             else:
-                total, divisor = self._rounded(_total(changes)), self._number(sum(weights))
+                total, divisor = _total(changes), self._number(sum(weights))
+                self._round(total)
                 divisor = self._number(1) if abs(divisor) < 1e-8 else divisor
             if self.normalize:
-                total = total / divisor if is_exact else self._rounded(total / divisor)
+                total /= divisor
+                if not is_exact:
+                    self._round(total)
             if self.scale != 1:
-                total = self._rounded(total * base.dtype.type(self.scale))
-            yield base + total
+                total *= total.dtype.type(self.scale)
+                self._round(total)
+            total += base
+            yield total
 
-    def _agreed(self, changes: list[Array], weights: Sequence[Any]) -> tuple[Array, Array]:
+    def _agreed(self, changes: Array, weights: Sequence[Any]) -> tuple[Array, Array]:
         """Return the sum of the changes that have the majority sign, and the sum of their weights.
 
-        Where no change has that sign, the sum of the weights is 1.
+        Where no change has that sign, the sum of the weights is 1. Overwrites `changes`.
         """
         import numpy as np
 
         # Multiplied by the majority sign, values that agree with it are positive. Flipping sign
         # bits is 20x as fast in numpy as choosing between two numbers.
-        total = _total(changes) + 0  # no negative zero
+        total = _total(changes)
+        total += 0  # no negative zero
         bits = total.view(f"i{total.itemsize}")
         sign = bits & np.iinfo(bits.dtype).min
-        flipped = [each.view(bits.dtype) ^ sign for each in changes]
-        if np.isfinite(total.sum()):  # as integers, negative floats are negative too
-            agree = [np.maximum(each, 0, out=each).view(total.dtype) for each in flipped]
-        else:  # np.maximum of floats keeps NaN
-            agree = [np.maximum(each.view(total.dtype), 0) for each in flipped]
-        total = self._rounded(_total(agree))
-        signed = (total.view(bits.dtype) ^ sign).view(total.dtype)
+        flipped = changes.view(bits.dtype)
+        flipped ^= sign
+        # As integers, negative floats are negative too; np.maximum of floats keeps NaN.
+        positive = flipped if np.isfinite(total.sum()) else changes
+        np.maximum(positive, 0, out=positive)
+        agree = changes > 0
+        total = _total(changes)
+        self._round(total)
+        bits = total.view(bits.dtype)
+        bits ^= sign
         if set(weights) == {1} and len(weights) < 256:  # a count, in bytes
-            counts = _total((each > 0).view("u1") for each in agree)
-            return signed, np.maximum(counts, 1).astype(total.dtype)
-        pairs = zip(agree, weights, strict=True)
-        divisor = self._rounded(_total((each > 0) * weight for each, weight in pairs))
+            counts = _total(agree.view("u1"))
+            return total, np.maximum(counts, 1).astype(total.dtype)
+        divisor = _total([each * weight for each, weight in zip(agree, weights, strict=True)])
+        self._round(divisor)
         divisor += divisor == 0
-        return signed, divisor
+        return total, divisor
 
-    def _thinned(self, change: Array, keep: _Kept, taken: list[int], number: int) -> Array:
-        """Drop the small differences and scale the rest; `taken` counts the ties that were kept."""
+    def _thin(self, change: Array, keep: _Kept, taken: int) -> int:
+        """Zero the small differences and scale the rest, in place.
+
+        `taken` ties were kept before. Return the number of ties that were kept now.
+        """
         import numpy as np
 
+        count = 0
         if keep.least > 0:
             sizes = np.abs(change)
             stays = sizes > keep.least
-            if taken[number] < keep.ties:
+            if taken < keep.ties:
                 is_tie = sizes == keep.least
-                if (count := int(np.count_nonzero(is_tie))) > keep.ties - taken[number]:
-                    count = keep.ties - taken[number]
+                if (count := int(np.count_nonzero(is_tie))) > keep.ties - taken:
+                    count = keep.ties - taken
                     is_tie[np.flatnonzero(is_tie)[count:]] = False
                 stays |= is_tie
-                taken[number] += count
-            change = change * stays
-        return change if keep.scale == 1 else self._rounded(change * self._number(keep.scale))
+            change *= stays
+        if keep.scale != 1:
+            change *= self._number(keep.scale)
+            self._round(change)
+        return count
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
         """Read all differences, and return for each input the differences to keep."""
@@ -294,22 +327,22 @@ class Merge(Operation):
             None if density >= 1 or not length else _Kept(inf, 0, 1.0) for density in self.densities
         ]
         searches = {
-            number: _MagnitudeSearch(max(1, int(density * length)), self.dtype, self._rounded)
+            number: _MagnitudeSearch(max(1, int(density * length)), self.dtype, self._round)
             for number, density in enumerate(self.densities)
             if 0 < density < 1 and length
         }
         spots = min(_SAMPLED, length // 16) // _SPOT
         if spots >= _FEWEST_SPOTS and all(map(starts_anywhere, extent.inputs)):
             for at in range(0, length - _SPOT, length // spots):
-                for base, *others in self._inputs(extent, at, at + _SPOT):
+                for _, changes in self._differences(extent, at, at + _SPOT):
                     for number, search in searches.items():
-                        search.sample(others[number] - base)
+                        search.sample(changes[number])
             for search in searches.values():
                 search.guess(length)
         while not all(search.is_done for search in searches.values()):
-            for base, *others in self._inputs(extent):
+            for _, changes in self._differences(extent, is_rounded=False):
                 for number, search in searches.items():
-                    search.count(others[number] - base)
+                    search.count(changes[number])
             for search in searches.values():
                 search.narrow()
         sums, larger = [0.0] * len(kept), [0.0] * len(kept)
@@ -356,8 +389,8 @@ class _MagnitudeSearch:
     contains one code. Only elements that may round into the interval are rounded.
     """
 
-    def __init__(self, goal: int, dtype: str, rounded: Callable[[Array], Array]) -> None:
-        self.goal, self.rounded = goal, rounded
+    def __init__(self, goal: int, dtype: str, round_: Callable[[Array], None]) -> None:
+        self.goal, self.round = goal, round_
         self.kind, bits = ("i8", 63) if dtype == "float64" else ("i4", 31)
         self.top = 1 << bits
         self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # low bits that are zero
@@ -402,8 +435,8 @@ class _MagnitudeSearch:
         return codes
 
     def sample(self, values: Array) -> None:
-        """Add elements to the sample."""
-        self.waiting.append(self._codes(self.rounded(values)))
+        """Add rounded elements to the sample."""
+        self.waiting.append(self._codes(values))
 
     def guess(self, length: int) -> None:
         """Narrow the interval by the sample. `length` counts all elements. A miss costs a pass."""
@@ -412,7 +445,7 @@ class _MagnitudeSearch:
         codes = np.concatenate(self.waiting)
         place = int(len(codes) * (1 - self.goal / length))
         # At least three standard deviations of the number of codes below the limit.
-        margin = max(len(codes) // 200, int(1.5 * len(codes) ** 0.5))
+        margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
         self.interval = low, high + (1 << self.unused)
@@ -430,11 +463,12 @@ class _MagnitudeSearch:
         self.above += int(np.count_nonzero(codes >= last))
         codes -= first
         # Codes below the first are negative here, and large as unsigned numbers.
-        inside = values[codes.view(self.kind.replace("i", "u")) < last - first]
-        codes = self._codes(self.rounded(inside))
+        inside = values[np.flatnonzero(codes.view(self.kind.replace("i", "u")) < last - first)]
+        self.round(inside)
+        codes = self._codes(inside)
         self.above += int(np.count_nonzero(codes >= high)) if last != self.top else 0
         self.waiting.append(codes[(codes >= low) & (codes < high)] - low)
-        if sum(map(len, self.waiting)) > 4 * _SAMPLED:
+        if sum(map(len, self.waiting)) > _AT_ONCE << 3:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
@@ -469,9 +503,11 @@ class _MagnitudeSearch:
         self._begin()
 
 
-def _total(values: Iterable[Array]) -> Array:
-    """Return the sum of arrays, in order."""
-    total, *others = values
-    for each in others:
-        total = total + each
+def _total(values: Sequence[Array] | Array) -> Array:
+    """Return the sum of arrays, in order, as a new array."""
+    if len(values) == 1:
+        return values[0].copy()
+    total: Array = values[0] + values[1]
+    for each in values[2:]:
+        total += each
     return total
