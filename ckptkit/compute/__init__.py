@@ -1,6 +1,6 @@
-"""Arithmetic on tensor elements in byte ranges, and torch tensors of the results.
+"""Arithmetic on tensor elements in byte ranges.
 
-In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch
-storages. Uses core. Functions import numpy and torch only when needed. A command that only copies
-imports neither.
+Input: a Derived, which is an operation on byte ranges. Output: the computed bytes in small blocks,
+statistics, or torch storages. This subpackage imports core. Its functions import numpy and torch
+only when needed. A command that only copies bytes imports neither numpy nor torch.
 """

@@ -1,14 +1,20 @@
-"""Records of rearranged elements: joined tensors, permuted tensors, and views as plain bytes.
+"""Rearranged elements: joined tensors, permuted tensors, and contiguous copies of views.
 
-Plain bytes are row-major, little-endian, and without gaps. A record becomes the simplest possible
-extent: a range; a concatenation of ranges and strided views; one strided view; or blocks of an
-array. If a source is itself rearranged, both rearrangements become one. Several steps therefore
-read each byte only once.
+The bytes of a rearranged tensor are row-major, little-endian and contiguous. ckptkit expresses them
+as the simplest possible extent:
 
-Tensors may have more elements than their storage: stride 0, and overlapping windows. A file of a
-kilobyte can describe a tensor of terabytes. Computations therefore read repeated elements once.
-Operations that need every element raise TensorError if the tensor is many times larger than its
-storage.
+* a byte range,
+* a concatenation of byte ranges and strided views,
+* one strided view,
+* or an array that several strided copies fill.
+
+If the source of a rearrangement is the result of another rearrangement, ckptkit combines both.
+Several rearrangements therefore read each byte only once.
+
+A tensor may have more elements than its storage, because of stride 0 or overlapping windows. A file
+of a kilobyte can describe a tensor of terabytes. Computations therefore read a repeated element
+once. An operation that needs every element raises TensorError if the tensor is many times larger
+than its storage.
 """
 
 from __future__ import annotations
@@ -48,14 +54,17 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 
-SMALL = 1 << 20  # tensors of at most this many bytes are read despite a small storage
-RUN = 128 << 10  # bytes; longer runs are copied as ranges
-RUNS = 50_000  # maximum number of contiguous runs, or rows, of one target
+SMALL = 1 << 20  # maximum number of bytes of a tensor that may be much larger than its storage
+RUN = 128 << 10  # minimum number of contiguous bytes that become a separate byte range
+RUNS = 50_000  # maximum number of contiguous byte ranges in one target
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
 def refuse_without_elements(tensor: Tensor, what: str) -> None:
-    """Raise TensorError for a tensor with an unknown dtype, or without `what`."""
+    """Raise TensorError if the dtype is unknown, or the tensor is a meta or non-strided tensor.
+
+    The message states that such a tensor has no `what`.
+    """
     if tensor.layout == UNKNOWN:
         raise TensorError(f"its elements have the {UNKNOWN} {tensor.dtype}")
     if tensor.storage is None or tensor.layout != "strided":
@@ -63,11 +72,11 @@ def refuse_without_elements(tensor: Tensor, what: str) -> None:
 
 
 def contiguous(tensor: Tensor) -> Record:
-    """Return the plain bytes of a tensor: row-major, little-endian, conj and neg resolved.
+    """Return the elements of a tensor as contiguous, row-major, little-endian bytes.
 
-    The result is a part of the storage's record if nothing must be computed. Raises TensorError for
-    a tensor without bytes of its own, and for elements smaller than a byte that are not contiguous
-    or do not start at a byte.
+    Conjugation and negation are applied. If no computation is needed, the result is a slice of the
+    storage's record. Raise TensorError for meta tensors and non-strided tensors. Elements smaller
+    than a byte must be contiguous and start at a byte, otherwise raise TensorError.
     """
     refuse_without_elements(tensor, "bytes of its own")
     assert tensor.storage is not None
@@ -96,7 +105,7 @@ def contiguous(tensor: Tensor) -> Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arranged:
-    """A record of elements copied from other records, which `locate` lowers to an extent."""
+    """A record whose elements are copied from other records. `locate` returns its extent."""
 
     records: tuple[Record, ...]
     copies: tuple[StridedCopy, ...]
@@ -116,7 +125,10 @@ class Arranged:
 
 
 def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) -> Record:
-    """Return the bytes of a tensor made of `parts`: (offsets in the tensor, part)."""
+    """Return the bytes of a tensor that consists of other tensors.
+
+    `parts` contains each of these tensors, with its offsets in the result.
+    """
     records: dict[int, Record] = {}
     numbers: dict[int, int] = {}
     copies = []
@@ -135,12 +147,15 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
 
 
 def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
-    """Return the copy of a tensor's elements, in row-major order, from its storage."""
+    """Return the copy from a storage that puts the elements of `tensor` in row-major order."""
     return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
 
 
 def _outside(extent: Extent) -> Extent:
-    """Return the extent with ranges of archive members as ranges of the archive, for the kernel."""
+    """Replace each range of an archive member by the same range of the archive file.
+
+    The operating system can copy such ranges directly.
+    """
     if isinstance(extent, Derived):
         return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
     return Range(*in_file(extent.source, extent.offset), extent.length)
@@ -148,11 +163,16 @@ def _outside(extent: Extent) -> Extent:
 
 # From copies to extents
 
-Piece = tuple[Extent, StridedCopy]  # a copy and the extent that it reads
+Piece = tuple[Extent, StridedCopy]  # an extent, and a copy that reads this extent
 
 
 def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
-    """Describe copies: ``joined`` (long contiguous runs), ``transposed``, or else ``gathered``."""
+    """Describe copies in a word.
+
+    * ``joined``: all contiguous byte ranges are long.
+    * ``transposed``: at least one copy is a transpose.
+    * ``gathered``: the copies read many short byte ranges.
+    """
     kinds = {_kind(normal(copy.dims), itemsize) for copy in copies}
     return next((kind for kind in ("transposed", "gathered") if kind in kinds), "joined")
 
@@ -167,9 +187,9 @@ def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
 
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
-    """Return the extent of `total` elements. The pieces fill these elements.
+    """Return the extent of an array of `total` elements that the copies in `pieces` fill.
 
-    Raises UnsupportedError if reading them would take too long.
+    Raise UnsupportedError if a read of this extent would take too long.
     """
     if not total:
         return Range(_ZERO_BYTES.source, 0, 0)
@@ -197,7 +217,10 @@ def _normal(copy: StridedCopy) -> StridedCopy:
 
 
 def _runs(copy: StridedCopy, itemsize: int) -> int | None:
-    """Return the number of contiguous runs of a copy; None if there are several short runs."""
+    """Return the number of contiguous runs that a copy reads.
+
+    Return None if the copy reads several runs that are shorter than RUN.
+    """
     if not copy.dims:
         return 1
     n, read, written = copy.dims[-1]
@@ -209,7 +232,7 @@ def _runs(copy: StridedCopy, itemsize: int) -> int | None:
 
 
 def _one_after_another(pieces: Sequence[Piece], itemsize: int) -> Extent:
-    """Concatenate copies, each of which fills a contiguous part of the target."""
+    """Return the concatenation of copies. Each copy fills a contiguous part of the target."""
     parts: list[tuple[int, Extent]] = []
     for extent, copy in pieces:
         if _runs(copy, itemsize) is None:
@@ -235,7 +258,7 @@ def _follows(one: Range, other: Range) -> bool:
 
 
 def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
-    """Split copies along outer dimensions until each fills a contiguous part of the target."""
+    """Split copies along outer dimensions. Each result fills a contiguous part of the target."""
     found: list[Piece] = []
     for extent, copy in pieces:
         outer = 0
@@ -252,7 +275,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
-    """Raise UnsupportedError for a large, not seekable source that the copy reads out of order."""
+    """Raise UnsupportedError if `copy` reads a large, non-seekable source out of order."""
     if starts_anywhere(extent) or extent.length <= HELD:
         return
     whole = len(copy.dims) < 2 and _runs(copy, itemsize) is not None
@@ -267,7 +290,7 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
 
 
 def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
-    """Replace a copy from a rearranged extent by copies from the sources of that extent."""
+    """Replace a copy that reads a rearranged extent by copies that read its sources directly."""
     inner = _parts(extent, itemsize)
     if inner is None:
         return [(extent, copy)]
@@ -280,7 +303,7 @@ def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Pi
 
 
 def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
-    """Return the copies that an extent consists of; None if the extent is a range or computed."""
+    """Return the copies that produce a rearranged extent. Return None for other extents."""
     if isinstance(extent, Range):
         return None
     operation = extent.operation
@@ -313,7 +336,7 @@ def _run(start: int, place: int, elements: int) -> StridedCopy:
 
 
 def repeated(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the dimensions in which all tensors have stride 0. The tensors have the same shape."""
+    """Return the dimensions in which every tensor has stride 0. All tensors have the same shape."""
     if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
         return ()
     sizes = enumerate(tensors[0].shape)
@@ -323,7 +346,7 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the tensor without repetitions: only index 0 of each dimension in `axes`."""
+    """Return the slice of `tensor` with index 0 in each dimension of `axes`."""
     if not axes:
         return tensor
     return replace(
@@ -332,12 +355,15 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """Return the number of repetitions in `tensor` of each element of `once(tensor, axes)`."""
+    """Return how often `tensor` repeats each element of `once(tensor, axes)`."""
     return prod(tensor.shape[axis] for axis in axes)
 
 
 def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
-    """Convert a row-major position in the result of `once` to one in an array of `shape`."""
+    """Convert a row-major position in the result of `once` to a position in the complete tensor.
+
+    The complete tensor has the shape `shape`.
+    """
     found, step = 0, 1
     for axis in reversed(range(len(shape))):
         if axis not in axes:
@@ -348,7 +374,7 @@ def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
-    """Return the error for a tensor above `free` bytes and many times larger than its storage."""
+    """Return an error if a tensor is larger than `free` bytes and much larger than its storage."""
     held = tensor.storage.nbytes if tensor.storage is not None else 0
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None
@@ -359,13 +385,13 @@ def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
 
 
 class Allowance:
-    """The number of bytes by which all tensors together may exceed their storages."""
+    """Limits the total number of bytes by which tensors exceed their storages."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free
 
     def refusal(self, tensor: Tensor) -> TensorError | None:
-        """Return the error for a tensor that exceeds the allowance."""
+        """Return an error if the total exceeds the limit. Otherwise, add `tensor` to the total."""
         found = refusal(tensor, self._free)
         held = tensor.storage.nbytes if tensor.storage is not None else 0
         if found is None and tensor.layout == "strided":

@@ -26,19 +26,23 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # elements compared at once; smaller steps wait for the interpreter lock
-# Bounds of float32 sums of squares that are exact enough, and the relative error of a difference.
+WIDE = 1 << 17  # elements per step; with smaller steps, threads wait for the interpreter lock
+# A float32 sum of squares between _LEAST and _MOST is accurate enough. _ROUNDED bounds the relative
+# rounding error of a float32 difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences of two tensors: `count` elements differ, the first at row-major position `first`.
+    """Differences between two tensors.
 
-    ``largest`` is the largest absolute difference, or None if only bytes were compared.
-    ``distance`` is the norm of the difference. ``relative`` is `distance` divided by the norm of
-    the first tensor, None if that is zero. ``cosine`` is the cosine of the angle between the two,
-    None if one is zero.
+    * ``count`` is the number of elements that differ.
+    * ``first`` is the row-major position of the first element that differs.
+    * ``largest`` is the largest absolute difference. It is None if only bytes were compared.
+    * ``distance`` is the norm of the difference.
+    * ``relative`` is `distance` divided by the norm of the first tensor. It is None if this norm is
+      zero.
+    * ``cosine`` is the cosine of the angle between the tensors. It is None if a tensor is zero.
     """
 
     count: int
@@ -57,13 +61,16 @@ def compare(
     rtol: float | None = None,
     measured: bool = False,
 ) -> Difference | None:
-    """Return the differences of two tensors of the same shape, None if they are equal.
+    """Return the differences between two tensors of the same shape.
 
-    Without tolerances, dtypes and bytes must be equal, including NaN payloads and the sign of zero.
-    With `atol` or `rtol` (the other is then 0), elements are equal if ``|a - b| <= atol + rtol *
-    |b|``, computed in float64 or complex128; NaN equals NaN. If `measured`, the result contains the
-    distances of numeric dtypes, computed from the finite elements. Raises TensorError if the shapes
-    differ, or if the dtypes differ and bytes are compared.
+    Return None if the tensors are equal. Without tolerances, equal tensors have equal dtypes and
+    bytes, including NaN payloads and the sign of zero. With `atol` or `rtol`, elements are equal if
+    ``|a - b| <= atol + rtol * |b|``, computed in float64 or complex128. A missing tolerance is 0.
+    NaN equals NaN.
+
+    If `measured` is set, the result also contains the distances between tensors of numeric dtypes.
+    They are computed from the finite elements. Raise TensorError if the shapes differ. Without
+    tolerances, raise TensorError also if the dtypes differ.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
@@ -82,12 +89,12 @@ def compare(
     extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
     measure = _Measure() if measured and all(map(is_decoded, types)) else None
     if exact and (_same(*extents) or (a.nbytes <= BUFFER and _equal(*extents))):
-        return None  # equal small tensors need no numpy
+        return None  # for equal small tensors, the import of numpy is not necessary
     keep_memory()
     import_numpy()
     import numpy as np
 
-    with np.errstate(all="ignore"):  # differences of infinities, and infinite squares
+    with np.errstate(all="ignore"):  # a difference of infinities is NaN, and squares overflow
         if exact:
             found = _compare_bytes(extents, a.dtype, measure)
         else:
@@ -106,10 +113,11 @@ class _Measure:
         self.squares = self.others = self.product = self.moved = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add elements of both tensors, of the same type. For equal elements, pass one array twice.
+        """Add elements of both tensors. Both arrays have the same dtype.
 
-        The sums use the type of the elements, in pieces that stay in the caches, unless float32 is
-        too narrow for the squares. The largest difference is exact.
+        If the elements are equal, pass one array twice. The sums have the dtype of the elements. If
+        the squares overflow or underflow in float32, the sums are float64. The largest difference
+        is exact.
         """
         import numpy as np
 
@@ -144,7 +152,10 @@ class _Measure:
         return None
 
     def of(self, found: Difference, largest: float | None = None) -> Difference:
-        """Return `found` with the accumulated measures, and with `largest` unless that is None."""
+        """Return `found` with the accumulated distances.
+
+        If `largest` is None, use the largest difference that was accumulated.
+        """
         relative = (self.moved / self.squares) ** 0.5 if self.squares else None
         norms = (self.squares * self.others) ** 0.5
         return replace(
@@ -157,7 +168,7 @@ class _Measure:
 
 
 def _same(left: Extent, right: Extent) -> bool:
-    """Return whether two extents are the same range, or the same operation on equal bytes."""
+    """Return True for two equal ranges, and for two equal operations whose inputs are equal."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
     alike = left.operation == right.operation and left.length == right.length
@@ -168,7 +179,7 @@ def _same(left: Extent, right: Extent) -> bool:
 
 
 def _equal(left: Extent, right: Extent) -> bool:
-    """Return whether the bytes of two extents of the same length are equal."""
+    """Return True if the bytes of `left` and `right` are equal. Both have the same length."""
     if left == right:
         return True
     return all(
@@ -184,9 +195,9 @@ def _compare_bytes(
 ) -> Difference | None:
     import numpy as np
 
-    count, first, at, begin = 0, -1, 0, 0  # `begin`: start of the first piece that differs
+    count, first, at, begin = 0, -1, 0, 0  # `begin` is the start of the first block that differs
     for left, right in _in_step(extents, (dtype, dtype)):
-        is_equal = bytearray(left) == right  # comparing two memoryviews is slow
+        is_equal = bytearray(left) == right  # a comparison of two memoryviews would be slow
         if not is_equal:
             odd = _codes(left, dtype) != _codes(right, dtype)
             if odd.ndim > 1:
@@ -194,7 +205,7 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # the equal pieces before are measured below
+        if measure is not None and count:  # the code below measures the equal blocks before
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize
@@ -211,7 +222,7 @@ def _compare_bytes(
 
 
 def _codes(piece: Piece, dtype: DType) -> Array:
-    """Return elements as integers or rows of bytes, so that `==` compares their bytes."""
+    """Return elements as integers or as rows of bytes. `==` on the result compares bytes."""
     import numpy as np
 
     if dtype.itemsize in (1, 2, 4, 8):
@@ -225,7 +236,7 @@ def _compare_values(
     tolerance: tuple[float, float],
     measure: _Measure | None,
 ) -> Difference | None:
-    """Compare as ``torch.isclose`` does; `tolerance` is (absolute, relative)."""
+    """Compare values as ``torch.isclose`` does. `tolerance` is a pair (absolute, relative)."""
     import numpy as np
 
     atol, rtol = tolerance
@@ -242,7 +253,7 @@ def _compare_values(
             distance = _distances(x, y)
             most = float(distance.max())
             largest = max(largest, most)
-            if most > atol or np.isinf(most):  # infinite differences are never within a tolerance
+            if most > atol or np.isinf(most):  # an infinite difference exceeds any tolerance
                 limit = np.abs(y) * rtol + atol if rtol else atol
                 differs = (distance > limit) | np.isinf(distance)
                 if differs.any():
@@ -256,7 +267,7 @@ def _compare_values(
 
 
 def _distances(x: Array, y: Array) -> Array:
-    """Return absolute differences: 0 for equal elements and two NaN, infinite for one NaN."""
+    """Return absolute differences. The difference of two NaN is 0, that of NaN and a number inf."""
     import numpy as np
 
     distance: Array = np.subtract(x, y)

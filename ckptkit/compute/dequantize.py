@@ -1,8 +1,8 @@
-"""Dequantize: compute numbers from codes and scales, and from torch's quantized tensors.
+"""Dequantize weights that consist of codes and scales, and quantized torch tensors.
 
-The output is computed in tiles that stay in the cache of a core. Each step of the formula in
-:class:`Blocks` processes a whole tile, in place. If scales are bytes, a table contains the result
-for each pair of a scale and a code.
+The output is computed in tiles that fit the cache of a core. :mod:`packing` contains the formula.
+Each step of the formula processes a complete tile, in place. If scales are bytes, a table contains
+the result for each pair of a scale and a code.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# Elements per tile. numpy calls must be so long that threads seldom wait for the interpreter lock,
-# and two float32 copies of a tile must fit the cache of a core.
+# Number of elements per tile. The numpy calls must be long enough that threads rarely wait for the
+# interpreter lock. Two float32 copies of a tile must fit the cache of a core.
 TILE = 1 << 18
-WIDE = 1 << 19  # elements; a longer row is computed in several pieces
-# Rows per tile for packings in which a byte or a 32-bit word contains codes of several rows. The
-# rows fill a cache line of the input. Such tiles are split into columns.
+WIDE = 1 << 19  # maximum number of elements of a row; a longer row is split into several tiles
+# Number of rows per tile for layouts in which adjacent codes of the input belong to several rows.
+# The rows fill a cache line of the input. Such a tile is split along its columns.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
-# The first code, without its sign, that is not a finite number. Only for types with at most four
-# significant bits.
+# For each dtype, the lowest code of an infinity or NaN, without the sign bit. The dtypes have at
+# most four significant bits.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
-# Bounds of scales whose products neither overflow float32 nor are subnormal.
+# Maximum and minimum of scales whose products with codes are normal float32 numbers.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Operation):
-    """Elements of a quantized weight. The inputs are codes, scales and zero points."""
+    """Dequantizes a weight. The inputs are its codes, scales and zero points."""
 
     blocks: Blocks
     expands: ClassVar[bool] = True
@@ -74,12 +74,12 @@ class Dequantize(Operation):
         make = kind(self.blocks, readers, [each.length for each in extent.inputs], last)
         for begin, span in spans(self.blocks, first, last):
             at = begin * size
-            with np.errstate(all="ignore"):  # infinities and NaN are as in the original libraries
+            with np.errstate(all="ignore"):  # the original libraries return infinities and NaN too
                 made = make(span)
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield the ends of parts of about `size` bytes; small matrices of a batch stay whole."""
+        """Yield the ends of parts of about `size` bytes. Do not split small matrices of a batch."""
         matrix = extent.length // self.blocks.batches
         step = -(-size // matrix) * matrix if matrix <= 2 * size else size
         yield from range(step, extent.length, step)
@@ -87,12 +87,13 @@ class Dequantize(Operation):
 
 
 def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
-    """Yield (first element, span) for spans that cover elements `first` to `last`, in order.
+    """Yield rectangles that contain the elements from `first` to `last`, in order.
 
-    A span consists of whole rows, or is a part of one row.
+    Each result is a pair (position of the first element, rectangle). A rectangle consists of
+    complete rows, or is a part of one row.
     """
     rows, columns = blocks.rows, blocks.columns
-    tall = 1 << (max(1, TILE // max(1, columns)).bit_length() - 1)  # divides blocks of 128 rows
+    tall = 1 << (max(1, TILE // max(1, columns)).bit_length() - 1)  # a power of two
     tall = max(tall, TALL.get(blocks.packing.kind, 1))
     while first < last:
         row, left = divmod(first, columns)
@@ -112,7 +113,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
 
 
 class Dequantizer:
-    """Computes the elements of spans in ascending order, up to element `last`."""
+    """Dequantizes rectangles in ascending order, up to element `last`."""
 
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reader], sizes: Sequence[int], last: int
@@ -139,21 +140,21 @@ class Dequantizer:
             self.table = np.frombuffer(reads[blocks.map](0, sizes[blocks.map]), "<f4").copy()
             self.table[np.isnan(self.table)] = np.nan
             if blocks.table == "map-signed" and self.table[8] == 0:
-                self.table[8] = -0.0  # bitsandbytes writes 0 there but computes with -0
+                self.table[8] = -0.0  # bitsandbytes writes 0 to the file but computes with -0
         elif blocks.table is not None:
             self.table = table_of(blocks.table)
-        # Scales and products are rounded to these dtypes.
+        # The dtypes to which scales and products are rounded.
         self.scale_dtype, self.product_dtype = (
             blocks.target if name == TARGET else name
             for name in (blocks.scale_dtype, blocks.product_dtype)
         )
         self.unit = np.dtype(f"<u{self.target.itemsize}")
         self._memory, self._spare = ScratchBuffer(), ScratchBuffer()
-        self._pairs: Array | None = None  # the numbers of each pair of adjacent codes
-        self._ties: tuple[Array, bool] | None = None  # scales, and whether products may be ties
+        self._pairs: Array | None = None  # the two numbers of each pair of adjacent codes
+        self._ties: tuple[Array, bool] | None = None  # scales, and the result of `_has_ties`
 
     def __call__(self, span: Span) -> memoryview:
-        """Return the bytes of the elements of a span."""
+        """Return the bytes of the elements of a rectangle."""
         import numpy as np
 
         rows, columns = span.shape
@@ -165,7 +166,10 @@ class Dequantizer:
         return made.reshape(-1).view("u1").data
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill `made` with the elements of a span. Each item has the size of the target dtype."""
+        """Fill `made` with the elements of a rectangle.
+
+        An item of `made` has the size of an element of the target dtype.
+        """
         import numpy as np
 
         blocks = self.blocks
@@ -205,12 +209,12 @@ class Dequantizer:
 
     @property
     def _is_shifted(self) -> bool:
-        """True if zero points are subtracted from the integer codes, before the cast to float32."""
+        """True if zero points are subtracted from integer codes before the cast to float32."""
         same = self.zero.same if isinstance(self.zero, PackedZero) else None
         return same is not None and self.blocks.packing.bits < 8 and not self.blocks.signed
 
     def _round(self, values: Array) -> None:
-        """Round float32 numbers to the dtype of products, in place."""
+        """Round float32 numbers to `product_dtype`, in place."""
         import numpy as np
 
         if self.product_dtype != "float32":
@@ -219,8 +223,8 @@ class Dequantizer:
     def _numbers(self, span: Span, values: Array, scale: Array) -> bool:
         """Fill `values` with the numbers of the codes.
 
-        Return whether products can be rounded to bfloat16 by adding half of the last place. This
-        requires that no product is NaN or halfway between two numbers.
+        Return True if no product with a scale is NaN or halfway between two bfloat16 numbers. Then
+        a simple addition to the bits rounds the products to bfloat16.
         """
         import numpy as np
 
@@ -228,7 +232,7 @@ class Dequantizer:
         if self.table is None:
             codes, is_signed = self.codes(span), blocks.signed
             if isinstance(self.zero, PackedZero) and self._is_shifted:
-                codes = codes - np.uint8((self.zero.same or 0) & 0xFF)  # may wrap around
+                codes = codes - np.uint8((self.zero.same or 0) & 0xFF)  # the result may wrap around
                 is_signed = True
             np.copyto(values, codes.view("i1") if is_signed else codes)
             if blocks.offset:
@@ -261,10 +265,11 @@ class Dequantizer:
         return not self._ties[1] and bool(sizes.max() < odd)
 
     def _two(self, bits: int) -> Array:
-        """Return a table of two float32 numbers for each pair of codes, to halve the lookups.
+        """Return a table that contains two float32 numbers for each pair of codes.
 
-        Building numbers from the bits of the codes would be slower: the smallest codes are
-        subnormal in between, and many processors take 100x as long for subnormal numbers.
+        With this table, the number of lookups is half the number of codes. To compute the numbers
+        from the bits of the codes would be slower: intermediate results for the smallest codes are
+        subnormal, and many processors take 100x as long for subnormal numbers.
         """
         import numpy as np
 
@@ -278,9 +283,10 @@ class Dequantizer:
 
 
 def _has_ties(scale: Array) -> bool:
-    """Return whether a product with an 8-bit code may be halfway between two bfloat16 numbers.
+    """Return True if a product of a scale and a code may be halfway between two bfloat16 numbers.
 
-    Codes have at most four significant bits, so it is enough to test the products with 8 to 15.
+    A code has 8 bits and at most four significant bits. Therefore it is sufficient to test the
+    products of the scales with the integers from 8 to 15.
     """
     import numpy as np
 
@@ -292,10 +298,10 @@ def _has_ties(scale: Array) -> bool:
 
 
 def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
-    """Return the blocks with their index of column groups.
+    """Return the layout of the weight, and the group number of each column.
 
-    The index is None if the groups are in order and have equal widths. Raises CorruptError for an
-    index beyond the scales.
+    If the groups are in order and have equal widths, return their width in the layout, and None
+    instead of the group numbers. Raise CorruptError if a group has no scale.
     """
     import numpy as np
 
@@ -318,7 +324,7 @@ def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
 
 
 def is_tabled(blocks: Blocks) -> bool:
-    """Return whether the result depends only on a code and one byte of scale."""
+    """Return True if each element depends only on its code and one scale byte."""
     first, *others = blocks.scales
     grid, bits = first.grid, blocks.packing.bits
     if not is_byte(first.dtype) or any(each.grid.rows * each.grid.columns > 1 for each in others):
@@ -331,9 +337,12 @@ def is_tabled(blocks: Blocks) -> bool:
 
 
 class TabledDequantizer(Dequantizer):
-    """Looks up the result for each pair of a scale and a code; 4-bit codes two at a time."""
+    """Looks up elements in a table that contains the element for each pair of a scale and a code.
 
-    _of: int | None = None  # index of the batch that `table` belongs to
+    For 4-bit codes, one lookup returns two elements.
+    """
+
+    _of: int | None = None  # index of the batch for which `_results` was computed
 
     def __call__(self, span: Span) -> memoryview:
         if self._of != span.batch:
@@ -345,7 +354,10 @@ class TabledDequantizer(Dequantizer):
         return self._taken(self.scales[0].raw(span)[rows], data).reshape(-1).view("u1").data
 
     def _taken(self, scale: Array, data: Array) -> Array:
-        """Return the results for bytes of codes. Each scale applies to a run of equal length."""
+        """Return the elements for `data`, the bytes of codes.
+
+        Each scale applies to the same number of bytes.
+        """
         import numpy as np
 
         index = np.frombuffer(self._memory.of(2 * data.size), "<u2").reshape(*scale.shape, -1)
@@ -355,7 +367,7 @@ class TabledDequantizer(Dequantizer):
         return found
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill `made` from rows of the input, which are columns of the weight."""
+        """Fill `made` with the elements of a rectangle. Rows of the input are columns of `made`."""
         import numpy as np
 
         data = self.codes.band(span.batch, span.top // 2, span.bottom // 2)[span.left : span.right]
@@ -363,9 +375,9 @@ class TabledDequantizer(Dequantizer):
         transposed_copy(made, found.view(self.unit).reshape(len(data), -1).T)
 
     def _computed(self, span: Span) -> Array:
-        """Return the results for all scales and codes, at index [scale * 256 + byte].
+        """Return a table of elements. Index [scale * 256 + byte] contains the element of a code.
 
-        If a byte holds two codes, an entry holds both results.
+        If a byte contains two codes, an item of the table contains two elements.
         """
         import numpy as np
 
@@ -395,20 +407,23 @@ class TabledDequantizer(Dequantizer):
 
 _CHANNELS = frozenset({"float32", "float64", "int32", "int64"})  # dtypes of scales and zero points
 _STORED = {"qint8": "i1", "quint8": "u1", "qint32": "<i4", "quint4x2": "u1", "quint2x4": "u1"}
-_BLOCK = 1 << 16  # bytes per step; temporary arrays are many times larger
+_BLOCK = 1 << 16  # number of bytes per step; temporary arrays are many times larger
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDequantize(Operation):
-    """Elements of a quantized torch dtype as float32, bit-exactly as torch computes them on a CPU.
+    """Dequantizes elements of a quantized torch dtype to float32, bit-exactly as torch on a CPU.
 
-    Per tensor, the zero point is subtracted as a 32-bit integer, with overflow, and the scale is
-    first rounded to float32. Per channel, the difference is a float32; its product with the scale
-    has the dtype of the scale before it is rounded. (ATen/native/quantized:
-    AffineQuantizerBase.cpp, cpu/kernels/QuantizedOpKernels.cpp.)
+    The source is ATen/native/quantized: AffineQuantizerBase.cpp and
+    cpu/kernels/QuantizedOpKernels.cpp.
 
-    Per tensor, `parameters` are a scale and a zero point. Per channel, inputs 2 and 3 contain the
-    scales and zero points; `parameters` are their dtypes and the number of elements of a channel.
+    For tensors with one scale, `parameters` are the scale and the zero point. The scale is rounded
+    to float32. The zero point is subtracted as a 32-bit integer, with overflow.
+
+    For tensors with one scale per channel, inputs 2 and 3 contain the scales and zero points.
+    `parameters` are their dtypes, and the number of elements of a channel. The zero point is
+    subtracted as float32. The product with the scale has the dtype of the scale. The product is
+    rounded to float32.
     """
 
     dtype: str
@@ -419,7 +434,7 @@ class TorchDequantize(Operation):
 
         data, *tables = extent.inputs
         dtype = BY_NAME[self.dtype]
-        several = max(1, 8 // dtype.bits)  # elements per byte of the input
+        several = max(1, 8 // dtype.bits)  # number of elements per byte of the input
         at = start // (4 * several) * several
         if tables:
             scales, zeros = (
@@ -437,7 +452,7 @@ class TorchDequantize(Operation):
             if several > 1:  # the low bits are first
                 shifts = np.arange(0, 8, dtype.bits, dtype="u1")
                 values = (values[:, None] >> shifts & (1 << dtype.bits) - 1).ravel()
-            with np.errstate(all="ignore"):  # infinities and NaN are as in torch
+            with np.errstate(all="ignore"):  # torch returns infinities and NaN too
                 if tables:
                     channel = np.arange(at, at + len(values)) // self.parameters[2] % len(scales)
                     found = (values.astype("<f4") - zeros[channel]) * scales[channel]
@@ -456,8 +471,9 @@ def dequantized_record(
 ) -> Record:
     """Return the elements of a quantized tensor as float32, row-major and little-endian.
 
-    Scale and zero point are numbers, or tensors with one number for each index of dimension `axis`.
-    Raises TensorError if scale or zero point do not fit, or if the elements are not contiguous.
+    `scale` and `zero_point` are numbers, or tensors with one number for each index of the dimension
+    `axis`. Raise TensorError if their shapes or dtypes are wrong. Raise TensorError also if the
+    elements are not contiguous.
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):

@@ -1,4 +1,7 @@
-"""New rows of a matrix: zeros, the mean row, or random numbers with the matrix's distribution."""
+"""New rows for a matrix: zeros, the mean of its rows, or random numbers.
+
+The random numbers have the mean and standard deviation of the matrix.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ FILLS = ("mean", "zeros", "normal")
 
 @dataclass(frozen=True, slots=True)
 class MoreRows(Operation):
-    """New rows for a matrix of `columns` elements of `dtype`; the matrix is the input.
+    """New rows for the matrix that is the input. A row has `columns` elements of `dtype`.
 
-    `fill` is one of `FILLS`. Random numbers have the mean and the standard deviation of each
-    column, and depend only on `seed` and their position.
+    `fill` is one of `FILLS`. The random numbers of a column have the mean and the standard
+    deviation of this column. They depend only on `seed` and their position.
     """
 
     dtype: str

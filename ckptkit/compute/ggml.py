@@ -1,14 +1,18 @@
-"""Dequantize the block types of ggml (GGUF), bit for bit as gguf-py and ggml do.
+"""Dequantize the block types of ggml (GGUF), bit-exactly as gguf-py and ggml do.
 
-A block of 32 to 256 elements contains codes of 1 to 8 bits, and a scale for each group of them. A
-decoder maps blocks to codes of int8, the scales of the groups and, for some types, their minimums.
-An element is its code times its scale, less its minimum. Each operation on float32 is rounded
-separately, in the order of ggml's C code without fused multiply-add.
+A block of 32 to 256 elements contains codes of 1 to 8 bits. The codes are divided into groups. Each
+group has a scale and, for some types, a minimum. A decoder maps blocks to int8 codes, scales and
+minimums. An element is ``code * scale - minimum``. Each float32 operation is rounded separately, in
+the order of ggml's C code without fused multiply-add.
 
-Speed comes from few passes over memory: bits are unpacked in words of eight codes, fields of blocks
-are copied as one element each, and tables contain the signs and grids of the IQ types as words.
-Powers of two and signs move between codes and scales, because that rounds nothing. Sources:
-ggml-common.h, ggml-quants.c and gguf-py's quants.py of llama.cpp.
+For speed, the decoders make few passes over memory:
+
+* They unpack bits in 64-bit words of eight codes.
+* They copy each field of a block as one element.
+* Tables contain the signs and grids of the IQ types as words.
+
+A decoder may move a power of two or a sign from a code to its scale, because this does not change
+the rounded result. Sources: ggml-common.h, ggml-quants.c and gguf-py's quants.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,14 +33,17 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
-    # Codes, the scale of each group, and its minimum if there is one.
+    # Codes, the scale of each group and, for some types, the minimum of each group.
     Parts = tuple[Array, ...]
 
-UNPACKED = 1 << 19  # elements unpacked at once: with fewer, the overhead of numpy calls dominates
-ELEMENTS = 1 << 16  # elements computed at once: the floats stay in the cache until they are written
+# Number of elements that are unpacked at once. For fewer elements, numpy calls take most of the
+# time.
+UNPACKED = 1 << 19
+ELEMENTS = 1 << 16  # number of elements that are computed at once; their floats fit the cache
 TYPES = {dtype.name: dtype for dtype in GGML.values()}
-PAIRS = (0, 2, 4, 6)  # shifts of pairs of bits
-# Offsets of 16-bit fields, for the types that llama.cpp's converter writes to big-endian files.
+PAIRS = (0, 2, 4, 6)  # shifts for codes of two bits
+# Offsets of the 16-bit fields of a block. llama.cpp's converter writes only these types to
+# big-endian files.
 FIELDS = {
     "Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q1_0": (0,), "TQ2_0": (64,),
     "MXFP4": (), "NVFP4": (),
@@ -45,7 +52,10 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class GgmlDequantize(Operation):
-    """Dequantize blocks of a ggml type to `target`. Fields of a `big_endian` file are swapped."""
+    """Dequantizes blocks of a ggml type to the dtype `target`.
+
+    If `big_endian` is set, the 16-bit fields of the blocks are big-endian.
+    """
 
     type: str
     target: str = "float32"
@@ -66,7 +76,7 @@ class GgmlDequantize(Operation):
             blocks = np.frombuffer(piece, "u1").reshape(-1, size)
             if self.big_endian:
                 blocks = _swapped(blocks, FIELDS[self.type])
-            with np.errstate(all="ignore"):  # ggml computes infinities and NaN silently too
+            with np.errstate(all="ignore"):  # ggml returns infinities and NaN too
                 codes, *numbers = DECODERS[self.type](blocks)
             codes = codes.reshape(-1).view("i1")
             for begin in range(0, codes.size, ELEMENTS):
@@ -84,7 +94,7 @@ class GgmlDequantize(Operation):
 
 
 def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:
-    """Return a copy of the blocks whose 16-bit fields are little-endian."""
+    """Return a copy of the blocks, with the bytes of each 16-bit field swapped."""
     blocks = blocks.copy()
     for at in fields:
         blocks[:, at : at + 2] = blocks[:, at : at + 2][:, ::-1].copy()
@@ -94,9 +104,10 @@ def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:
 def _computed(
     values: Array, codes: Array, begin: int, scale: Array, minimum: Array | None = None
 ) -> Array:
-    """Return `codes` from `begin` on, times the scale of their group, less its minimum.
+    """Return ``code * scale - minimum`` for the codes from `begin` on.
 
-    Scale and minimum have one number for each group. The result is in `values`.
+    `scale` and `minimum` contain one number for each group of codes. The result is stored in
+    `values`.
     """
     import numpy as np
 
@@ -106,7 +117,7 @@ def _computed(
         if numbers is not None:
             width = codes.size // numbers.size
             groups = numbers.reshape(-1)[begin // width : (begin + out.size) // width]
-            # Repeating is faster than broadcasting, which starts a loop for each group.
+            # np.repeat is faster than broadcasting, which starts a loop for each group.
             how(out, np.repeat(groups, width), out=out)
     return out
 
@@ -115,7 +126,7 @@ def _computed(
 
 
 def _half(blocks: Array, at: int) -> Array:
-    """Return the float16 at byte `at` of each block as float32, [block, 1]."""
+    """Return the float16 number at byte `at` of each block, as float32, [block, 1]."""
     found: Array = blocks.view("<f2")[:, at // 2, None].astype("<f4")
     return found
 
@@ -123,7 +134,7 @@ def _half(blocks: Array, at: int) -> Array:
 def _field(blocks: Array, at: int, size: int) -> Array:
     """Return `size` bytes from byte `at` of each block, [block, byte].
 
-    Each field is copied as one element: numpy copies short rows slowly.
+    The function copies each field as one element, because numpy copies short rows slowly.
     """
     import numpy as np
 
@@ -135,10 +146,10 @@ def _field(blocks: Array, at: int, size: int) -> Array:
 def _planes(
     blocks: Array, at: int, runs: int, width: int, shifts: Sequence[int], mask: int
 ) -> Array:
-    """Return the bits of consecutive fields after each shift, as words [field, shift, word].
+    """Shift the bytes of consecutive fields by each of `shifts`. Return words [field, shift, word].
 
-    `runs` fields of `width` bytes begin at byte `at` of each block. Each byte of a field becomes
-    one byte; `mask` selects its bits and clears bits of the neighboring bytes.
+    Each block contains `runs` fields of `width` bytes, from byte `at` on. `mask` selects the bits
+    of each shifted byte. The mask also clears bits that the shift moved from an adjacent byte.
     """
     import numpy as np
 
@@ -150,7 +161,7 @@ def _planes(
 
 
 def _in_turns(planes: Array, width: int) -> Array:
-    """Interleave planes: `width` bytes of each plane, then the next `width` bytes of each."""
+    """Interleave planes: `width` bytes of each plane, then the next `width` bytes of each plane."""
     import numpy as np
 
     runs = planes.reshape(-1, planes.shape[-1]).view(f"V{width}")
@@ -161,19 +172,22 @@ def _in_turns(planes: Array, width: int) -> Array:
 
 
 def _nibbles(blocks: Array, at: int, runs: int, width: int) -> Array:
-    """Return codes of 4 bits: the low nibbles of a field of `width` bytes, then the high ones."""
+    """Return codes of 4 bits: the low half of each byte of a field, then the high halves.
+
+    Each block contains `runs` fields of `width` bytes, from byte `at` on.
+    """
     return _in_turns(_planes(blocks, at, runs, width, (0, 4), 15), width)
 
 
 def _split(field: Array) -> Array:
-    """Return the low and the high nibble of each byte, side by side, [block, nibble]."""
+    """Return the low half and then the high half of each byte, [block, half byte]."""
     import numpy as np
 
     return np.stack((field & 15, field >> 4), axis=-1).reshape(len(field), -1)
 
 
 def _less(codes: Array, number: int) -> Array:
-    """Subtract a number from codes, in place, and return them."""
+    """Subtract `number` from the codes, in place, and return the codes."""
     import numpy as np
 
     codes = codes.reshape(-1).view("i1")
@@ -183,7 +197,7 @@ def _less(codes: Array, number: int) -> Array:
 
 @cache
 def _bits() -> Array:
-    """Return a word for each byte: its bits as bytes of 0 or 1, lowest first."""
+    """Return a table that maps a byte to a word. Each byte of the word is a bit, lowest first."""
     import numpy as np
 
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
@@ -192,7 +206,11 @@ def _bits() -> Array:
 
 @cache
 def _table(name: str) -> Array:
-    """Return the values of codes: of pairs of nibbles, one in each byte, or of single bytes."""
+    """Return a table that maps codes to values.
+
+    The tables "IQ4" and "FP4" map two 4-bit codes, in two bytes, to two values. The other tables
+    map a byte.
+    """
     import numpy as np
 
     if name in ("IQ4", "FP4"):
@@ -206,7 +224,7 @@ def _table(name: str) -> Array:
     byte = np.arange(256)
     if name == "ternary":  # Q2_0: four codes in a byte
         return (byte[:, None] >> (0, 2, 4, 6) & 3).astype("u1").view("<u4").reshape(-1)
-    # E4M3 without sign, halved. NVFP4 has no NaN.
+    # Half of each E4M3 number, without the sign. NVFP4 has no NaN.
     exponent, mantissa = byte >> 3 & 15, byte & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 8)
     halves = np.where(exponent > 0, normal, mantissa * 2.0**-10).astype("<f4")
@@ -215,7 +233,7 @@ def _table(name: str) -> Array:
 
 
 def _looked_up(name: str, nibbles: Array) -> Array:
-    """Return the values of nibbles, one in each byte. One look-up returns two values."""
+    """Return the values of 4-bit codes, one value per byte. One lookup returns two values."""
     import numpy as np
 
     return np.take(_table(name), nibbles.view("<u2"), mode="clip")
@@ -223,7 +241,7 @@ def _looked_up(name: str, nibbles: Array) -> Array:
 
 @cache
 def _grid(name: str) -> Array:
-    """Return the vectors of a grid in ascending order, each as a 64-bit integer."""
+    """Return the vectors of a grid in ascending order. Each vector is an integer."""
     import numpy as np
 
     lines = Path(__file__).with_name("ggml_grids.txt").read_text().splitlines()
@@ -238,7 +256,10 @@ def _grid(name: str) -> Array:
 
 @cache
 def _signs() -> tuple[Array, Array]:
-    """Return two tables, to xor and to add. They negate the codes whose bit in the byte is set."""
+    """Return two tables that map a byte of signs to a word: a word to xor, and a word to add.
+
+    Together they negate each code of a word whose bit in the byte is set.
+    """
     import numpy as np
 
     return _bits() * np.uint64(255), _bits()
@@ -246,7 +267,7 @@ def _signs() -> tuple[Array, Array]:
 
 @cache
 def _parity() -> Array:
-    """Return eight sign bits for each seven. The eighth makes the number of set bits even."""
+    """Return a table that maps seven sign bits to eight. The number of set bits is always even."""
     import numpy as np
 
     seven = np.arange(128)
@@ -255,7 +276,7 @@ def _parity() -> Array:
 
 
 def _signed(words: Array, signs: Array) -> Array:
-    """Negate codes in place if their bit is set. A byte of `signs` has 8 bits; codes are not 0."""
+    """Negate each code, in place, if its bit in `signs` is set. No code is 0."""
     import numpy as np
 
     flip, add = (np.take(each, signs, mode="clip") for each in _signs())
@@ -264,7 +285,7 @@ def _signed(words: Array, signs: Array) -> Array:
     return words
 
 
-# Types of 32 to 128 elements: one scale for a block, and in the older types one minimum
+# Types with blocks of 32 to 128 elements: one scale per block. Q4_1 and Q5_1 also have one minimum.
 
 
 def _q4_0(b: Array) -> Parts:
@@ -276,7 +297,7 @@ def _q4_1(b: Array) -> Parts:
 
 
 def _q5(b: Array, at: int) -> Array:
-    """Return codes whose fifth bits are in a word at byte `at`, followed by the nibbles."""
+    """Return codes of 5 bits. The fifth bits are a word at byte `at`. The low 4 bits follow."""
     import numpy as np
 
     codes = _nibbles(b, at + 4, 1, 16)
@@ -329,7 +350,7 @@ def _q2_0(b: Array) -> Parts:
     return _less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)
 
 
-# K types: 256 elements, with a scale (and a minimum) for each 16 or 32
+# K types: 256 elements per block, with a scale for each 16 or 32 elements. Some have minimums.
 
 
 def _q2_k(b: Array) -> Parts:
@@ -341,11 +362,11 @@ def _q2_k(b: Array) -> Parts:
 def _q3_k(b: Array) -> Parts:
     import numpy as np
 
-    # Run k of 32 elements has bit k of the bytes of a field.
+    # Bit k of each byte of the field belongs to the k-th group of 32 elements.
     codes = _planes(b, 0, 1, 32, range(8), 1).reshape(2, 4, -1) << np.uint64(2)
     codes |= _planes(b, 32, 2, 32, PAIRS, 3)
     words = np.ascontiguousarray(b.view("<u2")[:, 48:54]).view("<u4")
-    scales = np.empty((len(b), 4), "<u4")  # of four groups each, six bits in a byte
+    scales = np.empty((len(b), 4), "<u4")  # a word contains four scales of six bits, one per byte
     for place in range(4):
         low = words[:, place % 2] >> np.uint32(4 * (place // 2)) & np.uint32(0x0F0F0F0F)
         two = words[:, 2] >> np.uint32(2 * place) & np.uint32(0x03030303)
@@ -355,7 +376,7 @@ def _q3_k(b: Array) -> Parts:
 
 
 def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
-    """Return the 8 scales and 8 minimums of Q4_K and Q5_K, which are in 12 bytes."""
+    """Return the 8 scales and the 8 minimums of Q4_K and Q5_K. Together they have 12 bytes."""
     import numpy as np
 
     first, second, third = np.ascontiguousarray(b.view("<u4")[:, 1:4].T)
@@ -383,13 +404,15 @@ def _q5_k(b: Array) -> Parts:
 def _q6_k(b: Array) -> Parts:
     import numpy as np
 
-    codes = _planes(b, 128, 2, 32, PAIRS, 3) << np.uint64(4)  # [half, run and nibble]
-    low = _planes(b, 0, 4, 32, (0, 4), 15).reshape(2, 2, 2, -1)  # [half, run, nibble]
+    # The dimensions are [half of the block, field and half byte, word].
+    codes = _planes(b, 128, 2, 32, PAIRS, 3) << np.uint64(4)
+    # The dimensions are [half of the block, field, half byte, word].
+    low = _planes(b, 0, 4, 32, (0, 4), 15).reshape(2, 2, 2, -1)
     codes.reshape(low.shape)[:] |= low.swapaxes(1, 2)
     return _less(_in_turns(codes, 32), 32), _half(b, 208) * _field(b, 192, 16).view("i1")
 
 
-# IQ types: vectors of a grid, with signs
+# IQ types: a code selects a vector of a grid. Signs are separate.
 
 
 def _iq2_xxs(b: Array) -> Parts:
@@ -402,7 +425,10 @@ def _iq2_xxs(b: Array) -> Parts:
 
 
 def _with_seven(words: Array, field: Array, count: int) -> tuple[Array, Array]:
-    """Return codes with the signs in `count` times 7 bits of a field, and 0.5 + its top 4 bits."""
+    """Return the codes of `words` with their signs, and ``0.5 + scale``.
+
+    Each field contains `count` groups of 7 sign bits. The top 4 bits are the scale.
+    """
     import numpy as np
 
     shifts = np.arange(0, 7 * count, 7, dtype="<u4")
@@ -453,7 +479,10 @@ def _iq3_s(b: Array) -> Parts:
 
 @cache
 def _shifted_grid() -> Array:
-    """Return the grid of IQ1 times 8, plus 1, then minus 1: its offsets are 0.125 and -0.125."""
+    """Return 8 times the grid of IQ1, first with 1 added, then with 1 subtracted.
+
+    The offsets of IQ1 are 0.125 and -0.125.
+    """
     import numpy as np
 
     eights = _grid("iq1").view("i1") * np.int8(8)
@@ -498,7 +527,7 @@ def _iq4_xs(b: Array) -> Parts:
 def _tq1_0(b: Array) -> Parts:
     import numpy as np
 
-    # A digit is the top 8 of 10 bits of 3 * power: 0, 1 from 86 on, 2 from 171 on.
+    # A ternary digit is ``3 * power >> 8``. It is 1 for powers from 86 to 170, and 2 above.
     powers = b.reshape(-1) * np.array((1, 3, 9, 27, 81), "u1")[:, None]
     digits = (powers > np.uint8(85)).view("u1") + (powers > np.uint8(170)).view("u1")
     codes = np.empty((len(b), 256), "u1")

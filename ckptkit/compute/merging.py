@@ -1,11 +1,12 @@
 """Merge elements of several models with the methods of mergekit.
 
-Facts: mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in float32 and
-rounded once. Methods that add differences to a base round each step to the dtype of the tensors, as
-in torch: a difference of bfloat16 tensors is rounded to bfloat16.
+The source is mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in
+float32 and rounded once. Other methods add differences to the tensors of a base model. They round
+each step to the dtype of the tensors, as torch does. For example, the difference of two bfloat16
+tensors is rounded to bfloat16.
 
-Some methods need a fact about whole tensors: the angle between two tensors, or the magnitude below
-which differences are dropped. These methods read the tensors once or twice before the merge.
+Some methods need the angle between two tensors, or the magnitude below which differences are
+dropped. These methods read the complete tensors once or twice before the merge.
 """
 
 from __future__ import annotations
@@ -25,26 +26,28 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# The methods of mergekit, by their names in ckptkit. Methods that add differences take the base
-# first.
+# The names of mergekit's methods in ckptkit. If a method adds differences, the first input is the
+# base.
 LINEAR, SLERP, PASSTHROUGH = "linear", "slerp", "passthrough"
 TASK, TIES, DARE_TIES, DARE_LINEAR = "task", "ties", "dare-ties", "dare-linear"
 METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
 OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
-SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop differences, to a density
+SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (see `densities`)
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
-_COLLINEAR = 0.9995  # above this cosine, slerp is linear
-_SMALLEST = 1e-7  # smaller sums of magnitudes are not rescaled
-_AT_ONCE = 1 << 17  # elements per step: fits the caches, and keeps numpy calls long
-_SAMPLED = 1 << 16  # elements in the sample for a guess, at most a sixteenth of all
-_FEWEST_SPOTS = 8  # of a sample
-_SPOT = 1 << 10  # adjacent elements in a sample
+_COLLINEAR = 0.9995  # for a larger cosine, slerp interpolates linearly
+_SMALLEST = 1e-7  # if a sum of magnitudes is smaller, its differences are not rescaled
+# Number of elements per step. They fit the caches, and numpy calls are long enough for threads.
+_AT_ONCE = 1 << 17
+_SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
+_FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
+_SPOT = 1 << 10  # number of adjacent elements that a sample takes from one place
 
 
 class _Kept(NamedTuple):
-    """The differences of one input to keep: all above `least`, and the first `ties` equal ones.
+    """Selects the differences of one input that are kept.
 
-    The kept differences are multiplied by `scale`.
+    A difference is kept if its magnitude exceeds `least`. Of the differences with the magnitude
+    `least`, the first `ties` are kept. The kept differences are multiplied by `scale`.
     """
 
     least: float
@@ -54,11 +57,11 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Merge(Operation):
-    """The elements of all inputs, merged by `method` and rounded to `dtype` at each step.
+    """Merges the elements of all inputs by `method`, and rounds to `dtype` at each step.
 
-    ``weights`` and ``densities`` belong to the inputs without the base. ``scale`` multiplies the
-    sum of the differences; for slerp, it is the share of the second input. For dare-ties and
-    dare-linear, `seed` chooses the differences to keep.
+    ``weights`` and ``densities`` contain a number for each input except the base. ``scale`` is a
+    factor of the sum of the differences. For slerp, ``scale`` is the share of the second input. For
+    dare-ties and dare-linear, ``seed`` selects the differences to keep.
     """
 
     method: str
@@ -70,7 +73,7 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    seekable: ClassVar[bool] = False  # whether a tie is kept depends on the ties before it
+    seekable: ClassVar[bool] = False  # the first `ties` differences are kept, so order matters
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         import numpy as np
@@ -89,7 +92,10 @@ class Merge(Operation):
     def _inputs(
         self, extent: Derived, start: int = 0, stop: int | None = None
     ) -> Iterator[list[Array]]:
-        """Yield elements of all inputs together, rounded to `dtype`, as float32 or float64."""
+        """Yield lists with a block of each input. Elements are rounded to `dtype`.
+
+        The arrays are float32, or float64 if `dtype` is float64.
+        """
         wide = "f8" if self.dtype == "float64" else "f4"
         units = [BY_NAME[name].itemsize for name in self.dtypes]
         streams = [
@@ -111,11 +117,11 @@ class Merge(Operation):
         if dtype.name in ("float32", "float64"):
             return
         if dtype.name == "bfloat16":
-            # Twice as fast as ml_dtypes. NaN stays NaN: each comes from arithmetic on 16-bit
-            # floats, so its lower bits are 0 and the addition does not overflow.
+            # This is twice as fast as ml_dtypes. The addition does not overflow for a NaN: every
+            # NaN is the result of arithmetic on 16-bit floats, so its lower bits are 0.
             bits = values.view("u4")
             made = bits >> 16
-            made &= 1  # ties to even
+            made &= 1  # rounds ties to even
             made += 0x7FFF
             bits += made
             bits &= 0xFFFF0000
@@ -124,7 +130,7 @@ class Merge(Operation):
             row[:] = decode(encode(row, dtype), dtype)
 
     def _number(self, value: float) -> Any:
-        """Round a number to `dtype`, and return it in the type of the computation."""
+        """Round a number to `dtype`. Return a float32 number, or float64 if `dtype` is float64."""
         import numpy as np
 
         values = np.array([value], "f8" if self.dtype == "float64" else "f4")
@@ -140,7 +146,7 @@ class Merge(Operation):
                 yield shares[0] * base + shares[1] * other
         elif self.method == LINEAR:
             for values in self._inputs(extent):
-                # As torch's addcmul: fused, so the products are not rounded separately.
+                # torch's addcmul uses fused multiply-add, which does not round the products.
                 wide = values[0].dtype.type
                 total = np.zeros_like(values[0])
                 for each, weight in zip(values, self.weights, strict=True):
@@ -176,9 +182,10 @@ class Merge(Operation):
     def _differences(
         self, extent: Derived, start: int = 0, stop: int | None = None, *, is_rounded: bool = True
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield elements of the base, and the differences of the other inputs from these.
+        """Yield blocks of the base, and the differences between the other inputs and the base.
 
-        The differences are an array of shape (inputs, elements), which the next one overwrites.
+        The differences are an array of shape (inputs, elements). The next array has the same
+        memory.
         """
         import numpy as np
 
@@ -194,7 +201,7 @@ class Merge(Operation):
             yield base, changes
 
     def _chances(self) -> list[_Chances | None]:
-        """Return for each input the random numbers that decide which differences dare keeps."""
+        """Return, for each input, the random numbers that select the differences to keep."""
         is_random = self.method in (DARE_TIES, DARE_LINEAR)
         return [
             _Chances(density, (self.seed % (1 << 64), number))
@@ -204,12 +211,12 @@ class Merge(Operation):
         ]
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
-        """Yield the base plus the sum of the differences that are kept."""
+        """Yield the sum of the base and the kept differences."""
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
-        taken = [0] * len(weights)  # ties so far
+        taken = [0] * len(weights)  # number of ties that were kept for each input
         chances = self._chances()
-        # Halves of bfloat16 are bfloat16, except for subnormal numbers.
+        # Half of a bfloat16 number is a bfloat16 number, except for subnormal numbers.
         is_exact = self.dtype == "bfloat16" and set(weights) == {1} and len(weights) <= 2
         for base, changes in self._differences(extent):
             for number, (change, weight) in enumerate(zip(changes, weights, strict=True)):
@@ -237,21 +244,23 @@ class Merge(Operation):
             yield total
 
     def _agreed(self, changes: Array, weights: Sequence[Any]) -> tuple[Array, Array]:
-        """Return the sum of the changes that have the majority sign, and the sum of their weights.
+        """Return the sum of the changes with the majority sign, and the sum of their weights.
 
-        Where no change has that sign, the sum of the weights is 1. Overwrites `changes`.
+        If no change of an element has the majority sign, the sum of the weights is 1. This function
+        overwrites `changes`.
         """
         import numpy as np
 
-        # Multiplied by the majority sign, values that agree with it are positive. Flipping sign
-        # bits is 20x as fast in numpy as choosing between two numbers.
+        # If a value has the majority sign, the product of value and sign is positive. In numpy, xor
+        # of sign bits is 20x as fast as np.where.
         total = _total(changes)
-        total += 0  # no negative zero
+        total += 0  # replaces -0 by 0
         bits = total.view(f"i{total.itemsize}")
         sign = bits & np.iinfo(bits.dtype).min
         flipped = changes.view(bits.dtype)
         flipped ^= sign
-        # As integers, negative floats are negative too; np.maximum of floats keeps NaN.
+        # A negative float is also negative as an integer. For NaN, compare floats, because
+        # np.maximum of floats keeps NaN.
         positive = flipped if np.isfinite(total.sum()) else changes
         np.maximum(positive, 0, out=positive)
         agree = changes > 0
@@ -259,7 +268,7 @@ class Merge(Operation):
         self._round(total)
         bits = total.view(bits.dtype)
         bits ^= sign
-        if set(weights) == {1} and len(weights) < 256:  # a count, in bytes
+        if set(weights) == {1} and len(weights) < 256:  # the sum of the weights fits in a byte
             counts = _total(agree.view("u1"))
             return total, np.maximum(counts, 1).astype(total.dtype)
         divisor = _total([each * weight for each, weight in zip(agree, weights, strict=True)])
@@ -268,9 +277,10 @@ class Merge(Operation):
         return total, divisor
 
     def _thin(self, change: Array, keep: _Kept, taken: int) -> int:
-        """Zero the small differences and scale the rest, in place.
+        """Replace small differences by 0 and scale the other differences, in place.
 
-        `taken` ties were kept before. Return the number of ties that were kept now.
+        `taken` is the number of ties that earlier calls kept. Return the number of ties that this
+        call keeps.
         """
         import numpy as np
 
@@ -291,7 +301,7 @@ class Merge(Operation):
         return count
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Read all differences, and return for each input the differences to keep."""
+        """Read all differences. Return the rule for each input that selects differences to keep."""
         import numpy as np
 
         if self.method == TIES:
@@ -305,7 +315,7 @@ class Merge(Operation):
             for number, chance in enumerate(chances):
                 if chance is not None:
                     sizes = np.abs(changes[number])
-                    all_[number] += float(sizes.sum())  # numpy adds in pairs: precise in float32
+                    all_[number] += float(sizes.sum())  # numpy adds pairwise, so float32 suffices
                     stay[number] += float((sizes * chance.kept(len(sizes))).sum())
         for number, chance in enumerate(chances):
             if chance is not None:
@@ -319,7 +329,7 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
-        """Return the exact threshold of each input: larger or equal magnitudes are kept."""
+        """Return, for each input, the magnitude that differences to keep reach or exceed."""
         import numpy as np
 
         length = extent.length // BY_NAME[self.dtype].itemsize
@@ -360,17 +370,17 @@ class Merge(Operation):
 
 
 class _Chances:
-    """Random numbers that decide, element by element, which differences are kept."""
+    """Random numbers that select the differences to keep."""
 
     def __init__(self, density: float, seed: Sequence[int]) -> None:
         import numpy as np
 
         self.limit = int(density * 2.0**16)
         self.generator = np.random.SFC64(seed)
-        self.rest: Array = np.empty(0, "<u2")  # drawn for the following elements
+        self.rest: Array = np.empty(0, "<u2")  # random numbers for the next elements
 
     def kept(self, count: int) -> Array:
-        """Return True for each of the next `count` elements that is kept."""
+        """Return a bool for each of the next `count` elements. True means that it is kept."""
         import numpy as np
 
         if missing := max(count - len(self.rest), 0):
@@ -384,16 +394,17 @@ class _Chances:
 class _MagnitudeSearch:
     """Finds the magnitude that `goal` elements reach or exceed, without sorting the elements.
 
-    The bits of magnitudes without the sign, here called codes, have the same order as the
-    magnitudes. Each pass over the elements counts the codes in an interval, until the interval
-    contains one code. Only elements that may round into the interval are rounded.
+    A code is the bits of a float without the sign bit, as an integer. Codes have the same order as
+    magnitudes. Each pass over the elements counts the codes in an interval and narrows the
+    interval. The search ends when the interval contains one code. An element is rounded only if its
+    rounded value may be in the interval.
     """
 
     def __init__(self, goal: int, dtype: str, round_: Callable[[Array], None]) -> None:
         self.goal, self.round = goal, round_
         self.kind, bits = ("i8", 63) if dtype == "float64" else ("i4", 31)
         self.top = 1 << bits
-        self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # low bits that are zero
+        self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # number of low bits that are 0
         self.interval = 0, self.top  # [first, end)
         self.is_done = False
         self._begin()
@@ -406,8 +417,9 @@ class _MagnitudeSearch:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # The interval of codes whose numbers may round into `interval`. Adjacent 16-bit floats
-        # differ by at most 2**-7 of their size, or by 2**-24 for subnormal float16.
+        # The codes of elements before rounding whose rounded values may be in `interval`. Adjacent
+        # 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for subnormal
+        # float16 numbers.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)
@@ -422,12 +434,12 @@ class _MagnitudeSearch:
 
     @property
     def least(self) -> float:
-        """The magnitude found."""
+        """The magnitude that the search found."""
         return self._magnitude(self.interval[0])
 
     @property
     def ties(self) -> int:
-        """The number of elements of exactly the magnitude `least` to keep."""
+        """The number of elements to keep whose magnitude is exactly `least`."""
         return self.goal - self.above
 
     def _codes(self, values: Array) -> Array:
@@ -439,12 +451,16 @@ class _MagnitudeSearch:
         self.waiting.append(self._codes(values))
 
     def guess(self, length: int) -> None:
-        """Narrow the interval by the sample. `length` counts all elements. A miss costs a pass."""
+        """Narrow the interval by the codes in the sample.
+
+        `length` is the number of all elements. If the magnitude is outside the narrowed interval,
+        the search needs another pass.
+        """
         import numpy as np
 
         codes = np.concatenate(self.waiting)
         place = int(len(codes) * (1 - self.goal / length))
-        # At least three standard deviations of the number of codes below the limit.
+        # The margin is at least three standard deviations of the number of codes below the limit.
         margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
@@ -452,7 +468,7 @@ class _MagnitudeSearch:
         self._begin()
 
     def count(self, values: Array) -> None:
-        """Count elements, not yet rounded, that lie above the interval or in it."""
+        """Count the elements whose rounded codes are above the interval or in the interval."""
         import numpy as np
 
         if self.is_done:
@@ -462,7 +478,7 @@ class _MagnitudeSearch:
         codes = self._codes(values)
         self.above += int(np.count_nonzero(codes >= last))
         codes -= first
-        # Codes below the first are negative here, and large as unsigned numbers.
+        # Codes below `first` are now negative. As unsigned integers, they are large.
         inside = values[np.flatnonzero(codes.view(self.kind.replace("i", "u")) < last - first)]
         self.round(inside)
         codes = self._codes(inside)

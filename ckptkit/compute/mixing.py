@@ -22,14 +22,14 @@ _COMPONENTS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum(Rows):
-    """The sum of the inputs, times their weights, divided by `divisor`, element by element."""
+    """The elementwise weighted sum of the inputs, divided by `divisor`."""
 
-    dtype: str  # of the result
+    dtype: str  # dtype of the result
     dtypes: tuple[str, ...]
     weights: tuple[float, ...]
     divisor: float
-    # Elements and sums stay in the caches, and numpy calls are so long that threads seldom wait for
-    # the interpreter lock.
+    # Number of elements per step. The elements and their sums must fit the caches. The numpy calls
+    # must be long enough that threads rarely wait for the interpreter lock.
     at_once: ClassVar[int] = 128 << 10
 
     @property
@@ -37,20 +37,22 @@ class WeightedSum(Rows):
         return tuple(BY_NAME[name].itemsize for name in (self.dtype, *self.dtypes))
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Return the weighted sum of the pieces; infinities and NaN propagate."""
+        """Return the weighted sum of the pieces. Infinities and NaN propagate."""
         import numpy as np
 
         total: np.ndarray[Any, Any] | None = None
         with np.errstate(all="ignore"):
             for piece, name, weight in zip(pieces, self.dtypes, self.weights, strict=True):
-                # Convert before adding: numpy is much slower with operands of two types.
+                # Convert before the addition, because numpy adds arrays of two types slowly.
                 wide = decode(piece, BY_NAME[name]).astype("f8")
                 if weight != 1:
                     wide *= weight
                 total = wide if total is None else np.add(total, wide, out=total)
             assert total is not None
             factor = 1 / self.divisor if abs(frexp(self.divisor)[0]) == 0.5 else inf
-            if isfinite(factor):  # for a power of two, exact, and twice as fast as a division
+            # If the divisor is a power of two, the product with its reciprocal is exact, and twice
+            # as fast as a division.
+            if isfinite(factor):
                 total *= factor
             else:
                 total /= self.divisor
@@ -58,14 +60,14 @@ class WeightedSum(Rows):
 
 
 def has_mean(dtype: DType) -> bool:
-    """Return whether a mean of elements of this type exists in the type: floats and complex."""
+    """Return True if elements of this dtype can be averaged: floats and complex numbers."""
     return (
         dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
     )
 
 
 def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
-    """Return the elementwise sum of `records`, all of `dtype`."""
+    """Return the elementwise sum of `records`. All records have the dtype `dtype`."""
     name = _COMPONENTS.get(dtype.name, dtype.name)
     count = len(records)
     operation = WeightedSum(name, (name,) * count, (1.0,) * count, 1.0)
@@ -75,9 +77,10 @@ def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
 def mean_record(
     records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
 ) -> Record:
-    """Return the elementwise mean of `records`, of `types`, weighted by `shares`.
+    """Return the elementwise mean of `records`, weighted by `shares`. `types` are their dtypes.
 
-    The mean has the type of the last record. Complex numbers are averaged by component.
+    The mean has the dtype of the last record. The real and imaginary parts of complex numbers are
+    averaged separately.
     """
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
     operation = WeightedSum(names[-1], names, shares, fsum(shares))

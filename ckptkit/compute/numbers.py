@@ -1,13 +1,16 @@
 """Convert bytes to and from NumPy numbers, and cast elements, mostly without torch.
 
-Importing torch takes a second and 200 MiB, more than everything that is done here. numpy lacks
-``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. These
-types are decoded to float32 or complex64, which represent all of their values. They are encoded
-from float32 by rounding to the nearest, ties to even, as in torch. float64 is first rounded to
-float32, also as in torch. A NaN stays NaN; in torch, its bits depend on the processor.
+The import of torch takes a second and 200 MiB, more than most conversions. numpy lacks
+``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. This
+module decodes these types to float32 or complex64, which represent all of their values. To encode a
+number, it rounds float32 to nearest, ties to even, as torch does. It rounds float64 to float32
+first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on the processor.
 
-Numbers above the range become the largest number in ``float8_e4m3fn``, infinity in ``float8_e5m2``,
-and NaN in the two ``fnuz`` types. The ``fnuz`` types have neither infinities nor a negative zero.
+A number above the range of an 8-bit type becomes
+
+* the largest number of ``float8_e4m3fn``,
+* infinity in ``float8_e5m2``,
+* NaN in the two ``fnuz`` types, which have neither infinities nor a negative zero.
 """
 
 from __future__ import annotations
@@ -28,23 +31,24 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-# 8-bit types that are cast without torch, and the code of NaN.
+# The code of NaN for each 8-bit type that ckptkit casts without torch.
 _SMALL = {
     "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80,
 }  # fmt: skip
-# As bits of float32: the least normal number of float16, the largest number that is not rounded to
-# infinity, and the difference between the exponent biases.
+# Three constants as bits of float32: the smallest normal number of float16, the largest number that
+# float16 does not round to infinity, and the difference between the exponent biases.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
-_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # `decode` supports these too
+# More dtypes that `decode` supports.
+_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # types of `encode`
 NUMBERS = ("float", "int", "bool", "complex")  # kinds of dtypes whose elements are numbers
 
 
 def decode(data: Piece, dtype: DType) -> Array:
-    """Return the elements as a 1-D array of their own or a wider type. Bools are 0 and 1.
+    """Return the elements as a 1-D array of their dtype or a wider dtype. Bools are 0 and 1.
 
-    Raises UnsupportedError for elements that are not numbers by themselves: quantized, packed, or
-    smaller than a byte.
+    Raise UnsupportedError for elements that are not numbers: quantized elements, packed elements,
+    and elements smaller than a byte.
     """
     import numpy as np
 
@@ -66,18 +70,18 @@ def decode(data: Piece, dtype: DType) -> Array:
 
 
 def is_decoded(dtype: DType) -> bool:
-    """Return whether `decode` supports the type."""
+    """Return True if `decode` supports the dtype."""
     return dtype.numpy is not None or dtype.name in _SMALL or dtype.name in _OTHERS
 
 
 def encode(values: Array, dtype: DType) -> memoryview:
-    """Return the bytes of numbers as elements of `dtype`, one of `FLOATS`.
+    """Convert numbers to `dtype`, which is one of `FLOATS`. Return the bytes of the result.
 
-    If `values` has this type already, the result is a view of its bytes.
+    If `values` already has this dtype, return a view of its bytes.
     """
     import numpy as np
 
-    # Overflow gives infinity, or the value that the type has instead.
+    # An overflow results in infinity, or in the value that the dtype has in place of infinity.
     with np.errstate(all="ignore"):
         if dtype.name in ("float64", "float32"):
             return as_bytes(values.astype(f"<f{dtype.itemsize}", copy=False))
@@ -86,8 +90,8 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return as_bytes(_float16(single))
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
-        # Look up the upper half of each number. It has 7 bits of mantissa and codes at most 3, so
-        # its last bit is free to mark that the lower half is not zero.
+        # Look up the code by the upper 16 bits of each number. These have 7 bits of mantissa, but
+        # an 8-bit code has at most 3. The last bit is therefore set if the lower 16 bits are not 0.
         bits = single.view("<u4")
         halves = (bits >> 16).astype(np.uint16)
         halves |= (bits & 0xFFFF) != 0
@@ -96,7 +100,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
 @lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes with this name, for types that numpy lacks."""
+    """Return the dtype `name` of ml_dtypes. numpy has no such dtype."""
     import ml_dtypes
     import numpy as np
 
@@ -105,17 +109,18 @@ def own_dtype(name: str) -> np.dtype[Any]:
 
 
 def _float16(values: Array) -> Array:
-    """Return codes of float16, rounded to nearest, ties to even.
+    """Round float32 numbers to float16: to nearest, ties to even. Return the float16 codes.
 
-    For numbers that are normal in both types, half of the last place is added, or slightly less if
-    the tie must go down to even. numpy converts the rest: zeros, very small and large ones, NaN.
+    If a number is normal in both dtypes, the function adds half a unit in the last place and drops
+    the low bits. For a tie, it adds slightly less if the even number is below. numpy converts all
+    other numbers: zeros, NaN, very small and very large numbers.
     """
     import numpy as np
 
     bits = values.view("<u4")
     others = bits & 0x7FFFFFFF
     others -= _LEAST
-    odd = np.flatnonzero(others > _MOST - _LEAST)  # smaller numbers wrapped around
+    odd = np.flatnonzero(others > _MOST - _LEAST)  # the subtraction wraps around for small numbers
     if len(odd) > len(values) // 4:
         return values.astype("<f2").view("<u2")
     rounded = bits >> 13
@@ -134,10 +139,13 @@ def _float16(values: Array) -> Array:
 
 
 def _halves(codes: Array) -> Array:
-    """Return float16 as float32: shift the bits of normal numbers, look up the others."""
+    """Convert float16 codes to float32.
+
+    The function shifts the bits of normal numbers, and looks up all other numbers in a table.
+    """
     import numpy as np
 
-    others = (codes & 0x7FFF) - 0x400  # zeros and subnormal numbers wrap around
+    others = (codes & 0x7FFF) - 0x400  # the subtraction wraps around for zeros and subnormals
     odd = np.flatnonzero(others >= 0x7800)
     if len(odd) > len(codes) // 4:
         found: Array = np.take(_half_values(), codes, mode="clip")
@@ -152,9 +160,10 @@ def _halves(codes: Array) -> Array:
 
 
 def _between_halves(codes: Array, target: DType, table: Array) -> Array:
-    """Convert codes of float16 to bfloat16 or back. `table` has the result of every code.
+    """Convert float16 codes to bfloat16 codes, or bfloat16 codes to float16 codes.
 
-    Shift the mantissas of numbers that are normal in both types, look up the others.
+    If a number is normal in both dtypes, the function shifts its mantissa. It looks up all other
+    numbers in `table`, which contains the result for every code.
     """
     import numpy as np
 
@@ -162,7 +171,7 @@ def _between_halves(codes: Array, target: DType, table: Array) -> Array:
     if target.name == "bfloat16":
         odd = np.flatnonzero(sizes - 0x400 >= 0x7800)  # smaller numbers wrap around
         made = sizes >> 3
-        made &= 1  # ties to even
+        made &= 1  # rounds ties to even
         made += sizes
         made += 3
         made >>= 3
@@ -181,7 +190,7 @@ def _between_halves(codes: Array, target: DType, table: Array) -> Array:
 
 @lru_cache
 def _half_values() -> Array:
-    """Return the float32 value of each code of float16."""
+    """Return a table with the float32 value of each float16 code."""
     import numpy as np
 
     with np.errstate(invalid="ignore"):  # for signaling NaNs
@@ -190,7 +199,7 @@ def _half_values() -> Array:
 
 @lru_cache
 def _values(name: str) -> Array:
-    """Return the float32 value of each of the 256 codes."""
+    """Return a table with the float32 value of each of the 256 codes."""
     import numpy as np
 
     values = np.arange(256, dtype="u1").view(own_dtype(name)).astype("<f4")
@@ -201,7 +210,7 @@ def _values(name: str) -> Array:
 
 @lru_cache
 def _codes(name: str) -> Array:
-    """Return the code for the upper half of each float32: the nearest value, ties to even."""
+    """Return a table that maps the upper 16 bits of a float32 to the nearest code, ties to even."""
     import numpy as np
 
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
@@ -219,9 +228,9 @@ def _codes(name: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Cast(Rows):
-    """Elements of dtype `source` converted to dtype `target`, as torch converts them.
+    """Converts elements of the dtype `source` to the dtype `target`, as torch does.
 
-    Conversions among floats and from integers to floats use numpy; all others use torch.
+    numpy converts floats and integers to floats. torch performs all other conversions.
     """
 
     source: str
@@ -250,7 +259,7 @@ class Cast(Rows):
 
 @lru_cache(8)
 def _table(source: DType, target: DType) -> Array:
-    """Return a lookup table for 16 bits of input: one code of 16 bits, or two of 8."""
+    """Return a lookup table for 16 bits of input: one 16-bit element, or two 8-bit elements."""
     import numpy as np
 
     codes = np.arange(1 << 16, dtype="<u2")
@@ -260,7 +269,7 @@ def _table(source: DType, target: DType) -> Array:
 
 
 def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
-    """Convert elements. Raises UnsupportedError if the installed torch cannot."""
+    """Convert elements with torch. Raise UnsupportedError if the installed torch cannot."""
     import torch
 
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
@@ -273,7 +282,7 @@ def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch.dtype. Raises UnsupportedError if the installed torch lacks it."""
+    """Return the torch.dtype. Raise UnsupportedError if the installed torch lacks this dtype."""
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -289,7 +298,10 @@ INVERSES = {"x - 1": "x + 1", "x + 1": "x - 1", "log(-x)": "-exp(x)", "-exp(x)":
 
 @dataclass(frozen=True, slots=True)
 class Compute(Rows):
-    """`expression` of each element x, in float32, or float64 if that is the dtype."""
+    """Computes `expression` for each element x.
+
+    The computation is in float64 if the dtype is float64, otherwise in float32.
+    """
 
     expression: str
     dtype: str
@@ -300,14 +312,14 @@ class Compute(Rows):
         return (BY_NAME[self.dtype].itemsize,) * 2
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Raise TensorError if the result for a finite number is not finite."""
+        """Compute the expression. Raise TensorError if a finite number has a non-finite result."""
         import numpy as np
 
         dtype = BY_NAME[self.dtype]
         wide = "<f8" if dtype.name == "float64" else "<f4"
         with np.errstate(all="ignore"):
             values = decode(pieces[0], dtype).astype(wide)
-            if self.expression == "log(-x)":  # in float64, rounded once
+            if self.expression == "log(-x)":  # compute in float64 and round once
                 made = np.log(-values.astype("<f8")).astype(wide)
             elif self.expression == "-exp(x)":
                 made = -np.exp(values.astype("<f8")).astype(wide)
@@ -320,10 +332,10 @@ class Compute(Rows):
 
 
 def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
-    """Return the elements of `record`, of dtype `source`, as little-endian ones of dtype `target`.
+    """Convert the elements of `record` from the dtype `source` to `target`, and to little-endian.
 
-    Raises TensorError for conversions without a clear meaning (quantized types, complex to another
-    kind), and for a record whose length is not divisible by the element size.
+    Raise TensorError for quantized dtypes, and for a conversion of complex numbers to real numbers.
+    Raise TensorError also if the length of the record is not divisible by the element size.
     """
     if not {source.kind, target.kind} <= set(NUMBERS) or source.bits % 8 or target.bits % 8:
         raise TensorError(f"{source} cannot be cast to {target}")
@@ -340,7 +352,10 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
 
 
 def swapped(record: Record, dtype: DType) -> Record:
-    """Reverse the byte order of each element; of complex numbers, that of each component."""
+    """Reverse the byte order of each element.
+
+    For complex numbers, reverse the byte order of the real part and of the imaginary part.
+    """
     if dtype.component == 1:
         return record
     return Pending(Swap(dtype.component), (record,), record.length)

@@ -1,8 +1,8 @@
-"""Read the bytes of extents: ranges of byte sources, and results of operations.
+"""Read the bytes of an extent: a range of a byte source, or the result of an operation.
 
-All bytes are read and computed in pieces of a few MiB. Elements are little-endian; dtypes are names
-of :mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`, :mod:`mixing`,
-:mod:`strided_read`, :mod:`dequantize`, :mod:`quantize`, :mod:`torch_bridge`.
+ckptkit reads and computes bytes in blocks of a few MiB. Elements are little-endian. The names of
+dtypes are those of :mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`,
+:mod:`mixing`, :mod:`strided_read`, :mod:`dequantize`, :mod:`quantize` and :mod:`torch_bridge`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 Pieces = Iterator[Piece]
 
-HELD = 64 << 20  # bytes; smaller extents that are not seekable are kept in memory
-PIECE = 4 << 20  # bytes; divisible by every element size
-# Bytes of a local file per read. Input and results must fit the caches, but numpy calls must last
-# longer than the wait for the interpreter lock.
+HELD = 64 << 20  # maximum number of output bytes of a non-seekable operation to keep in memory
+PIECE = 4 << 20  # number of bytes per block; divisible by every element size
+# Number of bytes per read of a local file. Input and results must fit the caches. The numpy calls
+# must last longer than threads wait for the interpreter lock.
 BUFFER = 1 << 20
-KEPT = 16 << 20  # bytes of freed memory that the C library keeps
+KEPT = 16 << 20  # number of bytes of freed memory that the C library keeps
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -49,10 +49,10 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
-    """Yield the bytes `start` to `stop` of an extent, in order, in pieces of at most a few MiB.
+    """Yield the bytes of an extent from `start` to `stop`, in blocks of at most a few MiB.
 
-    A piece is valid until the next one is requested. Raises TruncatedError if a source is too
-    short, CorruptError if an operation finds its input damaged.
+    A block is valid until the caller requests the next block. Raise TruncatedError if a source is
+    too short. Raise CorruptError if the input of an operation is damaged.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
@@ -68,10 +68,10 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 def stream_reusing_buffer(
     extent: Extent, start: int = 0, stop: int | None = None, size: int | None = None
 ) -> Pieces:
-    """Yield like `stream`, but faster for local files.
+    """Yield the bytes of an extent from `start` to `stop`, as `stream` does, but faster.
 
-    Pieces of a local file, of `size` bytes or `BUFFER`, share one buffer: each piece overwrites the
-    previous one.
+    All blocks of a local file are in the same buffer, so each block overwrites the previous block.
+    A block has `size` bytes, or `BUFFER` bytes if `size` is None.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
@@ -87,7 +87,7 @@ def stream_reusing_buffer(
 
 
 def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the bytes of an extent from byte `at`."""
+    """Fill `buffer` with the bytes of an extent, starting at byte `at`."""
     if isinstance(extent, Range):
         extent.source.read_into(extent.offset + at, buffer)
         return
@@ -101,24 +101,25 @@ def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
 def keep_memory() -> None:
     """Make the C library keep `KEPT` bytes of freed memory for later allocations.
 
-    New pages cost as much as the computations in them. glibc returns blocks of 128 KiB and more to
-    the system until a larger block was freed (mallopt(3), "dynamic mmap threshold"). Other C
-    libraries keep freed blocks anyway. The block that is freed here is never written, so it uses no
-    memory.
+    The allocation of new memory pages takes as much time as the computations with them. glibc
+    returns freed blocks of 128 KiB and more to the operating system. After the first free of a
+    larger block, glibc keeps blocks up to its size (mallopt(3), "dynamic mmap threshold"). This
+    function allocates and frees such a block. It uses no memory, because nothing is written to the
+    block. Other C libraries keep freed blocks by default.
     """
     bytes(KEPT)
 
 
 @cache
 def import_numpy() -> None:
-    """Import numpy; in a command, without the threads of its linear algebra library.
+    """Import numpy. In a command, disable the threads of numpy's linear algebra library.
 
-    Those threads would first busy-wait and take processor time from the working threads. If a
-    program imports ckptkit, the threads are kept, because the program may need them.
+    These threads would busy-wait at first, and take processor time from the threads of ckptkit. If
+    another program imports ckptkit, do not disable the threads, because the program may need them.
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:
-        os.environ[_BLAS_THREADS] = "1"  # the library reads it when it is loaded
+        os.environ[_BLAS_THREADS] = "1"  # the library reads this variable when numpy loads it
         try:
             import numpy  # noqa: F401
         finally:
@@ -126,9 +127,9 @@ def import_numpy() -> None:
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """Split bytes into pieces of at most `size` bytes. Each length is divisible by `unit`.
+    """Split bytes into blocks of at most `size` bytes, with lengths that are divisible by `unit`.
 
-    Nothing is copied if the pieces already consist of whole units.
+    If the lengths of all `pieces` are divisible by `unit`, nothing is copied.
     """
     rest = b""
     for piece in pieces:
@@ -142,9 +143,10 @@ def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryvie
 def in_step(
     streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
 ) -> Iterator[list[memoryview]]:
-    """Yield a piece of each stream, all of the same number of elements, at most `most`.
+    """Yield lists with one block of each stream. All blocks of a list have the same element count.
 
-    `units` are the element sizes of the streams. All streams have the same number of elements.
+    A block has at most `most` elements. `units` are the element sizes of the streams. All streams
+    have the same number of elements.
     """
     pairs = list(zip(streams, units, strict=True))
     waiting = [aligned(stream, unit, most * unit) for stream, unit in pairs]
@@ -159,19 +161,19 @@ def in_step(
 
 
 class ScratchBuffer:
-    """A buffer that is reused for every read: new pages cost more than copies."""
+    """A buffer for many reads. To allocate new memory pages takes longer than to copy bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def of(self, length: int) -> memoryview:
-        """Return `length` bytes. The next call reuses them."""
+        """Return a buffer of `length` bytes. The next call returns the same memory."""
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
         return memoryview(self._buffer)[:length]
 
     def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-        """Return uninitialized memory in the shape of `array`, with another dtype."""
+        """Return an uninitialized array with the shape of `array` and the dtype `dtype`."""
         import numpy as np
 
         view = self.of(array.size * np.dtype(dtype).itemsize)
@@ -179,16 +181,16 @@ class ScratchBuffer:
 
 
 class Reader:
-    """Reads an extent at any offset. If the extent is in a local file, one buffer is reused.
+    """Reads an extent at any offset. All reads of a local file use the same buffer.
 
-    A computed extent is not computed twice while offsets rise. If it is small and not seekable, it
-    is kept in memory.
+    If an operation computes the extent, read at ascending offsets, because a lower offset starts
+    the computation again. The result of a non-seekable operation stays in memory if it is small.
     """
 
     def __init__(self, extent: Extent, room: ScratchBuffer | None = None) -> None:
         self.extent = extent
-        self.room = room or ScratchBuffer()  # readers may share a buffer
-        self.place: object = None  # address and shape of the memory block whose rows are `buffers`
+        self.room = room or ScratchBuffer()  # several readers may share a buffer
+        self.place: object = None  # address and shape of the array whose rows are `buffers`
         self.buffers: Sequence[memoryview] = ()
         self._held: bytes | None = None
         self._at = 0  # offset of the first byte of the window
@@ -201,7 +203,7 @@ class Reader:
         return isinstance(self.extent, Range) and isinstance(self.extent.source, LocalFile)
 
     def __call__(self, at: int, length: int) -> bytes | memoryview:
-        """Return `length` bytes from offset `at`. The next call may overwrite them."""
+        """Return `length` bytes from offset `at`. The next call may overwrite these bytes."""
         if isinstance(self.extent, Derived):
             return self._computed(self.extent, at, length)
         source, origin, _ = self.extent
@@ -238,11 +240,14 @@ class Reader:
             buffer[:] = self(at, len(buffer))
 
     def rows(self, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
-        """Fill rows of equal length with the bytes from offset `at`, `pitch` bytes apart."""
+        """Fill row number n with the bytes from offset ``at + n * pitch``, for each row.
+
+        All rows have the same length.
+        """
         if isinstance(self.extent, Derived):
             is_seekable = starts_anywhere(self.extent)
             for place, row in enumerate(rows):
-                if is_seekable:  # skip the bytes between the rows
+                if is_seekable:  # do not compute the bytes between the rows
                     read_into(self.extent, at + place * pitch, row)
                 else:
                     self.into(at + place * pitch, row)
@@ -262,7 +267,7 @@ def name_of(extent: Extent) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Slice(Operation):
-    """The bytes of the input from byte `start`."""
+    """The bytes of the input, from byte `start` on."""
 
     start: int
     needs_numpy: ClassVar[bool] = False
@@ -276,7 +281,10 @@ class Slice(Operation):
 
 @dataclass(frozen=True, slots=True)
 class RecordSlice:
-    """`length` bytes of a record from `start`. The caller ensures that the record contains them."""
+    """`length` bytes of a record, from byte `start` on.
+
+    The caller ensures that the record contains these bytes.
+    """
 
     record: Record
     start: int
@@ -287,7 +295,10 @@ class RecordSlice:
 
 
 def part(extent: Extent, start: int, length: int) -> Extent:
-    """Return `length` bytes of an extent from `start`. The caller ensures that they exist."""
+    """Return `length` bytes of an extent, from byte `start` on.
+
+    The caller ensures that the extent contains these bytes.
+    """
     if isinstance(extent, Range):
         return extent.part(start, length)
     if (start, length) == (0, extent.length):
@@ -314,7 +325,7 @@ class Concat(Operation):
 
 
 def concat(extents: Sequence[Extent]) -> Extent:
-    """Return the concatenation of extents; a single one is returned unchanged."""
+    """Return the concatenation of extents. Return a single extent unchanged."""
     if len(extents) == 1:
         return extents[0]
     return Derived(Concat(), tuple(extents), sum(each.length for each in extents))
@@ -322,10 +333,10 @@ def concat(extents: Sequence[Extent]) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Inflate(Operation):
-    """Inflates raw deflate data (RFC 1951). The result must have the length of the extent.
+    """Decompresses raw deflate data (RFC 1951). The result must have the length of the extent.
 
-    If `crc` is not None, it is the expected CRC-32 of the result. The CRC-32 is verified only
-    inside the context manager `reading`. `name` is the name of the record, for messages.
+    `crc` is the expected CRC-32 of the result, or None. ckptkit verifies the CRC-32 only inside the
+    context manager `reading`. `name` is the name of the zip member for messages.
     """
 
     name: str = ""
@@ -335,11 +346,11 @@ class Inflate(Operation):
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise CorruptError, when read to the end, for a wrong length or CRC-32."""
+        """Raise CorruptError at the end of the data if the length or the CRC-32 is wrong."""
         return window("inflate", self._compared(extent), extent, start, stop)
 
     def _compared(self, extent: Derived) -> Iterator[bytes]:
-        """Yield the inflated pieces; inside `reading`, verify their CRC-32 at the end."""
+        """Yield the decompressed blocks. Inside `reading`, verify the CRC-32 at the end."""
         total, is_summed = 0, READING.sums is not None and self.crc is not None
         for piece in _inflated(extent.inputs[0]):
             total = crc32(piece, total) if is_summed else 0
@@ -370,9 +381,10 @@ def _inflated(extent: Extent) -> Iterator[bytes]:
 
 
 def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, stop: int) -> Pieces:
-    """Yield bytes `start` to `stop` of data that can only be computed from its beginning.
+    """Yield the bytes from `start` to `stop` of the concatenation of `pieces`.
 
-    A read to the end raises CorruptError if the data is not exactly `derived.length` bytes long.
+    At the end of the data, raise CorruptError if the length differs from `derived.length`. `name`
+    is the name of the operation for messages.
     """
     at = 0
     for piece in pieces:
@@ -394,19 +406,19 @@ def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, sto
 class Rows(Operation):
     """An operation that computes row n of its output from row n of each input.
 
-    A row may be one element. A subclass defines the bytes of a row and overrides `of`.
+    A row may be one element. A subclass overrides `rows` and `of`.
     """
 
     __slots__ = ()
-    at_once: ClassVar[int] = 0  # rows per step; 0: `BUFFER` bytes of an input
+    at_once: ClassVar[int] = 0  # number of rows per step; 0 means `BUFFER` bytes of the first input
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The size in bytes of a row of the output, then of a row of each input."""
+        """The number of bytes of a row of the output, then of a row of each input."""
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Return rows of the output from as many rows of each input."""
+        """Compute rows of the output from the same number of rows of each input."""
         raise NotImplementedError
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -425,10 +437,10 @@ def by_rows(
     function: Callable[..., memoryview],
     at_once: int,
 ) -> Pieces:
-    """Yield bytes `start` to `stop` of the results of `function`, called with rows of the inputs.
+    """Call `function` with rows of the inputs, and yield bytes `start` to `stop` of its results.
 
-    `units` are the sizes in bytes of a row of each input. `unit` is the size of a row of the
-    output.
+    `units` contains the number of bytes of a row of each input. `unit` is the number of bytes of a
+    row of the output. Each call of `function` gets at most `at_once` rows.
     """
     first, last = start // unit, -(-stop // unit)
     streams = [
@@ -444,7 +456,7 @@ def by_rows(
 
 @dataclass(frozen=True, slots=True)
 class Swap(Rows):
-    """Every run of `component` bytes (2, 4 or 8) in reversed order."""
+    """Reverses the bytes of every group of `component` bytes (2, 4 or 8)."""
 
     component: int
 
@@ -460,9 +472,9 @@ class Swap(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Flip(Rows):
-    """Elements of `dtype` negated or, with `conj`, complex elements conjugated.
+    """Negates elements of `dtype`. If `conj` is set, conjugates complex elements instead.
 
-    Signs of floating-point numbers are flipped as in IEEE negation, including NaN and zero.
+    Negation flips the sign bit of a floating-point number, also of NaN and zero, as in IEEE 754.
     """
 
     dtype: str
@@ -490,12 +502,12 @@ class Flip(Rows):
         if dtype.kind == "int":
             return as_bytes(np.negative(values))
         sign = 1 << (8 * dtype.component - 1)
-        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # for pairs of components
+        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # for two adjacent numbers
         return as_bytes(values ^ np.resize(mask, values.shape))
 
 
 def as_bytes(values: np.ndarray[Any, Any]) -> memoryview:
-    """Return the bytes of a contiguous array of one dimension."""
+    """Return the bytes of a contiguous 1-D array."""
     import numpy as np
 
     return values.view(np.uint8).data

@@ -1,13 +1,13 @@
-"""The layout of quantized weights, and readers of their codes, scales and zero points.
+"""The layout of quantized weights, and readers for their codes, scales and zero points.
 
-`Blocks` describes how codes and scales give the elements of a weight. The weight is an array of
-`batches` matrices of `rows` x `columns` elements, row-major. Codes, scales and zero points are
-separate inputs of an operation (:mod:`dequantize`).
+`Blocks` describes how to compute the elements of a weight from codes and scales. The weight is an
+array of `batches` row-major matrices of `rows` x `columns` elements. Codes, scales and zero points
+are separate inputs of an operation (:mod:`dequantize`).
 
     value = (number of the code - offset - zero) * scale [* factor] [+ bias]
 
-``scale`` is the product (or quotient) of one or more arrays of numbers. Each array has one number
-for each block of `height` x `width` elements.
+``scale`` is the product or quotient of one or more arrays of numbers. Each array has one number for
+each block of `height` x `width` elements.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ TARGET = "target"  # placeholder for the dtype of the result
 
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
-    """An array of `rows` x `columns` numbers for each batch.
+    """The shape of an array of scales: `rows` x `columns` numbers for each batch.
 
-    Each number applies to `height` x `width` elements. ``order`` is the layout: ``rows``
-    (row-major), ``columns`` (its transpose), or ``tiles`` (128 rows by 4 columns, padded, for the
-    scaled matrix products of cuBLAS).
+    Each number applies to a block of `height` x `width` elements. ``order`` is the layout of the
+    array:
+
+    * ``rows``: row-major.
+    * ``columns``: column-major.
+    * ``tiles``: padded tiles of 128 rows by 4 columns, for the scaled matrix products of cuBLAS.
     """
 
     height: int
@@ -47,13 +50,17 @@ class ScaleGrid:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of dtype `dtype` in input `input`.
+    """An array of scales in the input number `input`.
 
-    Besides dtypes of tensors, `dtype` may be ``exponent``: 2 ** (byte - 127) in float32; ``ldexp``:
-    the same without limits; ``map``: the byte is an index into the float32 numbers of input `map`.
-    If ``shared``, one batch of numbers applies to all batches. The product of the previous scales
-    is multiplied or divided by these numbers (`combine`: ``multiply`` or ``divide``). Then the
-    numbers of `add`, the offset of nested scales, are added in float32.
+    `dtype` is a dtype of tensors, or one of these names for bytes:
+
+    * ``exponent``: the scale is 2 ** (byte - 127) in float32.
+    * ``ldexp``: the scale is 2 ** (byte - 127), without the limits of float32.
+    * ``map``: the byte is an index into the float32 numbers of the input number `map`.
+
+    If ``shared`` is set, one batch of scales applies to all batches of the weight. `combine` is
+    ``multiply`` or ``divide``. The product of the previous arrays is multiplied or divided by these
+    scales. Then the float32 number `add` is added, which is the offset of nested scales.
     """
 
     input: int
@@ -67,19 +74,22 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of codes of `bits` bits in an input.
+    """The layout of codes of `bits` bits in an input. `kind` is one of these names:
 
-    ============  ==============================================================================
-    flat          in the order of the elements; 4-bit codes start with the low half of a byte unless
-                  `high_first`
-    rows          each row in `stride` bytes, dense, from the low bits up
-    words         each row in `stride` bytes, 32 // bits codes in each 32-bit word
-    columns       32-bit words [batch, `stride`, rows]: row n is packed densely down column n
-    interleaved   32-bit words [columns, rows / 8]: code i of a word is row 8 * word + order[i]
-    turned        bytes [batch, columns, rows / 2]: two rows in a byte, the low half first
-    parts         in the order of the elements, split into 8 / bits equal parts, one for each field
-                  of a byte (3 bits: ten parts, for the fields of a 32-bit word)
-    ============  ==============================================================================
+    * ``flat``: The codes are in the order of the elements. The first of two 4-bit codes is in the
+      low half of a byte, or in the high half if `high_first` is set.
+    * ``rows``: Each row of codes has `stride` bytes. The codes have no gaps and start at the low
+      bits of a byte.
+    * ``words``: Each row of codes has `stride` bytes. Each 32-bit word contains 32 // bits codes.
+    * ``columns``: The input is an array of 32-bit words, [batch, `stride`, rows]. The words of
+      column n contain the codes of row n without gaps.
+    * ``interleaved``: The input is an array of 32-bit words, [columns, rows / 8]. Code number i of
+      word number w is an element of row 8 * w + order[i].
+    * ``turned``: The input is an array of bytes, [batch, columns, rows / 2]. A byte contains the
+      codes of two rows. The first of these rows is in the low half.
+    * ``parts``: The codes are split into 8 / bits parts of equal length. Part number n is in field
+      number n of the bytes. Codes of 3 bits are split into ten parts, for the fields of 32-bit
+      words.
     """
 
     kind: str
@@ -90,26 +100,32 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPoint:
-    """Packed zero points: ``(code + add) % 2**bits - offset``, one for each block.
+    """Packed zero points: ``(code + add) % 2**bits - offset``, one zero point for each block.
 
-    In the kind ``across``, a word holds neighboring rows of the grid ([columns, words] of GPTQ). In
-    ``down``, words hold the codes of a column ([words, columns] of compressed-tensors).
+    `kind` is the layout of the words:
+
+    * ``across``: the words are an array [columns, words], as in GPTQ. A word contains the zero
+      points of adjacent rows.
+    * ``down``: the words are an array [words, columns], as in compressed-tensors. The words of a
+      column contain the zero points of this column.
+    * ``interleaved``: as ``across``, but a word contains its eight rows in the order of AWQ.
     """
 
     input: int
     bits: int
     grid: ScaleGrid
-    kind: str = "across"  # or "down", "interleaved"
+    kind: str = "across"
     add: int = 0
     offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The layout of a quantized weight; see the docstring of the module.
+    """The layout of a quantized weight. The docstring of the module contains the formula.
 
-    `table` names the numbers of the codes; None: codes are integers. ``map``: the numbers are input
-    `map`. ``map-signed``: the same, but code 8 is negative zero.
+    `table` is the name of the table that maps codes to numbers. If `table` is None, codes are
+    integers. If `table` is ``map``, the input number `map` contains the table. ``map-signed`` is
+    the same as ``map``, but code 8 is negative zero.
     """
 
     batches: int
@@ -122,12 +138,13 @@ class Blocks:
     signed: bool = False
     offset: int = 0
     zero: ZeroPoint | Numbers | None = None
-    index: int = 0  # input with the block of each column, if not in order; 0: none
+    # Number of the input that contains the block of each column. 0 means that blocks are in order.
+    index: int = 0
     bias: Numbers | None = None
     subtract_bias: bool = False
-    factor: float = 0.0  # float32 factor after the product; 0: none
-    scale_dtype: str = "float32"  # each scale, and the product of scales, is rounded to it
-    product_dtype: str = "float32"  # differences, products and sums are rounded to it
+    factor: float = 0.0  # float32 factor of the product; 0 means no factor
+    scale_dtype: str = "float32"  # scales, and products of scales, are rounded to this dtype
+    product_dtype: str = "float32"  # differences, products and sums are rounded to this dtype
     target: str = "bfloat16"
 
     @property
@@ -137,13 +154,16 @@ class Blocks:
 
 # Codes
 
-BAND = 8 << 20  # bytes of packed columns in memory
-PADDING = 64  # bytes between rows: a pitch of a power of two would map all to the same cache lines
-INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: the row of each nibble, low nibble first
+BAND = 8 << 20  # maximum number of bytes of packed columns in memory
+# Number of bytes between rows in memory. Without a gap, the distance between rows could be a power
+# of two, and all rows would use the same cache lines.
+PADDING = 64
+# Rows of the 4-bit codes in a word of AutoAWQ, from the low bits up.
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Span(NamedTuple):
-    """A rectangle of rows and columns of one matrix of the batch."""
+    """A rectangle of rows and columns in one matrix of the batch."""
 
     batch: int
     top: int
@@ -156,7 +176,10 @@ class Span(NamedTuple):
         return self.bottom - self.top, self.right - self.left
 
     def blocks_of(self, grid: ScaleGrid) -> tuple[int, int, int, int]:
-        """Return top, bottom, left and right of the grid's blocks that overlap the span."""
+        """Return the first row, end row, first column and end column of blocks in this rectangle.
+
+        Rows and columns count blocks of `grid`.
+        """
         return (
             self.top // grid.height, -(-self.bottom // grid.height),
             self.left // grid.width, -(-self.right // grid.width),
@@ -164,12 +187,15 @@ class Span(NamedTuple):
 
 
 def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
-    """Return the first `count` codes of each row, one per byte; rows are dense, low bits first."""
+    """Return the first `count` codes of each row, one code per byte.
+
+    The codes of a row have no gaps. They start at the low bits of a byte.
+    """
     import numpy as np
 
     if bits == 8:
         return data[:, :count]
-    if bits == 4:  # both codes of a byte at once, as one 16-bit number
+    if bits == 4:  # unpack both codes of a byte at once, as one 16-bit number
         pairs = data.astype("<u2")
         if high_first:
             pairs = pairs << 8 | pairs >> 4
@@ -177,7 +203,7 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
             pairs |= pairs << 4
         pairs &= np.uint16(0x0F0F)
         return pairs.view("u1").reshape(len(data), -1)[:, :count]
-    groups = -(-count // 8)  # eight codes start at a byte
+    groups = -(-count // 8)  # each group of eight codes starts at a byte
     if data.shape[1] < groups * bits:
         data = np.pad(data, ((0, 0), (0, groups * bits - data.shape[1])))
     source = data[:, : groups * bits].reshape(len(data), groups, bits)
@@ -192,12 +218,12 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
 
 
 class Codes:
-    """Reads the codes of spans in ascending order, up to element `last`."""
+    """Reads the codes of rectangles in ascending order, up to element `last`."""
 
     def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
         self.blocks, self.packing, self.size = blocks, blocks.packing, size
         self._read, self._room = read, ScratchBuffer()
-        stop = -(-last // max(1, blocks.columns))  # end of the rows, counted over all batches
+        stop = -(-last // max(1, blocks.columns))  # end row, counted over all batches
         kind, stride, rows, columns = (
             self.packing.kind,
             self.packing.stride,
@@ -212,7 +238,7 @@ class Codes:
             self.band = Band(read, columns, rows // 2, 1, -(-stop // 2))
 
     def __call__(self, span: Span) -> Array:
-        """Return the codes of a span, one per byte."""
+        """Return the codes of a rectangle, one code per byte."""
         rows, columns = span.shape
         kind, bits = self.packing.kind, self.packing.bits
         if kind == "flat":
@@ -234,7 +260,7 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """Return the bytes that contain the codes of a span, and the number of codes to skip."""
+        """Return the bytes with the codes of a rectangle, and the number of codes to skip."""
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
@@ -249,13 +275,13 @@ class Codes:
         return np.frombuffer(memory, "u1")
 
     def _parts(self, span: Span) -> Array:
-        """Read the packing "parts": part n is in field n of the units."""
+        """Read codes in the layout ``parts``."""
         import numpy as np
 
         bits, itemsize, top = self.packing.bits, 1, 8
-        if bits == 3:  # ten codes in a word
+        if bits == 3:  # a 32-bit word contains ten codes
             itemsize, top = 4, 30
-        count = self.size // itemsize  # codes of a part
+        count = self.size // itemsize  # number of codes in a part
         at = span.top * self.blocks.columns + span.left
         last = (span.bottom - 1) * self.blocks.columns + span.right
         found = []
@@ -269,13 +295,13 @@ class Codes:
         return np.concatenate(found).reshape(span.shape)
 
     def _columns(self, span: Span) -> Array:
-        """Read the packing "columns" of GPTQ: the words of a column belong to one row."""
+        """Read codes in the layout ``columns`` of GPTQ."""
         import numpy as np
 
         bits = self.packing.bits
         words = self.band(span.batch, span.top, span.bottom)
         skip = 0
-        if 32 % bits == 0:  # codes do not cross words: skip those outside the span
+        if 32 % bits == 0:  # no code is in two words, so skip words outside the rectangle
             each = 32 // bits
             skip = span.left // each * each
             words = words[span.left // each : -(-span.right // each)]
@@ -283,7 +309,7 @@ class Codes:
         return unpack(turned, bits, span.right - skip)[:, span.left - skip :]
 
     def _interleaved(self, span: Span) -> Array:
-        """Read the packing "interleaved" of AWQ: a word holds eight rows in a special order."""
+        """Read codes in the layout ``interleaved`` of AWQ."""
         import numpy as np
 
         words = self.band(span.batch, span.top // 8, -(-span.bottom // 8))
@@ -296,9 +322,10 @@ class Codes:
 
 
 class Band:
-    """Reads columns of matrices of `height` rows and `wide` columns, with a cache of columns.
+    """Reads columns of matrices, and keeps some columns in memory.
 
-    The reader reads ahead up to column `stop`, counted over all matrices.
+    A matrix has `height` rows and `wide` columns. The class reads more columns than requested, up
+    to column `stop`. `stop` counts the columns of all matrices.
     """
 
     def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
@@ -308,7 +335,7 @@ class Band:
         self._band: Array
 
     def __call__(self, matrix: int, first: int, end: int) -> Array:
-        """Return columns of a matrix."""
+        """Return the columns of a matrix from `first` to `end`."""
         import numpy as np
 
         held, start, stop = self._held
@@ -327,7 +354,7 @@ class Band:
 
 
 def _fields(words: Array, bits: int) -> Array:
-    """Return the codes of words, 32 // bits per word, as a new last dimension."""
+    """Return the 32 // bits codes of each word. The result has an additional last dimension."""
     import numpy as np
 
     shifts = np.arange(0, 32 - bits + 1, bits, dtype="<u4")
@@ -340,13 +367,13 @@ EXPONENTS = ("exponent", "ldexp")
 
 
 def is_byte(dtype: str) -> bool:
-    """Return whether a scale of this dtype is one byte."""
+    """Return True if a scale of this dtype has one byte."""
     return dtype in EXPONENTS or (dtype != "map" and BY_NAME[dtype].bits == 8)
 
 
 @lru_cache
 def table_of(name: str) -> Array:
-    """Return the float32 number of each code of a table, as a read-only array."""
+    """Return a read-only array with the float32 number of each code of the table `name`."""
     import numpy as np
 
     if name in ("e2m1", "e2m1+0"):
@@ -366,7 +393,7 @@ def table_of(name: str) -> Array:
 
 
 class Scale:
-    """Reads the numbers of one input. `whole`: always for all columns of the matrix."""
+    """Reads an array of scales. If `whole` is set, it reads the scales of all columns at once."""
 
     def __init__(
         self, numbers: Numbers, reads: Sequence[Reader], sizes: Sequence[int], whole: bool
@@ -381,14 +408,14 @@ class Scale:
         elif numbers.dtype in EXPONENTS:
             self._table = table_of(numbers.dtype)
         self._itemsize = 1 if self._table is not None else BY_NAME[numbers.dtype].itemsize
-        self._of: tuple[int, ...] | None = None  # the blocks that are cached
+        self._of: tuple[int, ...] | None = None  # the blocks whose scales are in `_part`
         self._part: Array
-        self._batch = -1, np.empty(0)  # the cached batch, for orders other than "rows"
+        self._batch = -1, np.empty(0)  # a batch and its scales, for orders other than "rows"
 
     def part(self, span: Span) -> Array:
-        """Return the numbers of the blocks that overlap a span, as float32.
+        """Return the scales of the blocks that overlap a rectangle, as float32.
 
-        They have the shape [rows of blocks, columns of blocks].
+        The result has the shape [rows of blocks, columns of blocks].
         """
         key = self._blocks(span)
         if self._of != key:
@@ -396,7 +423,7 @@ class Scale:
         return self._part
 
     def decoded(self, raw: Array) -> Array:
-        """Convert stored elements to float32."""
+        """Convert scales from their dtype in the file to float32."""
         import numpy as np
 
         data = np.ascontiguousarray(raw).reshape(-1).view("u1")
@@ -404,7 +431,7 @@ class Scale:
             made = np.take(self._table, data, mode="clip")
         else:
             made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
-        made[np.isnan(made)] = np.nan  # rounding could carry the payload of a NaN into its exponent
+        made[np.isnan(made)] = np.nan  # rounding could turn other NaN into infinities
         found: Array = made.reshape(raw.shape)
         return found
 
@@ -415,7 +442,7 @@ class Scale:
         return 0 if self.numbers.shared else span.batch, top, bottom, left, right
 
     def raw(self, span: Span) -> Array:
-        """Return the same numbers as `part`, as they are stored."""
+        """Return the same scales as `part`, but not converted to float32."""
         import numpy as np
 
         grid, size = self.grid, self._itemsize
@@ -435,7 +462,10 @@ class Scale:
         return np.frombuffer(data, f"<u{size}").reshape(bottom - top, wide)
 
     def _all(self, batch: int) -> Array:
-        """Return the stored numbers of a batch (``columns``), or of all batches (``tiles``)."""
+        """Return all scales of a batch, or of all batches if the order is ``tiles``.
+
+        The scales are not converted to float32.
+        """
         import numpy as np
 
         rows, columns, size = self.grid.rows, self.grid.columns, self._itemsize
@@ -450,7 +480,7 @@ class Scale:
 
 
 class PackedZero:
-    """Packed zero points of a few bits. All are unpacked to float32 in memory."""
+    """Reads packed zero points of a few bits. All zero points are in memory, as float32."""
 
     def __init__(self, zero: ZeroPoint, read: Reader, size: int, whole: bool) -> None:
         import numpy as np
@@ -468,7 +498,8 @@ class PackedZero:
         shifted = (codes.astype("<i2") + zero.add) % (1 << zero.bits) - zero.offset
         self._numbers: Array = np.ascontiguousarray(shifted, "<f4")
         first = shifted.reshape(-1)[:1]
-        self.same = int(first[0]) if (shifted == first).all() else None  # the common zero point
+        # The value of all zero points, or None if they differ.
+        self.same = int(first[0]) if (shifted == first).all() else None
 
     def part(self, span: Span) -> Array:
         top, bottom, left, right = span.blocks_of(self.grid)
@@ -478,7 +509,7 @@ class PackedZero:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round float32 numbers to a narrower dtype, and return them as float32."""
+    """Round float32 numbers to the dtype `dtype`. Return float32 numbers."""
     if dtype == "float32":
         return values
     kind = BY_NAME[dtype]
@@ -487,12 +518,15 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
-    """Return the scale of each block that overlaps a span, with each step rounded to `dtype`."""
+    """Return the product of all scales for each block that overlaps a rectangle.
+
+    Each step of the computation is rounded to `dtype`.
+    """
     first, *others = scales
     made = rounded(first.part(span), dtype)
     for each in others:
         part = each.part(span)
-        if part.size > 1:  # repeat the scales of coarser blocks for the blocks of the first grid
+        if part.size > 1:  # repeat each scale for all smaller blocks in its block
             rows = places(span.top, span.bottom, first.grid.height, each.grid.height)
             columns = places(span.left, span.right, first.grid.width, each.grid.width)
             part = part[rows[:, None], columns]
@@ -501,7 +535,7 @@ def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
 
 
 def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
-    """Return the product (or quotient) of scales of two levels."""
+    """Return the product or the quotient of two arrays of scales."""
     import numpy as np
 
     made = scale / part if how.combine == "divide" else scale * part
@@ -511,7 +545,11 @@ def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
 
 
 def places(start: int, stop: int, fine: int, coarse: int) -> Array:
-    """Return the coarse block of each fine block in a range of elements, relative to the first."""
+    """Return, for each small block in a range of elements, the number of the large block.
+
+    The first large block of the range has the number 0. A small block has `fine` elements, and a
+    large block has `coarse` elements.
+    """
     import numpy as np
 
     first = np.arange(start // fine, -(-stop // fine)) * fine  # elements
@@ -520,10 +558,11 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
 
 
 def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, index: Any) -> None:
-    """Apply `how` in place to each element of a span and the number of its block.
+    """Call `how` with each element of a rectangle and the number of its block, in place.
 
-    `part` holds the numbers of the blocks that overlap the span. If `index` maps columns to blocks,
-    `part` holds the numbers of all columns of blocks.
+    `how` is a numpy function such as `np.multiply`. `part` contains the numbers of the blocks that
+    overlap the rectangle. If `index` maps columns to blocks, `part` contains the numbers of all
+    columns of blocks.
     """
     import numpy as np
 

@@ -1,9 +1,11 @@
 """Quantize weights: compute codes and scales by rounding to nearest.
 
-``fp8-block`` has blocks of 128 x 128, as in transformers. The scale maps the largest magnitude of a
-block to 448, and its inverse is stored. ``mxfp4`` has blocks of 32 columns, as in
-compressed-tensors. The exponent is that of the largest magnitude after rounding. ``Q8_0`` of GGUF
-has blocks of 32 elements: a float16 scale and int8 codes, as ggml's quantizer makes them.
+* ``fp8-block`` has blocks of 128 x 128 elements, as in transformers. The product of the scale and
+  the largest magnitude of a block is 448. The file contains the inverse of the scale.
+* ``mxfp4`` has blocks of 32 columns, as in compressed-tensors. The exponent of a block is the
+  exponent of its largest magnitude after rounding.
+* ``Q8_0`` of GGUF has blocks of 32 elements, with a float16 scale and int8 codes. The results are
+  equal to those of ggml's quantizer.
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-BLOCK = 128  # rows and columns of fp8-block
-GROUP = 32  # columns of mxfp4
+BLOCK = 128  # number of rows, and of columns, of a block of fp8-block
+GROUP = 32  # number of columns of a block of mxfp4
 LARGEST = 448.0  # largest number of E4M3
-TILE = 1 << 18  # elements per step
-# Midpoints between the magnitudes of FP4. A midpoint itself is rounded to the even code.
+TILE = 1 << 18  # maximum number of elements per step
+# Midpoints between adjacent magnitudes of FP4. A midpoint is rounded to the even code.
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantize(Operation):
-    """Codes or scales (`part`) of a floating-point matrix. `name` is for error messages."""
+    """Quantizes a floating-point matrix.
+
+    The output are the codes or the scales of the matrix, as `part` selects. `name` is the name of
+    the weight for error messages.
+    """
 
     kind: str
     part: str
@@ -43,14 +49,14 @@ class Quantize(Operation):
     name: str
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise TensorError for NaN and infinities, because no scale can represent them."""
+        """Raise TensorError for NaN and infinities, because codes cannot represent them."""
         import numpy as np
 
         dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns
         read = Reader(extent.inputs[0])
         unit = BLOCK if self.kind == "fp8-block" else 1
         tall = max(unit, TILE // max(1, columns) // unit * unit)
-        size = extent.length * unit // rows  # bytes of the result for `unit` rows
+        size = extent.length * unit // rows  # number of output bytes for `unit` rows
         top = start // size * unit
         while (at := top // unit * size) < stop:
             bottom = min(top + tall, rows)
@@ -77,7 +83,7 @@ class Quantize(Operation):
 def quantized_records(
     record: Record, kind: str, source: DType, rows: int, columns: int, name: str
 ) -> tuple[Record, Record]:
-    """Return the codes and scales of a matrix of `source` elements. `name` is for messages."""
+    """Return the codes and the scales of a matrix of dtype `source`. `name` is for messages."""
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
         "mxfp4": (rows * columns // 2, rows * columns // GROUP),
@@ -91,7 +97,7 @@ def quantized_records(
 
 @dataclass(frozen=True, slots=True)
 class Q8_0(Rows):  # noqa: N801  # the name of the type
-    """Blocks of 32 floating-point elements as ggml's Q8_0. `name` is for error messages."""
+    """Quantizes blocks of 32 floating-point elements to ggml's Q8_0. `name` is for messages."""
 
     dtype: str
     name: str
@@ -112,9 +118,9 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
                 what = "contains NaN, infinite or too large values, which Q8_0 cannot represent"
                 raise TensorError(f"{self.name!r} {what}", hint="`verify --values` counts them")
             inverse = np.float32(1) / scales
-            # The inverse is infinite if float16 rounds the scale to 0. The codes are then 0 too.
+            # If float16 rounds the scale to 0, its inverse is infinite. The codes must be 0 then.
             groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
-            # Round to the nearest integer, halves away from zero.
+            # Round to the nearest integer. Round a midpoint away from zero.
             sizes = np.abs(groups)
             whole = np.floor(sizes)
             codes = np.copysign(whole + (sizes - whole >= 0.5), groups)
@@ -125,7 +131,10 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
 
 
 def q8_0_record(record: Record, source: DType, name: str) -> Record:
-    """Return elements of `source`, in whole blocks of 32, as Q8_0. `name` is for messages."""
+    """Return the elements of a record of dtype `source`, quantized to Q8_0.
+
+    The number of elements must be divisible by 32. `name` is the name of the weight for messages.
+    """
     blocks = record.length // (GROUP * source.itemsize)
     return Pending(Q8_0(source.name, name), (record,), blocks * (2 + GROUP))
 
@@ -137,13 +146,16 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _fp8_block(values: Array, part: str) -> memoryview:
-    """Return the codes of blocks scaled to a largest magnitude of 448, or the inverse scales."""
+    """Return the codes of the blocks, or their inverse scales.
+
+    The largest magnitude of a scaled block is 448.
+    """
     import numpy as np
 
     rows, columns = values.shape
     blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=(1, 3))
-    # torch computes a number divided by a tensor as the number times the reciprocal
+    # For a number divided by a tensor, torch computes the number times the tensor's reciprocal.
     scales = np.float32(LARGEST) * (np.float32(1) / np.where(largest > 0, largest, np.float32(1)))
     scales = np.where(largest > 0, scales, np.float32(1))
     if part == "scales":
@@ -154,9 +166,10 @@ def _fp8_block(values: Array, part: str) -> memoryview:
 
 
 def _mxfp4(values: Array, part: str) -> memoryview:
-    """Return the codes of groups of 32, two per byte, or the exponent byte of each group.
+    """Return the codes of groups of 32 elements, or the exponent byte of each group.
 
-    The exponent is that of the largest magnitude, rounded to a power of two, minus 2.
+    A byte contains two codes. To get the exponent, round the largest magnitude of a group to a
+    power of two, and subtract 2 from the exponent of this power.
     """
     import numpy as np
 
@@ -168,7 +181,8 @@ def _mxfp4(values: Array, part: str) -> memoryview:
     scaled = np.ldexp(groups, 127 - exponents[..., None]).reshape(-1)
     size = np.abs(scaled)
     code = np.zeros(len(size), "u1")
-    for number, limit in enumerate(_LIMITS):  # a midpoint above an even code stays at that code
+    # Round a midpoint down if the code below is even, and up if the code below is odd.
+    for number, limit in enumerate(_LIMITS):
         code += size > limit if number % 2 == 0 else size >= limit
     code |= (scaled < 0).astype("u1") << 3
     return _bytes(code[0::2] | (code[1::2] << 4))

@@ -1,8 +1,8 @@
-"""Copies of blocks of elements between arrays, described by positions and strides alone.
+"""Strided copies: copies of elements between arrays, described by positions and strides.
 
-Chunks of DCP, shards of ranks, views of tensors and rearrangements by rules are all such copies.
-The composition of two copies is again a list of copies: :func:`composed`. A box is a rectangular
-region of an array: one range of indices along each axis.
+ckptkit uses strided copies for the chunks of DCP, the shards of ranks, views of tensors, and
+tensor rules. :func:`composed` combines two copies into a list of copies. A box is a rectangular
+region of an array. It has one range of indices along each axis.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten
 
-ZEROS = -1  # the index of a virtual source whose elements are all zero
-CUTS = 10_000  # maximum number of parts of a copy whose elements do not form a box
+ZEROS = -1  # index of a virtual source whose elements are all zero
+CUTS = 10_000  # maximum number of boxes into which a copy is split
 
-# (size, stride in the source, stride in the target), in elements, outermost dimension first.
+# A triple for each dimension, outermost first: size, stride in the source, stride in the target.
+# Strides count elements.
 Dims = tuple[tuple[int, int, int], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A block of elements copied from a source to a target. Positions count elements."""
+    """A copy of elements from a source to a target."""
 
     source: int  # index of the source, or ZEROS
-    start: int  # the first element in the source
-    place: int  # the first element in the target
+    start: int  # position of the first element in the source, counted in elements
+    place: int  # position of the first element in the target, counted in elements
     dims: Dims
 
     @property
@@ -44,7 +45,7 @@ def of_box(
 ) -> StridedCopy:
     """Return the copy that fills a box of a row-major array of `shape`.
 
-    The source elements start at element `start` and have the strides `stride`.
+    The first element of the source is number `start`. `stride` are the strides in the source.
     """
     steps = row_major(shape)
     place = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
@@ -61,7 +62,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def normal(dims: Iterable[tuple[int, int, int]]) -> Dims:
-    """Return the fewest dimensions for the same elements, sorted by falling target stride."""
+    """Merge dimensions where possible. Return them in descending order of their target strides."""
     found: list[tuple[int, int, int]] = []
     for n, read, written in sorted((d for d in dims if d[0] != 1), key=lambda d: -d[2]):
         if found and found[-1][1] == n * read and found[-1][2] == n * written:
@@ -72,7 +73,7 @@ def normal(dims: Iterable[tuple[int, int, int]]) -> Dims:
 
 
 def is_dense(copy: StridedCopy) -> bool:
-    """Return whether the elements of a copy, in normal form, are contiguous in the target."""
+    """Return True if the elements are contiguous in the target. `copy` is in normal form."""
     step = 1
     for n, _, written in reversed(copy.dims):
         if written != step:
@@ -82,7 +83,7 @@ def is_dense(copy: StridedCopy) -> bool:
 
 
 def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first element in source and target for each index of the given dimensions."""
+    """Yield the positions in source and target of each combination of indices of `dims`."""
     if not dims:
         yield copy.start, copy.place
         return
@@ -95,9 +96,10 @@ def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator
 def in_bytes(
     copies: Sequence[StridedCopy], bits: int, block: int = 1
 ) -> tuple[StridedCopy, ...] | None:
-    """Convert copies of elements to copies of bytes; None if one starts inside a byte or block.
+    """Convert copies of elements to copies of bytes.
 
-    `block` elements have `bits` bits.
+    `block` elements together have `bits` bits. Return None if a copy starts inside a byte or a
+    block.
     """
     found = []
     for source, start, place, dims in copies:
@@ -119,7 +121,7 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The indices of a box along one axis, and their stride in the other array."""
+    """The range of indices of a box along one axis, and the stride in the other array."""
 
     offset: int
     size: int
@@ -130,9 +132,10 @@ Box = tuple[Interval, ...]
 
 
 class Axes:
-    """The axes of an array of `total` elements whose strides include all given ones.
+    """The axes of an array of `total` elements. Each of `strides` is the stride of an axis.
 
-    The outermost axis comes first. `sizes` is empty if the strides do not divide each other.
+    The outermost axis comes first. If a stride is not divisible by the next smaller stride,
+    `sizes` is empty.
     """
 
     def __init__(self, strides: Iterable[int], total: int) -> None:
@@ -144,9 +147,10 @@ class Axes:
         )
 
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
-        """Return the box of the elements from position `first`; None if they do not form a box.
+        """Return the box that consists of the elements of a copy.
 
-        `dims` are (size, stride, stride in the other array).
+        `first` is the position of the first element. `dims` contains a triple for each dimension:
+        size, stride, stride in the other array. Return None if the elements do not form a box.
         """
         offsets, rest = [], first
         for stride in self.strides:
@@ -170,7 +174,10 @@ class Axes:
         counts: list[int],
         others: list[int],
     ) -> bool:
-        """Assign a dimension to its axis and, if the dimension is larger, also to outer axes."""
+        """Assign a dimension to its axis. If it is larger than the axis, use outer axes too.
+
+        Return False if this is not possible.
+        """
         while n > 1:
             if axis < 0 or counts[axis] != 1:
                 return False
@@ -188,10 +195,10 @@ class Axes:
 
 @lru_cache(64)  # layers of a model have equal shapes and copies
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
-    """Return the shape of an array in which each copy fills a box, and the boxes; else None.
+    """Return the shape of an array in which each copy fills a box, and the boxes.
 
-    Copies must be in normal form (:func:`normal`). The strides of the boxes are the strides in the
-    sources.
+    Return None if no such array exists. The copies must be in normal form (:func:`normal`). The
+    strides of the boxes are the strides in the sources.
     """
     axes = Axes((written for copy in copies for _, _, written in copy.dims), elements)
     boxes = []
@@ -209,9 +216,10 @@ def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list
 def composed(
     outer: StridedCopy, inner: Sequence[StridedCopy], total: int
 ) -> list[StridedCopy] | None:
-    """Compose copies: inner copies fill an array of `total` elements, which `outer` reads.
+    """Combine the copies `inner`, which fill an array, with `outer`, which reads this array.
 
-    Return the copies that read the inner sources directly; None if there are too many copies.
+    The array has `total` elements. Return the copies that read the sources of `inner` directly.
+    Return None if too many copies would be needed.
     """
     outer = outer._replace(dims=normal(outer.dims))
     exchanged = [_exchanged(piece._replace(dims=normal(piece.dims))) for piece in inner]
@@ -233,7 +241,8 @@ def composed(
             end = piece.start + sum((n - 1) * read for n, read, _ in piece.dims)
             if piece.start > last or end < copy.start:
                 continue
-            start, place, dims = piece.place, copy.place, []  # the intersection of both boxes
+            # Compute the intersection of both boxes.
+            start, place, dims = piece.place, copy.place, []
             for a, b in zip(ours, theirs, strict=True):
                 low, high = max(a.offset, b.offset), min(a.offset + a.size, b.offset + b.size)
                 if low >= high:
@@ -248,13 +257,13 @@ def composed(
 
 
 def _exchanged(copy: StridedCopy) -> StridedCopy:
-    """Return a copy with source and target exchanged."""
+    """Return `copy` with source and target exchanged."""
     dims = tuple((n, written, read) for n, read, written in copy.dims)
     return StridedCopy(copy.source, copy.place, copy.start, dims)
 
 
 def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | None:
-    """Split a copy into parts whose sources are boxes of the axes; None if there are too many."""
+    """Split a copy into copies that read boxes. Return None if too many boxes would be needed."""
     waiting, found = [copy], []
     while waiting:
         part = waiting.pop()
@@ -262,7 +271,8 @@ def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | Non
         if box is not None:
             found.append((part, box))
             continue
-        # Split along a dimension that crosses the end of an axis, else along the largest.
+        # Split a dimension at the point where it crosses the end of an axis. If no dimension
+        # crosses the end of an axis, split the dimension with the largest stride.
         cut = max(range(len(part.dims)), key=lambda each: part.dims[each][1])
         head = 1
         for number, (n, read, _) in enumerate(part.dims):
@@ -286,7 +296,11 @@ def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | Non
 def _run_by_run(
     outer: StridedCopy, inner: Sequence[StridedCopy], total: int
 ) -> list[StridedCopy] | None:
-    """Compose each run of the outer copy separately, if strides do not divide each other."""
+    """Combine `outer` with `inner`, separately for each index of one dimension of `outer`.
+
+    The dimension is the one with the largest source stride. This method does not require that
+    strides are divisible by each other.
+    """
     runs = [dim for dim in outer.dims if dim[1] != 1]
     if not runs:
         return None
@@ -302,14 +316,15 @@ def _run_by_run(
     return found if n <= CUTS else None
 
 
-# Cover
+# Check that chunks cover a tensor
 
 
 def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise CorruptError unless boxes (offsets, sizes) tile an array. Empty boxes are ignored.
+    """Raise CorruptError unless each element of an array is in exactly one box.
 
-    The edges of all boxes divide the array into parts; each part must lie in exactly one box.
-    Raises LimitError if there are too many parts.
+    Each box is a pair (offsets, sizes). Empty boxes are ignored. The edges of all boxes divide the
+    array into cells. The function checks that each cell is in exactly one box. Raise LimitError if
+    there are too many cells.
     """
     regions = []
     for offsets, sizes in boxes:

@@ -1,11 +1,16 @@
 """Read rearranged elements: the operation that executes strided copies.
 
-The output is computed in tiles: a range of indices of one axis, with all inner axes and fixed
-indices of the outer axes. Large transposes are written in blocks if the order of writing is free.
-The part of a tile or block that comes from one copy is read in boxes: rectangular regions of the
-source. Starting with the smallest stride, a dimension is read whole, including gaps, as long as
-gaps and box are small. Rows that are further apart are read into separate buffers. The next
-dimension is split; the remaining ones are read index by index.
+The operation computes its output in tiles. A tile is a range of indices along one axis, with fixed
+indices along the outer axes and all indices along the inner axes. If ckptkit may write the output
+in any order, it writes a large transpose in blocks instead.
+
+A copy supplies a part of a tile or block. The operation reads this part in boxes. A box is a
+rectangular region of the source:
+
+1. The dimension with the smallest stride comes first. While gaps and box are small, the box spans
+   complete dimensions, and the operation also reads the gaps between their elements.
+2. If the gaps between rows are large, each row is read into a separate buffer.
+3. The next dimension is split into ranges. For each other dimension, a box has one index.
 """
 
 from __future__ import annotations
@@ -27,37 +32,42 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 16 << 20  # bytes of output per tile
-JOINED = 4 << 20  # bytes per tile of an array with several inputs
-BOX = 1 << 20  # bytes of input per box; it must fit the cache to be reordered there
-# Bytes worth reading in order to save a box. A box costs microseconds of Python and cache lines.
+TILE = 16 << 20  # number of output bytes per tile
+JOINED = 4 << 20  # number of output bytes per tile if the output has several inputs
+BOX = 1 << 20  # number of input bytes per box; a box must fit the cache
+# Maximum length of a gap that is read. To read a gap of this length takes as long as to start
+# another box.
 CALL = 64 << 10
-EXACT = 512  # bytes; shorter runs are read together with the gaps between them
-ROW = 1 << 10  # bytes; rows of this size are read into the output directly
-LINE = 1024  # bytes of each row to read into a box for a transpose, if possible
-MANY = 128  # boxes; with more, larger tiles are faster
-LARGE = 64 << 20  # bytes per tile of a large transpose, which needs a little of every row
+EXACT = 512  # minimum number of contiguous bytes that are read without the gaps between them
+ROW = 1 << 10  # minimum number of bytes of a row that is read directly into the output
+LINE = 1024  # number of bytes of each row that a box of a transpose contains, if possible
+MANY = 128  # minimum number of boxes for which larger tiles are faster
+LARGE = 64 << 20  # number of bytes per tile of a large transpose: each tile reads from every row
 
-LEAST = 16 << 20  # bytes; if the columns of a matrix span less in the target, a tile holds them
-BLOCK = 48 << 20  # bytes of a block
-COLUMNS = 4096  # maximum columns of a block: a strip must fit the cache of a core
-PAGE = 4 << 10  # bytes of a page; the system must read a page before a partial write
-_AT_ONCE = 1024  # adjacent rows written by one call
+# Minimum number of output bytes between the first and the last column of a large transpose. All
+# columns of a smaller matrix are in the same tile.
+LEAST = 16 << 20
+BLOCK = 48 << 20  # number of bytes of a block
+COLUMNS = 4096  # maximum number of columns of a block: a strip must fit the cache of a core
+PAGE = 4 << 10  # number of bytes of a page; a partial write makes the system read the page first
+_AT_ONCE = 1024  # number of adjacent rows that one call writes
 
-_LINE = 64  # bytes of a cache line; rows a power of two apart compete for few of them
-STRIP_ROWS = 256  # rows of a strip, which is transposed in the cache
-STRIP_WIDTH = 1024  # bytes of its rows
-SMALL_AXIS = 32  # elements; for shorter axes, strips cost more than they save
-_LANES = 4  # bytes transposed as one unit: numpy copies a unit as fast as a byte
+# Number of bytes of a cache line. If the distance between rows is a power of two, the rows compete
+# for a few cache lines.
+_LINE = 64
+STRIP_ROWS = 256  # number of rows of a strip; a strip is transposed in the cache
+STRIP_WIDTH = 1024  # number of bytes of each row of a strip
+SMALL_AXIS = 32  # maximum number of elements of an axis for which strips take longer
+_LANES = 4  # number of bytes that numpy copies as fast as one byte
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Arrange(Operation):
-    """The inputs' elements, placed by strided copies that fill each output element exactly once.
+    """Copies elements from the inputs. The copies fill each output element exactly once.
 
-    Elements have 1, 2, 4, 8 or 16 bytes. The copies are in normal form, and fill boxes of one array
-    (:func:`on_axes`).
+    Elements have 1, 2, 4, 8 or 16 bytes. The copies are in normal form. Each copy fills a box of
+    the output (:func:`on_axes`).
     """
 
     itemsize: int
@@ -73,7 +83,10 @@ class Arrange(Operation):
         return _tiles(shape, parts, self.itemsize, limit, start, stop)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield ends of tiles at least `size` bytes apart: whole tiles read nothing twice."""
+        """Yield ends of tiles that are at least `size` bytes apart.
+
+        Tasks that compute complete tiles do not read the same bytes.
+        """
         if extent.length < 2 * size:
             yield extent.length
             return
@@ -102,10 +115,10 @@ class Arrange(Operation):
 
 
 def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
-    """Return the bytes per tile.
+    """Return the number of bytes per tile.
 
-    Tiles are larger for a transpose that would otherwise read less than `EXACT` bytes of each row,
-    and for arrays of many boxes.
+    Tiles are larger for outputs with many boxes. They are also larger for a transpose that would
+    otherwise read less than `EXACT` bytes of each row.
     """
     if len(boxes) > 1:
         return TILE if len(boxes) < MANY else LARGE // 2
@@ -115,7 +128,7 @@ def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
 
 
 def _tile(shape: Shape, itemsize: int, limit: int) -> tuple[int, int]:
-    """Return the axis that tiles split, and the number of its indices per tile."""
+    """Return the axis along which the output is split, and the number of its indices per tile."""
     row = itemsize
     for axis in range(len(shape) - 1, -1, -1):
         n = shape[axis]
@@ -134,13 +147,17 @@ def _tiles(
     start: int,
     stop: int,
 ) -> Pieces:
-    """Yield bytes `start` to `stop` of an array. Boxes are (reader, box, first element)."""
+    """Yield bytes `start` to `stop` of an array.
+
+    `boxes` contains triples: the reader of the source, the box, and the position of its first
+    element in the source.
+    """
     import numpy as np
 
     axis, width = _tile(shape, itemsize, limit)
-    row = prod(shape[axis + 1 :]) * itemsize  # bytes per index of the axis
+    row = prod(shape[axis + 1 :]) * itemsize  # number of bytes per index of the axis
     unit = np.dtype(_UNITS[itemsize])
-    # Tiles of several boxes are small and share one buffer: new pages cost more than copies.
+    # Small tiles use the same buffer, because to allocate new pages takes longer than a copy.
     room = np.empty(min(width, shape[axis]) * row // itemsize if len(boxes) > 1 else 0, unit)
     at = start
     while at < stop:
@@ -159,12 +176,12 @@ def _tiles(
         lower = rest - first * row
         upper = min(len(made), lower + stop - at)
         yield made[lower:upper]
-        del tile, made  # free the tile before the next tile is allocated
+        del tile, made  # free this tile before the allocation of the next tile
         at += upper - lower
 
 
 def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, start: int) -> None:
-    """Read the intersection of a box and the tile that begins at indices `low` of the array."""
+    """Read the intersection of a box and a tile. `low` are the first indices of the tile."""
     ends = zip(low, tile.shape, strict=True)
     spans = [
         (max(a, b.offset), min(a + n, b.offset + b.size))
@@ -180,29 +197,30 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
 
 
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
-    """Fill `made` with the elements at `offset` and multiples of `strides`, in bytes."""
+    """Fill `made` with elements. `offset` and `strides` locate them in the source, in bytes."""
     import numpy as np
 
     itemsize = made.itemsize
     dims = list(zip(made.shape, strides, strict=True))
     order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
     is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
-    if read.is_local and is_one_run:  # read it into place without reordering
+    if read.is_local and is_one_run:  # read the bytes into `made` directly
         place = (made.__array_interface__["data"], made.shape, made.strides)
-        if read.place != place:  # reuse the views of the rows if the next tile has the same memory
+        if read.place != place:  # if the next tile has the same memory, use the same row buffers
             read.place, read.buffers = place, list(_rows(made.view(np.uint8)))
         read.rows(offset, len(read.buffers[0]), read.buffers)
         return
     box, span, apart = _box(dims, itemsize, read.is_local)
     at = [0] * len(dims)
-    rising = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
+    # In this order of the axes, offsets in the source ascend.
+    rising = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])
     for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in rising)):
         for axis, index in zip(rising, corner, strict=True):
             at[axis] = index
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
         start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
         apart_by = list(strides)
-        with reading(None):  # boxes have gaps, so their checksums are useless
+        with reading(None):  # a checksum of bytes and gaps would be useless
             if apart is None:
                 span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
                 data = read(start, span)
@@ -216,7 +234,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
 
 
 def _rows(data: Array) -> Iterator[memoryview]:
-    """Yield the memory of each row, or of the whole array if it is contiguous."""
+    """Yield the memory of each row. If the array is contiguous, yield all its memory at once."""
     import numpy as np
 
     if data.flags.c_contiguous:
@@ -229,10 +247,10 @@ def _rows(data: Array) -> Iterator[memoryview]:
 def _box(
     dims: list[tuple[int, int]], itemsize: int, is_local: bool
 ) -> tuple[list[int], int, int | None]:
-    """Choose the box of one read: the number of indices of each dimension.
+    """Choose the number of indices that a box has along each dimension.
 
-    Return the box, the bytes of a row, and the dimension along which rows are read separately. The
-    dimension is None if the whole box is read at once.
+    Return the box, the number of bytes of a row, and the dimension along which rows are read into
+    separate buffers. The dimension is None if one read fills the box.
     """
     box = [1] * len(dims)
     span = itemsize
@@ -252,16 +270,17 @@ def _box(
 
 
 def _pitch(width: int) -> int:
-    """Return the pitch in memory for rows of `width` bytes: an odd number of cache lines."""
+    """Return the distance in memory between rows of `width` bytes: an odd number of cache lines."""
     return (-(-width // _LINE) | 1) * _LINE
 
 
 def transposed_copy(target: Array, view: Array) -> None:
     """Copy `view` into `target`, a row-major array of the same shape and dtype.
 
-    An element-by-element transpose would load a new cache line for each element that it reads.
-    Therefore a strip of rows is first copied in its own order into slightly longer rows, and
-    transposed from there. Rows a power of two apart would compete for a few cache lines.
+    A simple transpose would load a new cache line for each element that it reads. Therefore this
+    function copies a few rows into a buffer (a strip), and transposes the strip. The rows of a
+    strip are slightly longer, because rows whose distance is a power of two would compete for a few
+    cache lines.
     """
     import numpy as np
 
@@ -277,7 +296,7 @@ def transposed_copy(target: Array, view: Array) -> None:
     strip = np.empty((STRIP_ROWS, _pitch(STRIP_WIDTH) // size), view.dtype)
     for index in np.ndindex(view.shape[:-2]):
         rows, columns = view[index], target[index]
-        if rows.strides[0] % (2 * _LINE) == _LINE:  # the pitch is good already
+        if rows.strides[0] % (2 * _LINE) == _LINE:  # a strip is not necessary for this distance
             _transpose_into(columns, rows)
             continue
         for left in range(0, rows.shape[1], width):
@@ -289,10 +308,11 @@ def transposed_copy(target: Array, view: Array) -> None:
 
 
 def _transpose_into(target: Array, rows: Array) -> None:
-    """Copy rows into an array whose columns are contiguous. Single bytes are copied four at a time.
+    """Copy rows into an array whose columns are contiguous.
 
-    Units of four columns are transposed, then casts extract one byte after another. This takes 33 %
-    less time (measured). Calls are few and large, because threads wait for each other between them.
+    If elements are single bytes, the function transposes groups of four columns as 32-bit numbers.
+    Then it extracts one byte of each number after another. This takes 33 % less time (measured).
+    The numpy calls are few and large, because threads wait for each other between calls.
     """
     import numpy as np
 
@@ -302,7 +322,7 @@ def _transpose_into(target: Array, rows: Array) -> None:
     if wide:
         units = np.empty((wide // _LANES, height), "<u4")
         units[...] = rows[:, :wide].view("<u4").T
-        target[:, 0:wide:_LANES] = units.T  # a cast keeps the lowest 8 bits: the first byte
+        target[:, 0:wide:_LANES] = units.T  # the cast to uint8 keeps the lowest byte
         for lane in range(1, _LANES):
             np.right_shift(units, 8, out=units)
             target[:, lane:wide:_LANES] = units.T
@@ -310,22 +330,22 @@ def _transpose_into(target: Array, rows: Array) -> None:
 
 # Large transposes
 #
-# The output rows of a transpose are as long as the input has rows, so a tile of whole rows covers
-# few input columns: written in order, each tile needs a little of every input row. If the order of
-# writing is free, a block of rows and columns is read once in long pieces, transposed in memory,
-# and written in long pieces.
+# An output row of a transpose has one element of every input row. A tile of complete output rows
+# therefore covers only a few input columns, and reads a few bytes of every input row. If ckptkit
+# may write the output in any order, it reads a block of rows and columns in long reads, transposes
+# the block in memory, and writes it in long writes.
 
 
 class Matrix(NamedTuple):
-    """A matrix with contiguous rows in the source and contiguous columns in the target."""
+    """A matrix. Its rows are contiguous in the source, its columns are contiguous in the target."""
 
     source: Extent
-    start: int  # offset of the first element in the source
-    place: int  # offset of the first element in the target
+    start: int  # offset of the first element in the source, in bytes
+    place: int  # offset of the first element in the target, in bytes
     rows: int
     columns: int
-    pitch: int  # bytes from row to row in the source
-    step: int  # bytes from column to column in the target
+    pitch: int  # distance between rows in the source, in bytes
+    step: int  # distance between columns in the target, in bytes
     itemsize: int
 
     @property
@@ -334,7 +354,7 @@ class Matrix(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Matrices whose columns are adjacent in the target, so that they are written together."""
+    """Matrices whose columns are adjacent in the target. One call writes these columns."""
 
     parts: tuple[Matrix, ...]
 
@@ -348,7 +368,7 @@ class Block(NamedTuple):
 
 
 def blocks(extent: Extent, at: int = 0) -> list[Block]:
-    """Split a large transpose into blocks; return [] for other extents.
+    """Split a large transpose into blocks. Return [] for other extents.
 
     `at` is the offset of the target in its file.
     """
@@ -384,12 +404,12 @@ def _follows(one: Matrix, other: Matrix) -> bool:
 
 
 def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matrix]:
-    """Yield the large matrices of a copy, if it is a large transpose."""
+    """Yield the matrices of a copy if it is a large transpose. Otherwise, yield nothing."""
     dims = normal(copy.dims)
     rows = next((dim for dim in dims if dim[2] == 1 and dim[1] > 1), None)
     columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)
     if rows is None or columns is None or columns[0] * columns[2] * itemsize < LEAST:
-        return  # a tile holds all columns, and each row is read once
+        return  # a tile contains all columns, so each row is read once
     outer = [dim for dim in dims if dim not in (rows, columns)]
     for index in product(*(range(n) for n, _, _ in outer)):
         read = sum(i * dim[1] for i, dim in zip(index, outer, strict=True))
@@ -400,7 +420,7 @@ def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matr
 
 
 def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
-    """Split a matrix into blocks of even size. `at` is the offset of the target in its file."""
+    """Split a matrix into blocks of equal size. `at` is the offset of the target in its file."""
     height, width = _block_shape(matrix)
     size = matrix.itemsize
     for row, end in pairwise(_ends(matrix, height, at)):
@@ -414,9 +434,10 @@ def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
 
 
 def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
-    """Return the rows at which blocks begin and end: on page boundaries of the file if possible.
+    """Return the rows at which blocks begin and end.
 
-    A page that is written in two parts must be read first, which takes 12 % more time (measured).
+    If possible, these rows are at page boundaries of the file. If two blocks share a page, the
+    operating system must read the page first. This takes 12 % more time (measured).
     """
     unit = _rows_of_page(matrix)
     is_whole = height == matrix.rows or height % unit
@@ -425,15 +446,18 @@ def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
 
 
 def _rows_of_page(matrix: Matrix) -> int:
-    """Return the number of rows that fill a page with one column, 1 if columns are not aligned."""
+    """Return the number of elements of a column that fill a page.
+
+    Return 1 if columns do not start at page boundaries.
+    """
     return 1 if matrix.step % PAGE else PAGE // matrix.itemsize
 
 
 def _block_shape(matrix: Matrix) -> tuple[int, int]:
-    """Return the rows and columns of the block that needs the fewest read and write calls.
+    """Return the number of rows and columns for which blocks need the fewest read and write calls.
 
-    One read call covers many rows if the block spans complete rows. One write call covers many
-    columns if the block spans complete columns. A write costs about twice as much as a read
+    If a block spans complete rows, one read call reads many rows. If a block spans complete
+    columns, one write call writes many columns. A write takes about twice as long as a read
     (measured).
     """
     elements = max(1, BLOCK // matrix.itemsize)
@@ -443,7 +467,7 @@ def _block_shape(matrix: Matrix) -> tuple[int, int]:
 
 
 def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
-    """Return the shape of even blocks of at most `height` rows and as many columns as fit."""
+    """Return the shape of equal blocks of about `height` rows and at most `elements` elements."""
     height = max(1, min(matrix.rows, height, elements))
     height = -(-matrix.rows // -(-matrix.rows // height))
     # Round up to whole pages.
@@ -459,16 +483,17 @@ def _cost(matrix: Matrix, height: int, width: int) -> float:
 
 
 class BlockTransposer:
-    """Transposes blocks in one reused buffer: new pages cost more than copies."""
+    """Transposes blocks in one buffer, because to allocate new pages takes longer than a copy."""
 
     def __init__(self) -> None:
         import numpy as np
 
-        # numpy allocates large pages, which a transpose of many rows needs.
+        # Use numpy for the buffer, because it allocates large pages. A transpose of many rows is
+        # slow with small pages.
         self._memory, self._strips = np.empty(0, np.uint8), ScratchBuffer()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
-        """Yield the pieces of the target from a block: (offset in the target, list of buffers).
+        """Transpose a block. Yield pairs: an offset in the target, and the buffers to write there.
 
         The buffers are valid until the next call.
         """

@@ -1,10 +1,12 @@
-"""Statistics of elements in one pass, computed in parts that can be merged.
+"""Statistics of tensor elements, computed in one pass.
 
-Mean and sum of squared deviations are float64. They take two passes over each block while the block
-is in the cache. Blocks are merged by the formula of Chan, Golub and LeVeque (1979), which is exact
-even for large means. Numbers whose squares overflow float64 are scaled by a power of two. Parts of
-a tensor have fixed boundaries and are merged in order, so the result does not depend on the
-threads.
+ckptkit computes statistics for blocks of elements, and merges them. Mean and sum of squared
+deviations are float64. They take two passes over each block while the block is in the cache. The
+formula of Chan, Golub and LeVeque (1979) merges blocks accurately, even if the mean is large.
+Numbers whose squares overflow float64 are scaled by a power of two.
+
+Each task computes a part of a tensor. The boundaries of the parts and the order in which ckptkit
+merges them are fixed. The result therefore does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -34,30 +36,32 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MOST = sys.float_info.max  # absolute values of complex numbers are clipped to it
+MOST = sys.float_info.max  # maximum for absolute values of complex numbers; larger ones are clipped
 BINS = 64  # maximum number of bins of a histogram
-_SCALES = 126  # float32 represents 2**n and 2**-n up to this n
-FINE = 40  # bits: a bin is at least the largest number divided by 2**40
-LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
-# Elements per step. numpy calls must be so long that threads seldom wait for the interpreter lock;
-# smaller blocks are not faster.
+_SCALES = 126  # maximum n for which float32 represents 2**n and 2**-n
+FINE = 40  # the width of a bin is at least the largest number divided by 2**40
+LEAST = -1_200  # exponent of the bin width if all numbers are zero; lower than any other exponent
+# Maximum number of elements per step. The numpy calls must be long enough that threads rarely wait
+# for the interpreter lock. Smaller blocks are not faster.
 BLOCK = 1 << 18
 BLOCK_BYTES = 2 << 20  # maximum number of bytes per step
-PART = 32 << 20  # bytes of a tensor that form a separate task
-COUNTED = 2 << 20  # bytes; for more, the codes of 8- and 16-bit types are counted
-DOT = 8_192  # numbers per dot product: for more, a library may start its own threads
-# Exponents of the largest number for which float64 holds sums of squares.
+PART = 32 << 20  # maximum number of bytes of a tensor in one task
+COUNTED = 2 << 20  # minimum number of bytes for which the codes of 8- and 16-bit types are counted
+DOT = 8_192  # numbers per dot product; for more numbers, a library may start its own threads
+# If the exponent of the largest number is between these bounds, float64 can represent sums of
+# squares.
 SQUARED = (-400, 500)
-NEAR = 16  # a sum of squares >= 16 * n * mean**2 is corrected by subtraction
+NEAR = 16  # if the sum of squares is >= 16 * n * mean**2, n * mean**2 is subtracted afterwards
 
 
 @dataclass(slots=True)
 class Histogram:
     """Counts of numbers in bins. Bin ``i`` starts at ``(first + i) * 2**exponent``.
 
-    The width is the smallest power of two for which `BINS` bins cover all numbers (at least 1 for
-    integers; see also `FINE`). One pass is enough: if a number is outside, bins are merged in
-    pairs. Histograms of different tensors can be added, in any order, with the same result.
+    The width of a bin is the smallest power of two for which `BINS` bins cover all numbers. For
+    integers, the width is at least 1. See also `FINE`. One pass is enough: if a number is outside
+    of all bins, pairs of bins are merged. The sum of several histograms does not depend on the
+    order of the additions.
     """
 
     exponent: int = 0
@@ -66,11 +70,11 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """The lower edge of each bin, then the upper edge of the last."""
+        """The lower edge of each bin, then the upper edge of the last bin."""
         return [_scaled(self.first + i, self.exponent) for i in range(len(self.counts) + 1)]
 
     def coarser(self, exponent: int) -> Histogram:
-        """Return the histogram with bins of width ``2**exponent``."""
+        """Return the histogram with bins of the width ``2**exponent``."""
         steps = exponent - self.exponent
         if not steps or not self.counts:
             return self
@@ -81,14 +85,14 @@ class Histogram:
         return Histogram(exponent, first, counts)
 
     def at_most(self, bins: int) -> Histogram:
-        """Return the histogram with at most `bins` bins."""
+        """Merge bins until at most `bins` bins remain. Return the new histogram."""
         made = self
         while len(made.counts) > bins:
             made = made.coarser(made.exponent + 1)
         return made
 
     def plus(self, other: Histogram, exponent: int) -> Histogram:
-        """Return the sum of two histograms with bins of width ``2**exponent``."""
+        """Return the sum of two histograms, with bins of the width ``2**exponent``."""
         a, b = self.coarser(exponent), other.coarser(exponent)
         if not a.counts or not b.counts:
             return a if a.counts else b
@@ -103,12 +107,15 @@ class Histogram:
 def _scaled(number: float, exponent: int) -> float:
     try:
         return math.ldexp(number, exponent)
-    except OverflowError:  # the upper edge of a bin with the largest float, or a norm
+    except OverflowError:  # possible for a norm, and for the upper edge of the last bin
         return math.copysign(math.inf, number)
 
 
 def _ldexp(number: float | complex, exponent: int) -> float | complex:
-    """Return ``number * 2**exponent``, clipped to the largest float: a mean may be rounded up."""
+    """Return ``number * 2**exponent``, clipped to the largest float.
+
+    A mean may be rounded up and exceed the largest float.
+    """
     if not exponent:
         return number
     if isinstance(number, complex):
@@ -121,11 +128,11 @@ def _ldexp(number: float | complex, exponent: int) -> float | complex:
 class Tally:
     """Statistics of some numbers.
 
-    NaN and infinities are counted, but excluded from everything else.
-
-    ``low`` and ``high`` are the smallest and largest number, None if there are none. For complex
-    numbers they and the histogram describe absolute values. ``squares`` is the sum of squared
-    deviations from the mean, times ``2**(-2 * scale)``.
+    ``nan`` and ``infinite`` count NaN and infinities. All other statistics, except ``count``, omit
+    NaN and infinities. ``low`` and ``high`` are the smallest and the largest number, or None if no
+    finite number exists. ``squares`` is the sum of squared deviations from the mean, times
+    ``2**(-2 * scale)``. For complex numbers, ``low``, ``high`` and the histogram describe absolute
+    values.
     """
 
     count: int = 0
@@ -146,7 +153,7 @@ class Tally:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation as in ``torch.std`` (divisor n - 1); None for fewer than 2 values."""
+        """Standard deviation as in ``torch.std``, with the divisor n - 1. None if n < 2."""
         if self.finite < 2:
             return None
         return _scaled(math.sqrt(self.squares / (self.finite - 1)), self.scale)
@@ -163,11 +170,11 @@ class Tally:
 
     @property
     def sparsity(self) -> float | None:
-        """The fraction of zeros."""
+        """Number of zeros divided by the number of elements."""
         return self.zeros / self.count if self.count else None
 
     def to_json(self) -> list[Any]:
-        """Return the statistics as values that JSON represents exactly."""
+        """Return the statistics as numbers and lists. JSON represents these values exactly."""
         mean = [self.mean.real, self.mean.imag] if isinstance(self.mean, complex) else self.mean
         bins = [self.histogram.exponent, self.histogram.first, self.histogram.counts]
         others = (self.count, self.nan, self.infinite, self.zeros, self.squares)
@@ -175,7 +182,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Tally:
-        """Return the statistics from the result of `to_json`."""
+        """Return the statistics for a result of `to_json`."""
         count, nan, infinite, zeros, squares, mean, low, high, bins, whole, scale = found
         mean = complex(*mean) if isinstance(mean, list) else mean
         histogram = Histogram(*bins)
@@ -227,7 +234,7 @@ class Tally:
 
 
 def bin_exponent(low: float, high: float, whole: bool) -> int:
-    """Return the exponent of the bin width, by the rule of `Histogram`."""
+    """Return the exponent of the bin width. `Histogram` explains the rule."""
     largest = max(high, -low)
     exponent = math.frexp(largest)[1] - FINE if largest else LEAST
     exponent = max(exponent, 0) if whole else exponent
@@ -240,13 +247,13 @@ def bin_exponent(low: float, high: float, whole: bool) -> int:
 
 
 class ElementRange(NamedTuple):
-    """Bytes `start` to `stop` of the elements of a tensor."""
+    """The bytes from `start` to `stop` of the elements of a tensor."""
 
     extent: Extent
     dtype: DType
     start: int
     stop: int
-    times: int = 1  # how often the tensor repeats each element
+    times: int = 1  # number of times that the tensor repeats each element
 
     @property
     def nbytes(self) -> int:
@@ -254,9 +261,10 @@ class ElementRange(NamedTuple):
 
 
 def parts(tensor: Tensor) -> Iterator[ElementRange]:
-    """Yield the elements of a tensor in parts of bounded size; one part if it is not a plain range.
+    """Yield the elements of a tensor in parts of at most `PART` bytes.
 
-    Raises TensorError for elements that are not plain numbers, or that are not in the file.
+    If the elements are not a byte range of a file, yield one part. Raise TensorError for elements
+    that are not numbers, and for tensors without elements in the file.
     """
     if not is_decoded(tensor.dtype):
         raise TensorError(f"elements of {tensor.dtype} are not plain numbers")
@@ -273,9 +281,9 @@ def parts(tensor: Tensor) -> Iterator[ElementRange]:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return all elements of a tensor, in its shape. The caller ensures that they fit in memory.
+    """Return all elements of a tensor as an array of the same shape.
 
-    Raises like `parts`.
+    The caller ensures that the elements fit in memory. Raise TensorError as `parts` does.
     """
     import numpy as np
 
@@ -294,7 +302,7 @@ def _pieces(part: ElementRange) -> Iterator[memoryview]:
 
 
 def tally(part: ElementRange) -> Tally:
-    """Return the statistics of one part."""
+    """Return the statistics of the elements in `part`."""
     keep_memory()
     import_numpy()
     import numpy as np
@@ -310,7 +318,7 @@ def tally(part: ElementRange) -> Tally:
 
 
 def _of_codes(part: ElementRange) -> Tally:
-    """Return the statistics of 8- or 16-bit elements, by counting each code."""
+    """Count each code of 8- or 16-bit elements, and return the statistics of the elements."""
     import numpy as np
 
     unit = np.dtype(f"<u{part.dtype.itemsize}")
@@ -344,7 +352,7 @@ def _counted(values: Array, counts: Array) -> Tally:
 
 
 def _block(values: Array) -> Tally:
-    """Return the statistics of one block."""
+    """Return the statistics of the numbers in an array."""
     import numpy as np
 
     values = values.astype("c16") if values.dtype.kind == "c" else values
@@ -379,7 +387,8 @@ def _block(values: Array) -> Tally:
 def _squares(wide: Array, mean: float | complex) -> float:
     """Return the sum of squared deviations from the mean. The function may overwrite `wide`.
 
-    A mean near zero is corrected afterwards, which costs less than one bit of precision.
+    If the mean is near zero, compute the sum of squares and subtract n * mean**2. The subtraction
+    costs less than one bit of precision.
     """
     total, part = _dot(wide.view("f8")), len(wide) * abs(mean) ** 2
     if part <= total / NEAR and math.isfinite(total):
@@ -397,11 +406,11 @@ def _dot(values: Array) -> float:
     sums = np.matmul(rows, rows.reshape(-1, DOT, 1)).reshape(-1)
     return math.fsum(
         [*sums.tolist(), float(np.dot(rest, rest))]
-    )  # sum() depends on Python's version
+    )  # the result of sum() depends on the version of Python
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:
-    """Return the smallest and largest number; for complex numbers, the absolute values."""
+    """Return the smallest and the largest number. For complex numbers, use absolute values."""
     import numpy as np
 
     sizes = np.abs(values) if values.dtype.kind == "c" else values
@@ -414,10 +423,10 @@ def _exponent(tally: Tally) -> int:
 
 
 def _bins(values: Array, low: float, exponent: int, counts: Array | None = None) -> Histogram:
-    """Return the histogram of numbers. Number i counts `counts[i]` times, or once if None.
+    """Return the histogram of `values`. Value i occurs `counts[i]` times, or once without `counts`.
 
-    float32 is exact here: scaling by a power of two loses no bits, and bin numbers are small
-    integers.
+    The computation is exact in float32: a product with a power of two is exact, and bin numbers are
+    small integers.
     """
     import numpy as np
 
@@ -433,11 +442,11 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
 
 
 def _count(bins: Array) -> Array:
-    """Return the count of each bin below `BINS`, up to the last bin that occurs.
+    """Return the number of occurrences of each bin, up to the last bin that occurs.
 
-    Two bins are counted as one 12-bit number, because numpy needs the same time for each number.
-    Every second pair is counted in a separate table: if all bins are equal, as for zeros, each
-    increment would wait for the previous one to be stored.
+    The function joins two bins to one 12-bit number and counts these numbers, because numpy needs
+    the same time for any number. It counts every second pair in a separate table. With one table,
+    equal bins would be slow, because each increment would wait for the previous increment.
     """
     import numpy as np
 
@@ -458,10 +467,10 @@ def _count(bins: Array) -> Array:
 
 
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of NaN and of infinite elements. A complex number counts if a part does.
+    """Return the number of NaN elements and the number of infinite elements.
 
-    The result is (0, 0) for dtypes without such values. Raises TensorError for a tensor without
-    elements to read.
+    A complex number is NaN or infinite if its real or imaginary part is. For dtypes without NaN and
+    infinities, return (0, 0). Raise TensorError for a tensor whose elements cannot be read.
     """
     import numpy as np
 
@@ -476,16 +485,17 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
 
 
 def zeros(tensor: Tensor) -> int:
-    """Return the number of elements that are zero, of either sign."""
+    """Return the number of elements that are 0 or -0."""
     import numpy as np
 
     return sum(values.size - int(np.count_nonzero(values)) for values in _values(tensor))
 
 
 def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], str]]:
-    """Return index and kind (nan, inf, -inf) of the first non-finite elements, at most `most`.
+    """Return the index and the kind (nan, inf, -inf) of the first `most` non-finite elements.
 
-    A complex number is non-finite if a part is. Raises TensorError like `nonfinite`.
+    A complex number is non-finite if its real or imaginary part is. Raise TensorError as
+    `nonfinite` does.
     """
     import numpy as np
 
@@ -503,7 +513,7 @@ def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], st
 
 
 def _floats(tensor: Tensor) -> Iterator[Any]:
-    """Yield the elements in row-major order, in pieces; nothing for dtypes without NaN."""
+    """Yield the elements in row-major order, in blocks. Yield nothing for dtypes without NaN."""
     if tensor.dtype.kind in ("float", "complex") and is_decoded(tensor.dtype):
         if (error := refusal(tensor)) is not None:
             raise error
@@ -511,7 +521,7 @@ def _floats(tensor: Tensor) -> Iterator[Any]:
 
 
 def _values(tensor: Tensor) -> Iterator[Any]:
-    """Yield the elements in row-major order, in pieces."""
+    """Yield the elements in row-major order, in blocks."""
     for piece in aligned(
         stream_reusing_buffer(contiguous(tensor).locate()), tensor.dtype.itemsize, BUFFER
     ):

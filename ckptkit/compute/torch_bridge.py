@@ -1,7 +1,7 @@
-"""Read elements into numpy arrays and torch tensors, and apply functions of the user to these.
+"""Read elements into numpy arrays and torch tensors, and apply functions of the user to tensors.
 
-Bytes are read directly into torch's memory. Storages can also be parts of mapped files, whose bytes
-are read when they are used.
+ckptkit reads bytes directly into the memory of torch. A torch storage can also be a part of a
+memory-mapped file. The operating system then reads a byte on first access.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # numpy
 
 
-# Types of ml_dtypes that numpy lacks, except those that pack several elements.
+# dtypes of ml_dtypes, without dtypes that pack several elements into a byte.
 _ML_DTYPES = (
     "bfloat16",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
@@ -46,9 +46,9 @@ _ML_DTYPES = (
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the numpy type of `dtype`, or that of ml_dtypes if numpy has none.
+    """Return the dtype of numpy, or the dtype of ml_dtypes if numpy has no such dtype.
 
-    Raises TensorError if neither has one.
+    Raise TensorError if both packages lack the dtype.
     """
     import numpy as np
 
@@ -77,7 +77,7 @@ def numpy(tensor: Tensor) -> Array:
 
 
 def elements(tensor: Tensor, index: object) -> Any:
-    """Read the elements that `index` selects: an array, or a number for a single element."""
+    """Read the elements that `index` selects. Return an array, or a number for a single element."""
     import numpy as np
 
     if tensor.layout != "strided":
@@ -95,10 +95,11 @@ def elements(tensor: Tensor, index: object) -> Any:
                 f"{type(each).__name__}",
                 hint="t.numpy()[...] accepts lists and masks",
             )
-    # numpy computes the offsets, on a dummy array with strides of bytes that is never read.
+    # numpy computes the offsets from a dummy array. Nothing reads the elements of this array.
     memory = np.zeros(1, np.uint8)
     array = np.lib.stride_tricks.as_strided(memory, tensor.shape, tensor.stride)
-    dots = () if any(each is Ellipsis for each in given) else (...,)  # keeps the result an array
+    # With `...` in the index, numpy returns an array even for a single element.
+    dots = () if any(each is Ellipsis for each in given) else (...,)
     try:
         found = array[(*given, *dots)]
     except IndexError as error:
@@ -141,9 +142,10 @@ def _device(device: object) -> torch.device:
 
 
 def overflows(tensor: Tensor, target: DType) -> int:
-    """Return the number of finite elements that exceed the range of the dtype `target`.
+    """Return the number of finite elements that are outside the range of the dtype `target`.
 
-    Nothing is read if no element can. Both dtypes are floating-point, or both are integer types.
+    Either both dtypes are floating-point dtypes, or both are integer dtypes. If `target` has the
+    larger range, the function reads nothing and returns 0.
     """
     import torch
 
@@ -163,7 +165,10 @@ def overflows(tensor: Tensor, target: DType) -> int:
 
 
 class _Part(NamedTuple):
-    """Bytes `start` to `stop` of an extent, which are elements of `dtype` for the 1-D `target`."""
+    """The bytes from `start` to `stop` of an extent, to be read into the 1-D tensor `target`.
+
+    The bytes are elements of `dtype`.
+    """
 
     extent: Extent
     start: int
@@ -177,8 +182,9 @@ def to_torch_storage(
 ) -> torch.UntypedStorage:
     """Read the bytes of a storage directly into torch's memory on `device`.
 
-    Bytes of a big-endian storage are swapped in units of `component` bytes (that of the tensors'
-    dtype). Raises DeviceError if the device is missing or lacks memory.
+    If the storage is big-endian, reverse the bytes of each group of `component` bytes. `component`
+    is ``DType.component`` of the tensors in the storage. Raise DeviceError if the device is missing
+    or does not have enough memory.
     """
     import torch
 
@@ -198,11 +204,12 @@ def to_torch_storage(
 
 
 def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
-    """Fill contiguous torch tensors with the elements of other tensors, by several threads.
+    """Fill contiguous torch tensors with the elements of tensors in files. Use several threads.
 
-    Both tensors of a pair have one shape, and dtypes that torch can cast. Bytes are read directly
-    into CPU tensors of the same dtype, and otherwise cast in small pieces. All records are located
-    before any byte is read.
+    The tensors of a pair have the same shape, and dtypes that torch can cast. If a torch tensor is
+    on the CPU and has the dtype of the file, ckptkit reads bytes directly into its memory. For
+    other tensors, ckptkit reads and casts small blocks. `fill` locates all records before it reads
+    the first byte.
     """
     import torch
 
@@ -216,7 +223,10 @@ def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
 
 
 def _parts(extent: Extent, dtype: torch.dtype, target: torch.Tensor) -> Iterator[_Part]:
-    """Yield the parts of an extent for several threads; one part if its bytes are computed."""
+    """Split an extent into parts that several threads read.
+
+    If an operation computes the extent, yield one part.
+    """
     step = BATCH if isinstance(extent, Range) else extent.length
     for start in range(0, extent.length, step or 1):
         yield _Part(extent, start, min(start + step, extent.length), dtype, target)
@@ -243,16 +253,16 @@ def _fill(part: _Part) -> None:
 
 
 def native(storage: Storage, component: int) -> Record:
-    """Return the bytes of a storage as little-endian numbers of `component` bytes."""
+    """Return the bytes of a storage in little-endian order. Each number has `component` bytes."""
     if not storage.big_endian or component == 1:
         return storage.record
     return Pending(Swap(component), (storage.record,), storage.nbytes)
 
 
 def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
-    """Return the torch tensor or Parameter that `tensor` describes, over the memory of its storage.
+    """Return the torch tensor or Parameter that `tensor` describes, as a view of `untyped`.
 
-    Raises UnsupportedError for quantized and non-strided tensors.
+    Raise UnsupportedError for quantized and non-strided tensors.
     """
     import torch
 
@@ -270,16 +280,20 @@ def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
 
 
 class MappedFiles:
-    """Maps each local file once, copy on write: changes of a tensor stay in memory."""
+    """Memory-maps each local file once, copy-on-write.
+
+    If the user changes a tensor, the file does not change.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[LocalFile, mmap | None] = {}
 
     def torch_storage(self, storage: Storage, component: int) -> torch.UntypedStorage | None:
-        """Return the bytes of a storage as a part of its mapped file, or None if it must be read.
+        """Return the bytes of a storage as a part of a memory-mapped file.
 
-        It must be read if it is not a plain range of a mappable local file, if its byte order
-        differs, or if its offset is not divisible by `component`, the size of its numbers.
+        Return None if the storage cannot be mapped: the storage is not a byte range of a local
+        file, or its byte order differs, or its offset is not divisible by `component`, or the
+        operating system cannot map the file.
         """
         import torch
 
@@ -304,10 +318,10 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Apply(Operation):
-    """Elements of the result of a user's function, called with a tensor.
+    """Calls a user's function with a tensor. The output are the elements of the result.
 
-    The function receives a contiguous tensor. `made_dtype` and `made_shape` are those of the result
-    of its first call.
+    The tensor is contiguous. `made_dtype` and `made_shape` are the dtype and shape that the first
+    call of the function returned.
     """
 
     function: Function
@@ -328,7 +342,7 @@ class Apply(Operation):
             yield made[at : min(at + PIECE, stop)]
 
     def _result(self, data: bytearray) -> memoryview:
-        """Return the bytes of the function's result for the tensor with these bytes."""
+        """Call the function with the tensor whose bytes are `data`. Return the result's bytes."""
         import torch
 
         dtype = getattr(torch, self.dtype.name)
@@ -348,7 +362,10 @@ class Apply(Operation):
 
 
 def called(function: Function, given: torch.Tensor) -> torch.Tensor:
-    """Call a function with a tensor. Raises ArgumentError if the result is not a plain tensor."""
+    """Call a function with a tensor, and return the result as a torch tensor.
+
+    Raise ArgumentError if the result is not a strided tensor of numbers or a numpy array.
+    """
     import numpy as np
     import torch
 
@@ -371,9 +388,10 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def applied(tensor: Tensor, function: Function) -> Tensor:
-    """Return the tensor that `function` computes from `tensor` when its bytes are read.
+    """Return a tensor whose elements `function` computes from `tensor` on each read.
 
-    Dtype and shape come from a call with a meta tensor or, if that fails, with the elements.
+    To find the dtype and shape, call `function` with a meta tensor. If this call fails, call
+    `function` with the elements.
     """
     dtype, shape = _outcome(tensor, function)
     operation = Apply(function, tensor.dtype, tensor.shape, dtype, shape)
@@ -388,13 +406,13 @@ def applied(tensor: Tensor, function: Function) -> Tensor:
 
 
 def _outcome(tensor: Tensor, function: Function) -> tuple[DType, Shape]:
-    """Return dtype and shape of the function's result."""
+    """Return the dtype and shape of the result of `function`."""
     import torch
 
     like = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="meta")
     try:
         made = called(function, like)
-    except Exception:  # the function may work with elements
+    except Exception:  # the function may need the elements
         if tensor.storage is None:
             raise
         made = called(function, torch_tensor(tensor, None))

@@ -1,10 +1,10 @@
 """Process many tensors in several threads or forked processes.
 
 Long computations and reads release the interpreter lock, so threads run in parallel. If calls are
-short, threads would wait for the lock, and processes are forked instead. They inherit the tensors
-and open files, so nothing is pickled and no file is reopened. A worker receives the number of a
-call and answers with the result as JSON. When the parent process ends, for any reason, the pipes
-close and the workers end too.
+short, threads would wait for the lock. In this case ckptkit forks processes instead. They inherit
+the tensors and open files, so nothing is pickled and no file is opened again. A worker process
+receives the number of a call through a pipe, and returns the result as JSON. When the parent
+process ends, for any reason, the pipes close and the workers end too.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from ckptkit.core.bytesource import ByteSource
 
-THREADS = 8  # maximum number of threads: each thread takes some MiB
-BATCH = 16 << 20  # bytes per task: passing a task on costs as much as processing 100 KB
-FORKED = 256 << 20  # bytes to compute; for fewer, forking takes longer than it saves
+THREADS = 8  # maximum number of threads; each thread needs a few MiB
+BATCH = 16 << 20  # number of bytes per task; the overhead of a task is the time for about 100 KB
+FORKED = 256 << 20  # minimum number of computed bytes for which forked processes save time
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,9 +41,9 @@ def ordered(
 ) -> Iterator[R]:
     """Yield ``map(function, items)``, computed by one thread per processor.
 
-    `nbytes` returns the size of an item. A small amount of work is done by the calling thread. Only
-    a few batches are in progress at a time. If one fails or the caller stops, no new batch starts,
-    and the running ones are awaited.
+    `nbytes` returns the size of an item. The calling thread does a small amount of work itself.
+    Only a few batches are in progress at a time. If a batch fails or the caller stops, no new batch
+    starts, and `ordered` waits until the running batches end.
     """
     some = batches(items, nbytes)
     first, second = next(some, None), next(some, None)
@@ -71,12 +71,13 @@ def ordered(
 def in_any_order(
     function: Callable[[T], object], items: Sequence[T], nbytes: Callable[[T], int]
 ) -> None:
-    """Call a function on all items, by one thread per processor, including the calling thread.
+    """Call `function` for all items, in one thread per processor.
 
-    It discards the results and costs less than `ordered`. A small amount of work is done by the
-    calling thread alone. If one call fails, no other starts, and the running ones are awaited.
+    `in_any_order` discards the results. It has less overhead than `ordered`. The calling thread is
+    one of the threads, and does a small amount of work alone. If a call fails, no other call
+    starts, and `in_any_order` waits until the running calls end.
     """
-    waiting = iter(items)  # shared: each thread takes its next item from it
+    waiting = iter(items)  # all threads take their next item from this iterator
 
     def work() -> None:
         try:
@@ -118,9 +119,9 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def should_fork(nbytes: int, sources: Iterable[ByteSource]) -> bool:
-    """Return whether forked processes would be faster, and can read the sources.
+    """Return True if forked processes are faster than threads and can read the sources.
 
-    Threads do not speed up many short calls, which contend for the interpreter lock.
+    Threads do not speed up many short calls, because such calls contend for the interpreter lock.
     """
     if nbytes < FORKED or processors() == 1:
         return False
@@ -128,7 +129,10 @@ def should_fork(nbytes: int, sources: Iterable[ByteSource]) -> bool:
 
 
 def processors() -> int:
-    """Return the number of processors that this process may use, as far as the system tells."""
+    """Return the number of processors that this process may use.
+
+    If the operating system does not report this number, return the number of all processors.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -136,32 +140,34 @@ def processors() -> int:
 
 Results = Generator[tuple[int, R], None, None]
 
-_AHEAD = 2  # calls in progress per process
-_NUMBER = 4  # bytes of a number; a pipe transfers so few bytes atomically
-_PIECE = 64 << 10  # bytes of answers per read
+_AHEAD = 2  # number of calls in progress per process
+_NUMBER = 4  # number of bytes for the number of a call; a pipe transfers 4 bytes atomically
+_PIECE = 64 << 10  # maximum number of bytes per read from a worker
 
 
 def can_fork() -> bool:
-    """Return whether this process may fork: only on Linux, and without other threads.
+    """Return True on Linux if this process has no other threads.
 
-    A lock that another thread holds would stay locked in the new process.
+    If another thread holds a lock during a fork, the lock remains locked in the new process.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 def results(function: Callable[[int], R], count: int, processes: int) -> Results[R]:
-    """Yield (n, function(n)) for all n below `count`, in any order, computed by `processes`.
+    """Yield (n, function(n)) for all n below `count`, in any order, computed by forked processes.
 
-    Results must be JSON values other than None. If a call fails or its process is killed, this
-    process repeats the call, and raises its error.
+    `processes` is the number of these processes. Results must be JSON values other than None. If a
+    call fails or its process is killed, this process repeats the call. If the call fails again,
+    raise its error.
     """
     numbers, end = os.pipe()
     feed = FileIO(end, "wb")
     workers: list[_Worker] = []
     try:
-        with _blocked_signals():  # until all workers are listed, so that all are ended
+        # Block signals until `workers` contains all processes. Then `finally` ends all of them.
+        with _blocked_signals():
             for _ in range(min(processes, count)):
-                with suppress(OSError):  # the system allows no more processes
+                with suppress(OSError):  # the operating system allows no more processes
                     workers.append(_forked(function, numbers, end, workers))
         yield from _answers(function, count, feed, workers)
     finally:
@@ -170,12 +176,12 @@ def results(function: Callable[[int], R], count: int, processes: int) -> Results
             feed.close()
             for worker in workers:
                 os.close(worker.answers)
-                os.kill(worker.pid, signal.SIGKILL)  # it has no state to clean up
+                os.kill(worker.pid, signal.SIGKILL)  # the worker has no state to clean up
                 os.waitpid(worker.pid, 0)
 
 
 def in_order(results: Iterable[tuple[int, R]]) -> Iterator[R]:
-    """Yield the results of numbered calls in order, from 0 on."""
+    """Sort the results of numbered calls. Yield the result of call 0, of call 1 and so on."""
     early: dict[int, R] = {}
     following = 0
     for number, result in results:
@@ -189,13 +195,13 @@ class _Worker(NamedTuple):
     """A forked process."""
 
     pid: int
-    answers: int  # descriptor to read its answers from
+    answers: int  # file descriptor from which the parent process reads results
 
 
 def _forked(
     function: Callable[[int], object], numbers: int, feed: int, others: Iterable[_Worker]
 ) -> _Worker:
-    """Fork a worker that reads numbers, calls the function, and writes the results."""
+    """Fork a worker that reads numbers, calls `function` with each, and writes the results."""
     answers, answer = os.pipe()
     try:
         pid = os.fork()
@@ -212,7 +218,11 @@ def _forked(
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block interrupts. Forked workers keep them blocked: the parent handles them for all."""
+    """Block SIGHUP, SIGINT and SIGTERM inside the block.
+
+    Workers that are forked inside the block never receive these signals. The parent process handles
+    the signals and ends the workers.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -223,7 +233,7 @@ def _blocked_signals() -> Iterator[None]:
 def _end_after(
     function: Callable[[int], object], numbers: int, answer: int, foreign: Iterable[int]
 ) -> NoReturn:
-    """Run a worker and exit, without the cleanup of the parent process."""
+    """Run a worker, then exit. Do not run the cleanup code of the parent process."""
     try:
         for descriptor in foreign:
             os.close(descriptor)
@@ -233,8 +243,8 @@ def _end_after(
 
 
 def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None:
-    """Answer numbers, in a worker, until the pipe is closed."""
-    gc.freeze()  # garbage collection would copy the pages that it shares with the parent
+    """Run the calls of a worker until the pipe `numbers` is closed."""
+    gc.freeze()  # garbage collection would copy the memory that worker and parent share
     while data := os.read(numbers, _NUMBER):
         number = int.from_bytes(data, "big")
         try:
@@ -248,11 +258,11 @@ def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None
 def _answers(
     function: Callable[[int], R], count: int, feed: FileIO, workers: Iterable[_Worker]
 ) -> Results[R]:
-    """Feed numbers to the workers and yield their answers; compute unanswered calls here.
+    """Send numbers to the workers and yield their results.
 
-    A number stays unanswered if its worker was killed, or if all were.
+    If a worker is killed, its calls have no results. Repeat these calls in this process.
     """
-    begun = {worker.answers: b"" for worker in workers}  # incomplete answers
+    begun = {worker.answers: b"" for worker in workers}  # incomplete results of each worker
     waiting, under_way = iter(range(count)), set[int]()
 
     def fed(numbers: int) -> None:
@@ -261,7 +271,7 @@ def _answers(
         for number in some:
             feed.write(number.to_bytes(_NUMBER, "big"))
         if len(some) < numbers:
-            feed.close()  # workers exit when no number is left
+            feed.close()  # the workers exit after the last number
 
     fed(_AHEAD * len(begun))
     with selectors.DefaultSelector() as selector:
