@@ -124,7 +124,10 @@ def _incomplete(
 
 def markdown() -> str:
     """Return two Markdown tables: the supported methods, and the unsupported methods."""
-    rows = ["| family | detected by | read | written | compared with |", "|---|---|---|---|---|"]
+    rows = [
+        "| family | detected by | read | option to write | tested against |",
+        "|---|---|---|---|---|",
+    ]
     for family in families():
         if family.read:
             marks = (*family.marks, *(f"*{ending}" for ending in family.endings))
