@@ -1,8 +1,18 @@
 """The command line. A command parses its arguments, calls the library once, and prints.
 
-Commands are imported on use, and import the library inside their bodies. So a command never waits
-for the imports of other commands. Exit codes: 0 success, 1 differences or findings, 2 usage, 3
-input refused, 4 output failed, 5 a bug, 130 interrupted, 141 broken pipe.
+The module of a command is imported when the command runs. It imports the library inside functions.
+So a command never waits for the imports of other commands.
+
+Exit codes:
+
+- 0: success
+- 1: differences or findings
+- 2: wrong usage
+- 3: input refused
+- 4: output failed
+- 5: a bug
+- 130: interrupted
+- 141: broken pipe
 """
 
 from __future__ import annotations
@@ -27,7 +37,7 @@ from ckptkit.core.errors import CkptkitError, UsageError, address_space, foresee
 from ckptkit.core.text import merge_all, on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# The commands in the groups and order of --help. The value is the command's topic in the manual.
+# Commands by group, in the order of --help. Each value is the manual topic of the command.
 GROUPS = {
     "Look": {
         "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values",
@@ -54,7 +64,7 @@ GROUPS = {
 }  # fmt: skip
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
-ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in other packages
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # modules of commands outside ckptkit.cli
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -68,7 +78,7 @@ def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
         main.traceback = render.progress_asked = True
 
 
-# Options that every command takes: option words, help and effect.
+# Options of every command. Each entry contains the names, the help and the callback of an option.
 EVERYWHERE = (
     (["--quiet", "-q"], "Print only errors and the result.", _quiet),
     (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
@@ -77,7 +87,10 @@ ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
 
 
 def _add_everywhere(command: click.Command) -> None:
-    """Add the options that every command takes, if missing; for a group, to all its commands."""
+    """Add the options of EVERYWHERE to a command, or to each command of a group.
+
+    Skip an option that the command already has.
+    """
     if isinstance(command, click.Group):
         for each in command.commands.values():
             _add_everywhere(each)
@@ -132,20 +145,21 @@ class CommandLine(click.Group):
                 formatter.write_dl(rows)
 
     def __call__(self) -> NoReturn:
-        """Run as the main program, without garbage collection and without cleanup at exit.
+        """Run as the main program. Disable garbage collection, and skip cleanup at exit.
 
         Garbage collection and cleanup only cost time in a short-lived process.
         """
         gc.disable()
-        # Keep descriptors 0 to 2 occupied, so that no later file becomes standard output.
+        # Open the null device until descriptors 0 to 2 are in use. Otherwise a file that is opened
+        # later could become standard output.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
         os.close(fd)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        # SIGTERM and SIGHUP interrupt the command, so that it removes its temporary files.
-        # Ignored signals stay ignored.
+        # SIGTERM and SIGHUP raise KeyboardInterrupt, so the command removes its temporary files. If
+        # the parent process ignores a signal, ckptkit ignores the signal too.
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -162,10 +176,11 @@ class CommandLine(click.Group):
             self.main(prog_name="ckptkit")
         except SystemExit as done:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):  # already reported, if it was standard output
+                with suppress(OSError):  # a failure of standard output is already reported
                     if stream is not None:
                         stream.flush()
-            # Freeing hundreds of thousands of objects would take 10 % of the run time.
+            # Skip the cleanup of Python: freeing hundreds of thousands of objects would take 10 %
+            # of the run time.
             os._exit(done.code if isinstance(done.code, int) else BUG)
 
     def main(
@@ -176,16 +191,17 @@ class CommandLine(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Run a command, print its error, and exit with the matching code."""
+        """Run a command. If the command fails, print the error. Exit with the exit code."""
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]
-        if anywhere:  # click requires them before the command
+        if anywhere:  # click requires these options before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
         first = next((word for word in words if not word.startswith("-")), "")
         if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
-            words.insert(words.index(first), "inspect")  # a single file or folder
+            # `ckptkit FILE` means `ckptkit inspect FILE`
+            words.insert(words.index(first), "inspect")
         self.traceback = render.begun = render.progress_asked = render.quiet = False
         code: Any = 0
         try:
@@ -198,7 +214,7 @@ class CommandLine(click.Group):
                 raise
             except OSError as error:
                 raise render.stdout_failed(error) from error
-        except SystemExit as left:  # click handled it: a completion, or a closed pipe
+        except SystemExit as left:  # click exits after a completion or a closed pipe
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
             code = _failed(error, words)
@@ -212,7 +228,7 @@ class CommandLine(click.Group):
     context_settings={
         "help_option_names": ["-h", "--help"],
         "show_default": True,
-        "max_content_width": 120,  # the widest help text on a terminal
+        "max_content_width": 120,  # maximum number of columns of help text
     },
 )
 @click.option(
@@ -243,7 +259,7 @@ def main(ctx: click.Context, traceback: bool, progress: bool) -> int:
 
 
 def _failed(error: BaseException, words: Sequence[str]) -> int:
-    """Print an error with its hint, and with --json also as an object. Return the exit code."""
+    """Print an error with its hint. With --json, also print a JSON object. Return the exit code."""
     if main.traceback and not isinstance(error, (click.ClickException, KeyboardInterrupt)):
         import traceback
 
@@ -256,10 +272,10 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
         return CLOSED_PIPE
     context = getattr(error, "ctx", None)
     if isinstance(error, click.UsageError) and context and error.message == context.get_help():
-        render.emit(error.message)  # a group without a command
+        render.emit(error.message)  # a group such as `ckptkit lora` without a command
         return USAGE
     if isinstance(error, (click.UsageError, CkptkitError)):
-        # Ignore an error in this block: the original error is printed.
+        # If the search for a hint fails, print the original error unchanged.
         with suppress(click.ClickException, CkptkitError, ValueError, OSError):
             from ckptkit.cli import suggestions
 
@@ -268,12 +284,14 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     if isinstance(error, click.ClickException):
         code = error.exit_code
         hint = getattr(error, "hint", None)
-        # click lists options with a similar spelling, unless there is a better hint.
+        # format_message() also lists options with a similar spelling. A hint of ckptkit replaces
+        # this list.
         plain = isinstance(error, click.NoSuchOption) and hint is not None
         text = error.message if plain else error.format_message()
         see = f"see `{context.command_path if context else 'ckptkit'} --help`"
         error = UsageError(text.replace("\n\t", " "), hint=hint or see)
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:  # click could not print help
+    # click failed to print a help text
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         error = render.stdout_failed(error)
     error = foreseen(error)
     if not isinstance(error, CkptkitError):
@@ -287,7 +305,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     if "--json" in words and not render.begun:
         from ckptkit.analysis.json_facts import failure
 
-        with suppress(OSError, CkptkitError):  # standard output is closed or full
+        with suppress(OSError, CkptkitError):  # standard output may be closed or full
             render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -297,7 +315,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
 def _mute() -> None:
     """Redirect standard output to the null device.
 
-    Otherwise Python would write the rest of the buffer again at exit and print an error.
+    Otherwise, at exit, Python would write the rest of the buffer again, and print an error.
     """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -310,7 +328,7 @@ def _show_warning(
     filename: str,
     *others: Any,
 ) -> None:
-    """Print a warning of the library like one of a command. `show` prints the warnings of other
+    """Print a warning of ckptkit as ``warning: ...``. `show` prints the warnings of other
     libraries."""
     if filename.startswith(_PACKAGE):
         render.warn(str(message))
@@ -319,7 +337,8 @@ def _show_warning(
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Redeliver, a millisecond later, an interrupt that Python dropped in a destructor."""
+    """If Python dropped an interrupt in a destructor, raise the interrupt again after a
+    millisecond."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:

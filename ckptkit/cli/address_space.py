@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-# Measured bytes that importing each module takes with one thread, plus working memory.
+# Bytes of address space that each module requires: the measured size of its import with one thread,
+# plus working memory.
 NEEDED = {"numpy": 96 << 20, "torch": 704 << 20}
 
 
 class _Guard:
-    """Raise MemoryError if the remaining address space is too small for an import."""
+    """An import hook that raises MemoryError if too little address space is left for a module."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -21,7 +22,10 @@ class _Guard:
 
 
 def guard(limit: int) -> None:
-    """Make imports fail if the limit of the address space is too small for the module."""
+    """Make an import of NumPy or torch raise MemoryError if too little address space is left.
+
+    `limit` is the size of the address space in bytes.
+    """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each OpenBLAS thread takes 40 MiB
     sys.meta_path.insert(0, _Guard(limit))
 

@@ -28,12 +28,13 @@ COMMANDS = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",
 )  # fmt: skip
-# Options that do not change the bytes of an output. A job stays done if only these change.
+# Options that do not change the bytes of an output. If only these options change, `batch` does not
+# repeat finished jobs.
 HOW = {
     "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
 }  # fmt: skip
-# States of jobs -> words in the report.
+# Words in the report, by the state of a job.
 STATES = {
     "planned": "to write", "done": "written", "found": "already correct",
     "skipped": "already done", "failed": "failed",
@@ -42,13 +43,14 @@ SHOWN = requests.SHOWN  # maximum number of printed messages
 
 
 class Commands(click.Group):
-    """The writing commands, with SRC... and --into instead of SRC and DST."""
+    """The commands that write, with SRC... and --into instead of SRC and DST."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return a command for many inputs. The help of its options describes many outputs."""
+        """Return the command `name` for many inputs. The help of its options says "an output"
+        instead of DST."""
         if name not in COMMANDS:
             return None
         found = copy(_original(name))
@@ -80,10 +82,11 @@ class Commands(click.Group):
 def command() -> None:
     """Run a command on many files.
 
-    COMMAND is any command that writes one checkpoint, with its options. SRC are files, checkpoint
-    folders or quoted patterns, local or behind URLs. Outputs go to the folder or URL --into. Each
-    output keeps its path below the fixed part of the pattern. Finished outputs are skipped. If a
-    job fails, the other jobs go on.
+    COMMAND is a command that writes one checkpoint, followed by its options. Each SRC is a path, a
+    URL or a quoted pattern of files or checkpoint folders. `batch` writes the outputs to the folder
+    or URL --into. An output keeps the path that its SRC has below the fixed part of the pattern
+    (below `runs` in 'runs/**/*.pth'). `batch` skips finished outputs. If a job fails, the other
+    jobs continue.
 
     \b
     Example: ckptkit batch strip-module --into plain --workers 8 'runs/**/*.pth'
@@ -101,7 +104,7 @@ def _original(name: str) -> options.Writer:
 
 @dataclass(frozen=True)
 class _OneOfMany(requests.Request):
-    """A request for one of many files; it prints no report."""
+    """A request for one file of a batch, without a progress bar."""
 
     alone: ClassVar[bool] = False
 
@@ -115,7 +118,7 @@ class _Checked(requests.Request):
 
 @dataclass(frozen=True)
 class _Work:
-    """A command with its options, callable with any SRC and DST; pickled for workers."""
+    """A command with its options. Call it with SRC and DST. Workers receive it as a pickle."""
 
     name: str
     given: dict[str, Any]
@@ -123,7 +126,7 @@ class _Work:
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         how = {"force": force, "dry_run": dry_run}
         done: Conversion
-        with on_command_line():  # perhaps in a worker process
+        with on_command_line():  # required in worker processes
             request, given = self._asked(_OneOfMany, source, destination, **how)
             done, lost = _original(self.name).run(request=request, **given)
         warnings = (*done.warnings, *requests.what_was_lost(lost))
@@ -136,8 +139,8 @@ class _Work:
         """
         request, given = self._asked(
             _Checked, source, ""
-        )  # without DST, since its suffix would choose the format
-        with suppress(InputError):  # the job of this input reports the error
+        )  # an empty DST, because the suffix of DST would choose the format
+        with suppress(InputError):  # the job of this input reports the error later
             request = _original(self.name).run(request=request, **given)
         return request
 
@@ -150,8 +153,8 @@ class _Work:
 
     @property
     def recipe(self) -> list[object]:
-        """Return everything that an output depends on besides its input: the options, and the
-        content of a recipe file."""
+        """Return the settings that change the output: the options, and the content of a recipe
+        file."""
         given = sorted((name, value) for name, value in self.given.items() if name not in HOW)
         parts: list[object] = [self.name, given]
         path = self.given.get("recipe", "")
@@ -164,7 +167,7 @@ class _Work:
 def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
     from ckptkit.run import batch, workers
 
-    gc.enable()  # this process runs for a long time
+    gc.enable()  # main() disables garbage collection, but a batch can run for a long time
     if os.path.isfile(given.get("recipe", "")):
         given["recipe"] = os.path.abspath(
             given["recipe"]
@@ -188,17 +191,18 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
 
 
 class _Report:
-    """The outcomes of all jobs, and the report at the end."""
+    """Collect the outcomes of all jobs, and print the report at the end."""
 
     def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
         self._name, self._into, self._given = name, shown_url(into), given
         self._states: Counter[str] = Counter()
         self._size = self._warned = 0
         self._failed: dict[str, Outcome] = {}
-        self._rows: dict[str, dict[str, Any]] = {}  # the rows that --json or --dry-run prints
+        # facts about each job, by output, for --json or --dry-run
+        self._rows: dict[str, dict[str, Any]] = {}
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Count an outcome and print the first message about its file: a warning, else a note."""
+        """Count an outcome. Print its first warning. If it has no warning, print its first note."""
         self._states[outcome.state] += 1
         self._size += outcome.size
         if outcome.error is not None:

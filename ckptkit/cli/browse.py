@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 
-    Shows the tree of the file with totals and values, and the problems that prevent loading. Reads
-    only headers. Reads values on request, by range, also from a URL. The key c quits and prints the
-    command that shows the same as the screen.
+    Shows the tree of the file with totals and values, and the problems that prevent loading.
+    `browse` reads only headers, and the values that you ask for. It also reads files at URLs by
+    byte range. The key c quits, and prints the command that prints the contents of the screen.
 
     \b
     Example: ckptkit browse run.pth
@@ -44,7 +44,7 @@ def command(file: str, read: Options) -> int:
 
     with closing(open_checkpoint(file, read)) as checkpoint:
         contents = TreeContents(checkpoint, shown_url(file), read.key)
-        gc.enable()  # main() disables it, but this command can run for long
+        gc.enable()  # main() disables garbage collection, but this command can run for a long time
         left = Browser(contents, partial(_diagnose, file, read)).run()
     if left is not None:
         render.emit(render.escape(left))

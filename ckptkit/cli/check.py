@@ -22,14 +22,15 @@ FINDINGS = 1
 @reading.value(
     "--expect lines",
     "'NAME CONDITION'",
-    "Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME (repeatable).",
+    "Expect that tensors NAME satisfy CONDITION: exists, missing, finite, count=N, shape=[N _], "
+    "dtype=NAME or equal=NAME (repeatable).",
     multiple=True,
 )
 @reading.value(
     "--like",
     "OTHER",
-    "Fail unless names and shapes equal those of OTHER: a checkpoint, its index, or "
-    "package.module:Class.",
+    "Fail unless names and shapes equal those of OTHER. OTHER is a checkpoint, an .index.json "
+    "file, or a model package.module:Class.",
 )
 @reading.value(
     "--config",
@@ -48,12 +49,13 @@ def command(
     quiet: bool,
     key: str | None,
 ) -> int:
-    """Check expectations and config.json against tensors.
+    """Compare tensors with expectations and config.json.
 
     FILE is a checkpoint, or a folder with a checkpoint and its config.json. `check` compares
-    layers, experts, vocabulary, heads, the tied head and the dtype. For models of diffusers, it
-    also compares channels and blocks. Reads only headers, except for `finite` and `equal`. The exit
-    code is 1 if an expectation fails, and 2 if there is nothing to compare.
+    config.json with the number of layers, experts and heads, the vocabulary size, the tied head and
+    the dtype. For diffusers models, it also compares channels and blocks. It reads only headers,
+    unless a condition is `finite` or `equal`. The exit code is 1 if tensors differ from an
+    expectation or from config.json. It is 2 if there is nothing to compare.
 
     \b
     Example: ckptkit check model/
@@ -97,7 +99,7 @@ def command(
 
 
 def _unlike(checkpoint: Checkpoint, like: str) -> str | None:
-    """Return the differences in names and shapes from --like, or None if there are none."""
+    """Describe how names and shapes differ from --like. Return None if they are equal."""
     from ckptkit.cli.like import expected
     from ckptkit.edits.rules import UnlikeError, check_like
 

@@ -1,8 +1,8 @@
-"""Complete values in the shell: files, and names in the file given earlier on the line.
+"""Complete values in the shell: file names, and tensor names of a file on the command line.
 
 Completion reads only headers of local files, for at most two seconds. After any error, completion
-offers nothing. Names with special characters of the shell are not offered. So a file cannot make a
-user run a command with Tab and Enter.
+offers no values. Completion never offers a name that contains special characters of the shell.
+Otherwise a malicious file could make a user run a command with Tab and Enter.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 SECONDS = 2.0
-MOST = 500  # maximum candidates; if more match, offer common prefixes
+MOST = 500  # maximum number of values; if more match, offer common prefixes
 DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
-# Kind of a value, by the metavar or the name of the parameter.
+# Kind of the values of a parameter, by the metavar or name of the parameter.
 KINDS = {
     "A=B": "tags", "DEVICE": "devices", "GLOB": "names", "DTYPE": "targets",
     "GLOB=]DTYPE": "dtypes", "KIND": "quantizations", "P": "prefixes", "PATH": "entries",
     "RECIPE": "recipes", "format": "formats", "name": "names", "name_b": "names",
 }  # fmt: skip
-# The shell completes files, as click tells it to. Parsing does not check the files.
+# A type for which the shell completes file names. click does not check that the file exists.
 FILE = click.Path(readable=False)
 FILES = {"A", "B", "BASE", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
-FREE = {"trust"}  # kinds without an entry in any table
+FREE = {"trust"}  # parameters that are never completed
 
 _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
 
 
 class Completed(click.types.StringParamType):
-    """A value of a kind, such as a tensor name; completions are looked up on request."""
+    """A string whose completions are values of one kind, such as tensor names."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -49,7 +49,7 @@ class Completed(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # An interrupt ends the completion, if the program handles SIGALRM as an interrupt.
+        # SIGALRM stops the completion after SECONDS, if its handler raises KeyboardInterrupt.
         alarm = getattr(signal, "SIGALRM", None)
         heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
         if heard:
@@ -65,7 +65,7 @@ class Completed(click.types.StringParamType):
 
 
 def attach(command: click.Command) -> None:
-    """Set the completing types of a command's parameters, by their names and metavars."""
+    """Set the type of each parameter of a command for which ckptkit completes values."""
     for parameter in command.params:
         completed = completed_type(parameter)
         if completed is not None:
@@ -89,7 +89,7 @@ def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
 def _candidates(
     kind: str, ctx: click.Context, parameter: click.Parameter
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield (candidate, description) of a kind."""
+    """Yield (candidate, description) for each value of a kind."""
     if kind == "devices":
         yield from ((name, None) for name in DEVICES)
     elif kind == "formats":
@@ -118,7 +118,7 @@ def _candidates(
 
 
 def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of a kind in a file."""
+    """Yield (candidate, description) for each value of a kind in a file."""
     if kind == "tags":
         devices = dict.fromkeys(tensor.device for tensor in checkpoint.weights.values())
         yield from ((f"{device}=", None) for device in devices)
@@ -151,7 +151,10 @@ def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None
 def _matching(
     candidates: Iterator[tuple[str, str | None]], incomplete: str
 ) -> list[CompletionItem]:
-    """Return the candidates that start with `incomplete`; if too many, cut at the next dot."""
+    """Return the candidates that start with `incomplete`.
+
+    If there are more than MOST, cut each candidate at its next dot.
+    """
     found = {
         name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)
     }

@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli import render
 
-VARIABLE = "_CKPTKIT_COMPLETE"  # named as in click
+VARIABLE = "_CKPTKIT_COMPLETE"  # the variable that click reads
 
 
 @click.command("completion")
@@ -15,8 +15,8 @@ def command(shell: str) -> None:
     """Print the completion script of a shell.
 
     SHELL is bash (4.4 or later), zsh or fish. The script completes commands, options and files. It
-    also completes the names of tensors and entries from the header of the file on the command line.
-    To complete only in the current session: eval "$(ckptkit completion bash)", or ckptkit
+    also completes names of tensors and entries, from the header of the file on the command line. To
+    enable completion only in the current session, run eval "$(ckptkit completion bash)", or ckptkit
     completion fish | source.
 
     \b

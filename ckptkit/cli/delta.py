@@ -40,25 +40,25 @@ def command() -> None:
 @click.argument("delta", metavar="DELTA")
 @click.option(
     "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor is the smallest; overwrite can be applied twice; auto is overwrite if possible.",
+    help="xor: smallest delta; overwrite: can be applied twice; auto: overwrite if possible.",
 )  # fmt: skip
 @click.option(
     "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
-    help="Checksum of each tensor.",
+    help="Checksum algorithm for each tensor.",
 )  # fmt: skip
 @value("--version", "N", "Version of NEW. Default: version of OLD + 1.", type=int)
 @value(
     "--base-version",
     "N",
-    "Version of OLD. Default: the version that its folder records, or 0.",
+    "Version of OLD. Default: the version recorded in its folder, or 0.",
     type=int,
 )
-@flag("--whole", "Write NEW as a complete version, if a delta cannot store the difference.")
+@flag("--whole", "If a delta cannot store the difference, write all tensors of NEW.")
 @as_json(SCHEMA)
 def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
     """Write the folder DELTA, which changes the weights of OLD into those of NEW.
 
-    Names, dtypes and shapes must be the same.
+    OLD and NEW must have the same names, dtypes and shapes.
     """
     import ckptkit
 
@@ -100,18 +100,19 @@ command.add_command(
                 ["--base-version"],
                 metavar="N",
                 type=int,
-                help="Version of BASE, if its folder does not record it.",
+                help="Version of BASE, if its folder does not record a version.",
             ),
             click.Option(
                 ["--unchecked"], is_flag=True, help="Also apply deltas without checksums."
             ),
         ],
-        help="""Apply deltas to a checkpoint: SRC is BASE, then DELTA... in order.
+        help="""Apply deltas to a checkpoint.
 
-        A DELTA can be a folder of version folders (weight_v000001...). `apply` checks each changed
-        tensor against the checksum in the delta before it writes anything. With --in-place, it
-        changes all files of BASE or none, after any interruption. In safetensors files, it writes
-        only the changed bytes.""",
+        The first SRC is BASE. Each further SRC is a DELTA, in order. A DELTA can be a folder of
+        version folders (weight_v000001...). Before `apply` writes anything, it checks each changed
+        tensor against the checksum in the delta. With --in-place, `apply` changes all files of BASE
+        or none, even if it is interrupted. In safetensors files, it writes only the changed
+        bytes.""",
     )
 )
 
@@ -120,7 +121,7 @@ command.add_command(
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @as_json(SCHEMA)
 def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
-    """Print the versions of deltas, and the number of bytes that each changes."""
+    """Print the version of each delta, and how many bytes it changes."""
     from ckptkit.deltas import read_all
 
     found = read_all(deltas)
@@ -151,10 +152,14 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
 @command.command("squash")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
-@value("--base", "BASE", "Checkpoint that the deltas apply to: required unless all deltas are xor.")
+@value(
+    "--base",
+    "BASE",
+    "Checkpoint that the deltas apply to. Required unless the encoding of all deltas is xor.",
+)
 @as_json(SCHEMA)
 def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -> None:
-    """Combine several consecutive deltas into one."""
+    """Combine several consecutive deltas into one delta."""
     import ckptkit
 
     made = ckptkit.squash_delta(deltas, out, base=base)
@@ -171,7 +176,7 @@ def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @as_json(SCHEMA)
 def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
-    """Find the version of a checkpoint by checksums. Writes nothing.
+    """Find the version of a checkpoint by comparing checksums.
 
     The exit code is 1 unless all changed tensors have the same version.
     """
@@ -189,8 +194,8 @@ def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
         but = f", and its folder records {found.recorded:06d}" if odd else ""
         render.emit_text(f"{base}: at version {found.version:06d}: {count} compared{but}")
         return code
-    render.emit_text(f"{base}: at no version:")
+    render.emit_text(f"{base}: tensors have no common version:")
     for name, versions in found.versions.items():
-        where = ", ".join(f"{each:06d}" for each in versions) or "of no version"
+        where = ", ".join(f"{each:06d}" for each in versions) or "no matching version"
         render.emit_text(f"  {name}: {where}")
     return code

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.diff/1"
 DIFFERENT = 1
-UNSURE = 0.6  # below this confidence, a pair is a guess
+UNSURE = 0.6  # pairs with a lower confidence are counted as uncertain
 
 
 def _check(ctx: click.Context) -> None:
-    """Return B, which can be a model class. Raise UsageError unless there is exactly one B."""
+    """If B names a model class, use B as --model. Raise UsageError unless either B or --model is
+    given."""
     given = ctx.params
     b = given["b"]
     if given["spec"] is None and b is not None and reading.is_model(b):
         given["spec"], given["b"] = b, None
     if (given["b"] is None) == (given["spec"] is None):
-        raise click.UsageError("give one thing to compare A with: B, or --model MODEL")
+        raise click.UsageError("give either B or --model MODEL to compare with A")
 
 
 @click.command("diff", cls=reading.Reader, check=_check)
@@ -43,10 +44,11 @@ def _check(ctx: click.Context) -> None:
 @click.option(
     "--values/--no-values",
     default=True,
-    help="Read the values of tensors too, and compare them byte for byte; or only headers.",
+    help="Read the values of tensors too, and compare them byte for byte. --no-values compares "
+    "only headers.",
 )
 @reading.flag(
-    "--all everything", "Include everything: optimizer, averages and values beside the weights."
+    "--all everything", "Include everything: also the optimizer, averaged weights and other values."
 )
 @reading.globs()
 @reading.folded
@@ -63,7 +65,7 @@ def _check(ctx: click.Context) -> None:
 @reading.value("--write-map", "DST", "Write the renamed keys as JSON, for `rename --map`.")
 @reading.flag("--force", "Replace DST of --write-map if it exists.")
 @reading.value(
-    "--key-b", "PATH", "Like --key, for B ('' selects the whole file). Default: as --key."
+    "--key-b", "PATH", "Path of the weights in B ('' selects the whole file). Default: --key."
 )
 def command(
     a: str,
@@ -78,10 +80,11 @@ def command(
     """Compare two checkpoints, or a checkpoint and a model.
 
     Compares keys, dtypes, shapes and values. The exit code is 1 if they differ. "missing" keys are
-    only in B or the model; "unexpected" keys are only in A. Keys that look renamed are paired, each
-    with a confidence. `diff` compares a GGUF file with its original through the recipe for its
-    architecture, and ignores differences that the GGUF types explain. A model (file.py:Class as B
-    or as --model) has only keys and shapes. Its code is imported and run.
+    only in B or the model. "unexpected" keys are only in A. `diff` pairs keys that look renamed,
+    and prints the confidence of each pair. If one file is a GGUF file, `diff` applies the recipe
+    for its architecture, and ignores differences that the GGUF types explain. For a model
+    (file.py:Class as B or as --model), `diff` compares only keys and shapes. It imports and runs
+    the code of the model.
 
     \b
     Example: ckptkit diff epoch1.pth epoch2.pth
@@ -110,7 +113,7 @@ def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) ->
     names = {pair.old: pair.new for pair in found.renamed}
     render.publish(f"{dumps(names, indent=1)}\n".encode(), path, force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
-    look = f", {guesses:,} of them guesses to check" if guesses else ""
+    look = f", {guesses:,} of them uncertain" if guesses else ""
     chosen = (*(() if read.key is None else ("--key", read.key)), *read.words)
     what = f"wrote {path}: {render.plural(len(names), 'name')}{look}"
     render.note(what, rename(name, path, *chosen))
@@ -151,7 +154,7 @@ def _compare(
         opened = []
         for path, options in ((a, read), (b, other)):
             if not os.path.isdir(path) and not is_url(path):
-                options = replace(options, parts=None)  # which names the folder of the two
+                options = replace(options, parts=None)  # --parts applies only to folders and URLs
             opened.append(entire(stack.enter_context(api.reading(path, options))))
         if not stored and not any(how[word] for word in ("everything", "atol", "rtol")):
             paired = _as_original(opened[0], opened[1])
@@ -179,12 +182,12 @@ def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
-    """Yield a block for each kind of difference, and the lines below the blocks."""
+    """Yield a table for each kind of difference, then the summary lines."""
     from ckptkit.analysis import view_model
 
     report = view_model.of_diff(found, flat=flat, sort=sort)
     for each in report.tables:
-        if len(each.headers) == 1:  # only names: a list
+        if len(each.headers) == 1:  # print a table of names as a list
             more = " more" if found.renamed or found.reshaped else ""
             yield render.labelled(f"{each.title}: {render.plural(each.total, 'key')}{more}")
             yield from render.listed(name for (name,) in each.rows)

@@ -26,9 +26,11 @@ DIFFERENT = 1
 @reading.flag("--force", "Replace DST if it exists.")
 @reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
 @reading.globs("Select tensors whose names match (repeatable).")
-@reading.flag("--all everything", "Include everything: all tensors of the file, by their paths.")
+@reading.flag(
+    "--all everything", "Include everything: all tensors of the file, named by their paths."
+)
 @reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only differences, with --check.")
+@reading.flag("--quiet -q", "Print only differences (with --check).")
 @reading.value(
     "--dequantize",
     "[DTYPE]",
@@ -52,7 +54,7 @@ def command(
 
     Prints the SHA-256 of each tensor's dtype, shape and elements, and one digest of all tensors.
     Equal tensors have equal digests in every format. --check compares FILE with an earlier
-    manifest; the exit code is 1 if they differ.
+    manifest. The exit code is 1 if a digest differs.
 
     \b
     Example: ckptkit digest run.pth -o run.manifest
@@ -89,7 +91,7 @@ def command(
         return json_facts.digests(checkpoint.name or "", checkpoint.format, digests)
 
     failures: list[CkptkitError] = []
-    walks = output is None and expected is None  # the manifest of one file
+    walks = output is None and expected is None  # a manifest describes a single file
     results = reading.each_of(files, look, failures, walks=walks)
     if as_json and expected is None:
         render.emit_json({"schema": SCHEMA, "files": (facts(*each) for each in results)})

@@ -1,4 +1,7 @@
-"""ckptkit doctor: print numbered causes, each with an explanation and a command."""
+"""ckptkit doctor: print why a checkpoint does not load.
+
+Each cause has a number, an explanation and a command that fixes it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
-WIDEST, NARROWEST = 100, 40  # maximum and minimum width of explanations
+WIDEST, NARROWEST = 100, 40  # maximum and minimum number of columns of explanations
 
 
 @click.command("doctor", cls=reading.Reader)
@@ -33,7 +36,7 @@ WIDEST, NARROWEST = 100, 40  # maximum and minimum width of explanations
 @reading.flag("--force", "Replace DST if it exists.")
 @click.option(
     "--fail-on", "level", type=click.Choice([*COLOURS, "never"]), default="warning",
-    help="Exit with 1 if a cause is of this level or a more severe one.",
+    help="Exit with 1 if a cause has this level or a more severe one.",
 )  # fmt: skip
 @reading.as_json(SCHEMA)
 @reading.key
@@ -50,13 +53,13 @@ def command(
     """Explain why a checkpoint does not load, and how to fix it.
 
     Lists every cause with an explanation and the command that fixes it. --fix applies all possible
-    fixes in one pass. With --model, `doctor` also reports why the file does not fit that model. It
-    imports and runs the code of the model.
+    fixes in one pass. With --model, `doctor` also reports why the file does not fit the model.
+    `doctor` then imports and runs the code of the model.
 
-    An error prevents loading. A warning prevents it in some environments. A note is information.
-    The exit code is 1 if there is an error or a warning, or if one remains after --fix (see
-    --fail-on). It is 3 if a FILE is unreadable, else 0. With --json, several files are an object
-    each, one on a line.
+    An error prevents loading. A warning prevents loading in some environments. A note is only
+    information. The exit code is 1 if there is an error or a warning (see --fail-on). With --fix,
+    it is 1 if an error or a warning remains. It is 3 if a FILE is unreadable. With --json, each of
+    several files is one JSON object on its own line.
 
     \b
     Example: ckptkit doctor run.pth
@@ -100,8 +103,10 @@ def _one(
     *,
     spaced: bool,
 ) -> int:
-    """Examine one file, fix it if a destination is given, print the results, return the exit
-    code."""
+    """Examine one file and print the results. If a destination is given, write a fixed copy.
+
+    Return the exit code.
+    """
     from ckptkit.analysis.advice import fixed
     from ckptkit.diagnosis.cause import at_least
     from ckptkit.diagnosis.diagnose import apply_fixes, examine, report
@@ -139,13 +144,14 @@ def _one(
 def _lines(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
 ) -> Iterator[str]:
-    """Yield the lines for the causes found, the fixes `done`, and the causes `left`."""
+    """Yield lines for the causes in `found`, the fixes in `done`, and the remaining causes in
+    `left`."""
     from ckptkit.analysis.advice import fixed
 
     title = "cannot be read"
     if found.checkpoint is not None:
         kind = found.checkpoint.format + ("" if found.readable else ", damaged")
-        title = f"{kind}: {_counted(found.causes) or 'nothing found that keeps it from loading'}"
+        title = f"{kind}: {_counted(found.causes) or 'found nothing that prevents loading'}"
     yield from render.wrapped(f"{render.escape(found.path)}: {title}", whole=True)
     yield from _causes(found)
     if done is not None:
@@ -192,13 +198,13 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
     what = "; ".join((f"{count}, {render.size(done.plan.size)}", *done.notes))
     yield f"wrote {name}: {render.escape(what)}"
     if left.causes:
-        yield f"still in {name}: {_counted(left.causes)}"
+        yield f"remaining problems in {name}: {_counted(left.causes)}"
         yield from _causes(left)
     elif found.lost:
         lost = render.plural(len(found.lost), "entry")
         yield f"{name} loads, but {lost} could not be recovered"
     elif found.unfixed:
         numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unfixed)
-        yield f"not fixed: {', '.join(numbers)} above"
+        yield f"not fixed: problem {', '.join(numbers)}"
     else:
         yield f"no problems left: {name} loads{' into the model' if left.words else ''}"

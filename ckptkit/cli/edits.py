@@ -1,5 +1,7 @@
-"""`ckptkit convert`, and the commands for single edits. The list of edits defines all these
-commands."""
+"""`ckptkit convert`, and one command for each edit.
+
+The list `ckptkit.edits.EDITS` defines the options of these commands.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
 
 CONVERT = """Convert to another format, and apply transforms.
 
-The suffix of DST, or --format, chooses the format; `ckptkit formats` lists them. If both are
+--format, or the suffix of DST, chooses the format. `ckptkit formats` lists the formats. If both are
 missing and SRC is a folder, `convert` writes a folder with the same configuration files.
 
-Transforms always apply in this order: drop-entry, optimizer-keys, set-metadata, dequantize, keep
-and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and device, compact.
+`convert` always applies transforms in this order: drop-entry, optimizer-keys, set-metadata,
+dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and
+device, compact.
 
 \b
 Example: ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu"""
@@ -67,8 +70,10 @@ def command(name: str) -> click.Command:
 
 
 def _arguments(edit: edits.Edit, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Take the arguments of an edit out of the arguments of a command. Return None if the edit is
-    not requested."""
+    """Remove the arguments of an edit from `given` and return them.
+
+    Return None if the command line does not request the edit.
+    """
     found: dict[str, Any] = {}
     wanted = False
     for option in edit.options:
@@ -110,7 +115,7 @@ def _convert(request: Request, key: str | None, **given: Any) -> Any:
 def _into_gguf(
     request: Request, key: str | None, steps: list[edits.Step]
 ) -> tuple[Conversion, Sequence[Loss]]:
-    """Write the weights into a copy of the GGUF file of --like."""
+    """Write the weights of SRC into a copy of the GGUF file that --like names."""
     from ckptkit import api
     from ckptkit.publish.publish import publish
     from ckptkit.run.gguf_names import written_into
@@ -181,8 +186,8 @@ def _check_stripped(
 ) -> None:
     """Raise NothingToDoError if the keys lack the prefix but have another prefix.
 
-    The hint is the command for a prefix of the keys: a wrapper prefix, or the common first part of
-    all names.
+    The hint is a command that strips a prefix of the keys: a wrapper prefix such as ``module.``, or
+    the first component of all names.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers
     from ckptkit.core.errors import NothingToDoError
@@ -212,7 +217,7 @@ def _check_stripped(
 
 
 def _check_wrapped(request: Request) -> None:
-    """Raise UsageError for a format that stores only weights, without an entry around them."""
+    """Raise UsageError if the output format cannot store an entry around the weights."""
     from ckptkit import formats
     from ckptkit.core.errors import UsageError
     from ckptkit.formats.table import TORCH_ZIP
@@ -222,5 +227,5 @@ def _check_wrapped(request: Request) -> None:
     chosen = formats.for_writing(place, asked.format, keep=TORCH_ZIP.name, shards=shards)
     if chosen.everything in ("never", "asked") and not asked.all:
         hint = "--all keeps the entry" if chosen.everything == "asked" else "write a .pth"
-        what = f"{chosen.name} stores only weights, without an entry around them"
+        what = f"{chosen.name} cannot store an entry around the weights"
         raise UsageError(what, where=request.dst, hint=hint)

@@ -18,9 +18,9 @@ from ckptkit.core.text import meant
 
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
-WIDEST = 100  # maximum columns of prose
-LINES = 3  # maximum lines of a page that contains the word
-# Text for code hosts and tests only: hidden commands, remarks and pictures.
+WIDEST = 100  # maximum number of columns of prose
+LINES = 3  # maximum number of matching lines of a page
+# Text that is only for code hosts and tests: HTML comments and pictures.
 _REMARK = re.compile(r"^<!--.*?-->\n|^!\[[^\n]*\)\n\n?", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _BAR = re.compile(r"(?<!\\)\|")
@@ -43,7 +43,8 @@ def page(topic: str) -> Iterator[str]:
     On a terminal, paragraphs and list items are wrapped to its width.
     """
     text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
-    for number, part in enumerate(_FENCED.split(text.strip())):  # prose and code alternate
+    # even parts are prose, odd parts are code
+    for number, part in enumerate(_FENCED.split(text.strip())):
         if number % 2:
             yield from ("", *(f"    {line}".rstrip() for line in part.splitlines()))
             continue
@@ -91,7 +92,8 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 class Hit(NamedTuple):
-    """A line of the manual that contains a word, with the command that shows it and its heading."""
+    """A line of the manual that contains a word: the command that shows it, its heading, its
+    text."""
 
     shown_by: str
     heading: str
@@ -170,7 +172,7 @@ def manual() -> Iterator[str]:
 
 
 def _check(ctx: click.Context) -> None:
-    """Raise UsageError for a word that occurs nowhere in the manual."""
+    """Raise UsageError for an unknown schema, or for words that the manual does not contain."""
     words, schema = ctx.params["words"], ctx.params["schema"]
     schemas = sorted(path.stem for path in SCHEMAS.glob("*.json"))
     if schema is not None and schema not in schemas:
@@ -190,8 +192,8 @@ def _check(ctx: click.Context) -> None:
 def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man: bool) -> None:
     """Show a page of the manual, or the help of a command.
 
-    Any other WORD is searched in the manual and in the options of all commands. Without WORD, list
-    the topics.
+    `help` searches for any other WORD in the manual and in the options of all commands. Without
+    WORD, it lists the topics.
 
     \b
     Example: ckptkit help

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.inspect/1"
-SHOWN = 40  # maximum printed values, objects or metadata; --json and --tree print all
+# maximum number of printed values, objects or metadata entries; --json and --tree print all
+SHOWN = 40
 
 
 @click.command("inspect", cls=reading.Reader)
 @reading.files
 @reading.as_json(SCHEMA)
-@reading.flag("--digest", "With --json, read all tensors and add the SHA-256 of each.")
+@reading.flag("--digest", "With --json, read all tensors and add the SHA-256 of each tensor.")
 @reading.flag("--brief", "Print one line for each file: format, size, tensors, parameters, dtypes.")
-@reading.flag("--tree", "Print a tree of all values, with bars for parameters, instead of tables.")
+@reading.flag(
+    "--tree", "Instead of tables, print a tree of all values, with a bar for each parameter count."
+)
 @reading.flag("--names", "Print only the names of the weights, one per line.")
 @reading.globs()
 @reading.sorting("file", "size", "name", text="Order of the rows.")
@@ -40,11 +43,11 @@ def command(
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
 
-    Reads only headers and runs nothing. If several files are given, unreadable files are reported
-    and the other files are shown. For two files, `inspect` tells which is larger, and in which
-    parts. For a folder of checkpoints, it shows each of them. Training state (optimizer, scheduler,
-    loops) is one line for each entry; --flat shows it in full. `ckptkit FILE` is short for `ckptkit
-    inspect FILE`.
+    Reads only headers and runs no code. If some of several files are unreadable, `inspect` prints
+    their errors and shows the other files. For two files, it also prints which file is larger, and
+    in which entries. For a folder of checkpoints, it shows each checkpoint. Each entry of training
+    state (optimizer, scheduler, loops) is one line. --flat shows its contents. `ckptkit FILE` is
+    short for `ckptkit inspect FILE`.
 
     \b
     Example: ckptkit inspect run.pth

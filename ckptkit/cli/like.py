@@ -16,9 +16,11 @@ _BYTES = 64 << 20
 
 
 def expected(name: str) -> Shapes:
-    """Return names and shapes. Raise InputError or UsageError. Import and run the code of a model.
+    """Return the names and shapes of the tensors of a checkpoint, an index or a model.
 
-    An index whose shards are missing gives only names.
+    The code of a model is imported and run. Raises InputError or UsageError.
+
+    If shards of an index are missing, all shapes are None.
     """
     if _MODEL.fullmatch(name) and not os.path.exists(name):
         from ckptkit.cli.model_class import built
@@ -37,7 +39,7 @@ def expected(name: str) -> Shapes:
 
 
 def _index(name: str) -> dict[str, str]:
-    """Return the weight_map of an index: key -> file name."""
+    """Return the ``weight_map`` of an index, which maps tensor names to file names."""
     try:
         with open(name, "rb") as file:
             found: Any = json.loads(file.read(_BYTES))

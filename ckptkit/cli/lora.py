@@ -45,7 +45,7 @@ def _merge(
     source = open_checkpoint(base, request.options, key=key)
     is_named = request.options.format is not None or formats.of_suffix(request.dst) is not None
     if source.folder is not None and source.format == TORCH_ZIP.name and not is_named:
-        # If the base is a folder, the output is a folder with the configuration.
+        # If BASE is a folder and DST names no format, write a folder with the configuration files.
         options = replace(request.options, format=SHARDED_BIN.name)
         request = replace(request, options=options)
     return request.run(
@@ -68,19 +68,20 @@ command.add_command(
             ),
             click.Option(
                 ["--tied"], type=click.Choice(["untie", "keep"]),
-                help="If an adapter changes one of two tied matrices (embedding and head): give "
-                "the head its own matrix, or change both.",
+                help="If an adapter changes only one of the tied embedding and head: `untie` gives "
+                "the head its own matrix, `keep` changes both.",
             ),
             click.Option(
                 ["--base-is"], type=click.Choice(["residual"]),
-                help="BASE is the residual that an initialization such as PiSSA left of a model.",
+                help="BASE is the residual model of an initialization such as PiSSA.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
                 help="Merge only the modules of one component: unet, transformer, text_encoder...",
             ),
             click.Option(
-                ["--alpha"], metavar="A", type=float, help="Alpha, if the files record no scale.",
+                ["--alpha"], metavar="A", type=float,
+                help="Alpha of the adapter, if its files contain no scale.",
             ),
             click.Option(
                 ["--sub"], metavar="REGEX=REPL", **KINDS["substitutions"],
@@ -91,18 +92,19 @@ command.add_command(
             ),
             click.Option(
                 ["--cast"], metavar="[GLOB=]DTYPE", **KINDS["casts"],
-                help="Cast the result: weights that match, or all others (repeatable).",
+                help="Cast the result: weights that match GLOB, or all other weights (repeatable).",
             ),
             click.Option(
                 ["--quantize"], metavar="KIND", help="Quantize the result: fp8-block or mxfp4.",
             ),
             click.Option(["--key"], metavar="PATH", help=KEY),
         ],
-        help="""Merge adapters into a base model: SRC is BASE, then each ADAPTER in order.
+        help="""Merge adapters into a base model.
 
-        An ADAPTER is a folder of peft, or a file of kohya, diffusers or ComfyUI. If BASE lacks a
-        tensor that it changes, nothing is written. From folder to folder, ckptkit copies the
-        configuration and tokenizer files of BASE.
+        The first SRC is BASE. Each further SRC is an ADAPTER, in order. An ADAPTER is a folder of
+        peft, or a file of kohya, diffusers or ComfyUI. If an ADAPTER changes a tensor that BASE
+        lacks, ckptkit writes nothing. If BASE and DST are folders, ckptkit copies the configuration
+        and tokenizer files of BASE.
 
         \b
         Example: ckptkit lora merge llama adapter merged
@@ -111,7 +113,8 @@ command.add_command(
 )  # fmt: skip
 
 
-# Options of the commands that write an adapter. The format of adapters is fixed.
+# Output options of the commands that write an adapter. --format is missing, because the format of
+# an adapter is fixed.
 _WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
 
 
@@ -131,29 +134,31 @@ command.add_command(
         params=[
             click.Option(
                 ["--to"], type=click.Choice(["peft", "diffusers", "kohya", "comfy"]), required=True,
-                help="Layout of DST: peft (a folder), or another one (a safetensors file).",
+                help="Layout of DST. peft writes a folder, all other layouts a safetensors file.",
             ),
             click.Option(
                 ["--base"], metavar="BASE",
-                help="Find the dots that kohya wrote as underscores in the names of BASE.",
+                help="Base model. Its names show which underscores of kohya names were dots.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
-                help="Convert one component: unet, transformer, text_encoder... For an adapter of "
-                "peft: the component that it changes.",
+                help="Convert one component: unet, transformer, text_encoder... For peft, "
+                "the component that the adapter changes.",
             ),
             click.Option(
-                ["--alpha"], metavar="A", type=float, help="Alpha, if the files record no scale.",
+                ["--alpha"], metavar="A", type=float,
+                help="Alpha of the adapter, if its files contain no scale.",
             ),
             click.Option(
                 ["--bake"], is_flag=True,
                 help="Multiply the scale into the matrices, for programs that ignore metadata.",
             ),
         ],
-        help="""Convert an adapter for another program: SRC is a folder of peft, or a file.
+        help="""Convert an adapter for another program.
 
-        Names change, tensors keep their bytes, and scales go where the layout has them. The q, k
-        and v of Flux are joined or split as the layout needs. Ambiguous names are refused.
+        SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. It stores
+        scales where the new layout expects them. It joins or splits the q, k and v of Flux if the
+        new layout requires it. It refuses ambiguous names.
 
         \b
         Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
@@ -201,21 +206,22 @@ command.add_command(
         several=True,
         only=_WRITES,
         params=[
-            click.Option(["--rank"], help="Largest rank of a matrix.", **_RANK),
+            click.Option(["--rank"], help="Maximum rank of a matrix.", **_RANK),
             click.Option(
                 ["--conv-rank"], metavar="N", type=click.IntRange(1),
-                help="Rank of convolutions with kernels larger than 1. Default: --rank.",
+                help="Maximum rank of convolutions with kernels larger than 1. Default: --rank.",
             ),
             click.Option(
                 ["--save-module", "save_modules"], metavar="NAME", multiple=True,
                 help="Store the complete tensors of this module (repeatable).",
             ),
         ],
-        help="""Extract an adapter from two models: SRC... is TUNED, then BASE.
+        help="""Extract an adapter from two models.
 
-        DST is a folder of peft. Each matrix that differs is approximated with rank N; ckptkit
-        prints the remaining error. Vectors that differ are dropped with a warning; tensors with
-        another shape are refused. --save-module stores the complete tensors of a module.
+        The first SRC is TUNED, the second is BASE. DST is a folder of peft. ckptkit approximates
+        the difference of each matrix with rank N, and prints the remaining error. It drops the
+        difference of vectors with a warning. It refuses tensors whose shapes differ. --save-module
+        stores the complete tensors of a module.
 
         \b
         Example: ckptkit lora extract --rank 16 tuned base adapter""",
@@ -227,7 +233,7 @@ command.add_command(
         callback=_resize,
         in_place=False,
         only=_WRITES,
-        params=[click.Option(["--rank"], help="Largest rank of a matrix.", **_RANK)],
+        params=[click.Option(["--rank"], help="Maximum rank of a matrix.", **_RANK)],
         help="""Reduce the rank of an adapter, in the same layout.
 
         \b
@@ -244,7 +250,7 @@ command.add_command(
     "--for",
     "target",
     type=click.Choice(["vllm"]),
-    help="Also list what this program does not load.",
+    help="Also list the parts of the adapter that this program does not load.",
 )
 @click.option(
     "--fail-on", "level", type=click.Choice(["error", "warning", "note", "never"]),
@@ -252,11 +258,11 @@ command.add_command(
 )  # fmt: skip
 @as_json(CHECK)
 def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
-    """Find out why an adapter does not load, or changes nothing, and how to fix it.
+    """Explain why an adapter does not load or has no effect.
 
-    Lists all findings, each with a command or the next step. Without --base, only the files of the
-    adapter are checked. Exit code 1 for an error or a warning (see --fail-on), 3 if a file cannot
-    be read.
+    Lists all findings, each with a command or the next step. Without --base, `check` reads only the
+    files of the adapter. The exit code is 1 for an error or a warning (see --fail-on), and 3 if a
+    file is unreadable.
 
     \b
     Example: ckptkit lora check adapter --base llama

@@ -16,7 +16,7 @@ PATIENCE = 10.0  # seconds after which a note reports that the code still runs
 def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
     """Import and build the model, a torch.nn.Module. Send the output of its code to standard error.
 
-    If building takes long, print a note; ckptkit does not stop the code. Raise ModelError.
+    If building takes long, print a note. ckptkit never stops the code. Raises ModelError.
     """
     from threading import Timer
 

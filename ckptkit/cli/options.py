@@ -1,4 +1,4 @@
-"""Options of commands: their parsers, the shared options, and the class of commands that write."""
+"""Options of commands: parsers, shared options, and the class of commands that write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.core.text import parse_size, shell_word
 Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
-# Parsers: from words of a command line to values
+# Parsers of option values
 
 
 def size(text: str) -> int:
@@ -35,8 +35,8 @@ def _named(
 ) -> dict[str, Any]:
     """Parse repeated NAME=VALUE options into a dict.
 
-    `read` returns the value for a name and its string. If `read` raises ValueError, its message
-    becomes part of the error.
+    ``read(name, text)`` returns the value. If `read` raises ValueError, the message of the
+    ValueError becomes part of the error.
     """
     found = {}
     for text in given:
@@ -74,7 +74,7 @@ def _json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if re.fullmatch(r"[^\W\d][\w./-]*", text):  # an unquoted word is a string
+        if re.fullmatch(r"[^\W\d][\w./-]*", text):  # accept an unquoted word as a string
             return text
         quoted = shell_word(f"{name}={json.dumps(text)}")
         what = f": {text!r} is not JSON; quote a string: {quoted}"
@@ -82,7 +82,7 @@ def _json(name: str, text: str) -> Any:
 
 
 def _casts(_: object, __: object, given: Iterable[str]) -> dict[str, str]:
-    """Parse --cast into glob to dtype. A dtype without a glob applies to all other names."""
+    """Parse --cast into a dict from glob to dtype. A dtype without a glob gets the glob ``*``."""
     found: dict[str, str] = {}
     for text in given:
         glob, _equals, dtype = text.rpartition("=")
@@ -103,13 +103,15 @@ def _mapping(path: str) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise click.BadParameter(f"{path}does not contain a JSON object that maps names to names")
+        raise click.BadParameter(f"{path} does not contain a JSON object that maps names to names")
     return found
 
 
 def _substitution(text: str) -> tuple[str, str]:
-    """Parse --sub at its last equals sign, because regular expressions contain one more often than
-    replacements."""
+    """Parse --sub. Split at the last equals sign.
+
+    Regular expressions contain equals signs more often than replacements do.
+    """
     pattern, equals, replacement = text.rpartition("=")
     if not equals or not pattern:
         raise click.BadParameter(f"{text!r} is not of the form REGEX=REPLACEMENT")
@@ -117,7 +119,8 @@ def _substitution(text: str) -> tuple[str, str]:
 
 
 def _rules(_: object, __: object, given: Sequence[str]) -> Sequence[str]:
-    """Return the lines of --rule. Raise the error of a wrong rule before any file is opened."""
+    """Return the lines of --rule. Raise RuleError for an invalid rule, before any file is
+    opened."""
     if given:
         from ckptkit.rules.planner import RuleSet
 
@@ -145,13 +148,13 @@ def _settings(
             if len(named) < len(globs):
                 raise ValueError
         except ValueError:
-            what = f"{text!r} is not a number, or NUMBER,GLOB=NUMBER"
+            what = f"{text!r} is neither a number nor NUMBER,GLOB=NUMBER"
             raise click.BadParameter(what, param=option) from None
         found.append({"*": others, **named} if named else others)
     return tuple(found)
 
 
-# Arguments of click.Option that parse the value of an option, by `Option.kind`.
+# Arguments of click.Option for each `Option.kind`. They parse the value of the option.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "strings": {"multiple": True},
@@ -180,16 +183,16 @@ KINDS: dict[str, dict[str, Any]] = {
 KEY = "Path of the weights, if there are several candidates."
 _OUTPUT, _RUN = "Output", "Execution"
 _FLAG: dict[str, Any] = {"is_flag": True}
-# Section of --help-all, words, help, arguments of click.Option. All options except `_COMMON` are
-# hidden until
-# --help-all; `ckptkit help output` explains them.
+# Each row contains the section in --help-all, the names, the help and the arguments of
+# click.Option. --help shows only the options in `_COMMON`. `ckptkit help output` explains all
+# options.
 _WRITING: Rows = (
     (_OUTPUT, "--in-place", "Edit SRC itself instead of writing DST.", _FLAG),
     (_OUTPUT, "--force", "Replace DST if it exists.", _FLAG),
     (_OUTPUT, "--format", "Format of DST; see `ckptkit formats`.", {"metavar": "NAME"}),
     (_RUN, "--dry-run", "Print the plan and write nothing.", _FLAG),
     (_RUN, "--json as_json", f"Print one JSON object (schema {SCHEMA}).", _FLAG),
-    (_OUTPUT, "--all", "Include everything: optimizer and values too.", _FLAG),
+    (_OUTPUT, "--all", "Include everything: also the optimizer and other values.", _FLAG),
     (_OUTPUT, "--shard-size", "Split DST into shards of at most SIZE, e.g. 5GB.",
      {"metavar": "SIZE", "type": size}),
     (_OUTPUT, "--allow-expand",
@@ -198,26 +201,27 @@ _WRITING: Rows = (
      "Keep, drop or refuse pickled Python objects other than tensors and plain values.",
      {"type": click.Choice(["keep", "drop", "error"]), "default": "keep"}),
     (_OUTPUT, "--ties",
-     "In formats without views, write tied tensors as an alias in the metadata, or twice.",
+     "If the format has no views, write a tied tensor as an alias in the metadata, or twice.",
      {"type": click.Choice(["alias", "duplicate"]), "default": "alias"}),
     (_OUTPUT, "--part-only", "Accept a single rank's file, or one file of a split model.",
      _FLAG),
-    (_OUTPUT, "--ranks", "Split the weights over N ranks, one file for each.",
+    (_OUTPUT, "--ranks", "Split the weights over N ranks, and write one file for each rank.",
      {"metavar": "N", "type": click.IntRange(1, 1 << 16)}),
     (_OUTPUT, "--like",
-     "Fail unless names and shapes equal those of OTHER: a checkpoint, its index, or "
-     "package.module:Class. If convert writes a .gguf: write the weights into a copy of OTHER.",
+     "Fail unless names and shapes equal those of OTHER. OTHER is a checkpoint, an .index.json "
+     "file, or a model package.module:Class. If DST of convert is a .gguf file, write the weights "
+     "into a copy of OTHER.",
      {"metavar": "OTHER"}),
     (_OUTPUT, "--no-extras", "Do not write ckptkit's own entry into the metadata of safetensors.",
      _FLAG),
     (_OUTPUT, "--no-sidecars",
-     "Between folders, do not copy config.json, tokenizer and generation files.", _FLAG),
+     "If SRC and DST are folders, do not copy config.json, tokenizer and generation files.", _FLAG),
     (_OUTPUT, "--strict",
      "Treat no-op edits as errors (such as no key to strip).", _FLAG),
     (_RUN, "--quiet -q", "Print only errors.", _FLAG),
-    (_RUN, "--verify", "Read the output back and compare it before DST appears.", _FLAG),
+    (_RUN, "--verify", "Before DST appears, read the output back and compare it.", _FLAG),
     (_RUN, "--no-check",
-     "Write damaged tensors too: do not check SRC against its checksums.", _FLAG),
+     "Do not check SRC against its checksums, so damaged tensors are written too.", _FLAG),
     (_RUN, "--durable", "Flush DST to the disk (fsync) before reporting success.", _FLAG),
     (_RUN, "--workers", "Split the work over N processes (1: only this process).",
      {"metavar": "N", "type": click.IntRange(0)}),
@@ -226,13 +230,13 @@ _WRITING: Rows = (
 )  # fmt: skip
 _COMMON = ("--in-place", "--force", "--format", "--dry-run", "--json", "--help-all")
 _SECTIONS = {words.split()[0]: section for section, words, _, _ in _WRITING}
-# Options for reading folders of several ranks; hidden too.
+# Options for reading folders of several ranks. --help hides them.
 PARTS: Rows = (
-    ("", "--parts", "YAML table that describes the sharding of a folder.",
+    ("", "--parts", "YAML file that describes how the files of a folder are sharded.",
      {"metavar": "FILE"}),
     ("", "--check-copies", "Read and compare tensors that are replicated on several ranks.",
      _FLAG),
-    ("", "--copies", "If replicated copies of a tensor differ, refuse them or use the first.",
+    ("", "--copies", "If copies of a replicated tensor differ, refuse the folder or use the first.",
      {"type": click.Choice(["compare", "first"]), "default": "compare"}),
 )  # fmt: skip
 ALONE: Rows = (
@@ -252,9 +256,9 @@ HELP_ALL: Rows = (
 
 
 class Command(click.Command):
-    """A command with --help-all; the dtype after --dequantize is optional.
+    """A command with --help-all, and with an optional dtype after --dequantize.
 
-    `check` raises UsageError for parameters that contradict each other, before the command runs.
+    `check` runs before the command. It raises UsageError for parameters that contradict each other.
     """
 
     def __init__(self, *, check: Callable[[click.Context], None] | None = None, **given: Any):
@@ -300,9 +304,11 @@ def dequantize_said(args: Sequence[str]) -> Iterator[str]:
 class Writer(Command):
     """A command that writes. The parameter `request` contains SRC, DST and the output options.
 
-    --help shows the options in `shown`. With `several`, the command takes SRC...; with `parts`, it
-    reads folders of several ranks. By default, the command can edit a single SRC `in_place` and
-    takes all output options; `only` names a subset.
+    - `shown`: output options that --help shows in addition to the common options
+    - `several`: the command takes SRC... instead of SRC
+    - `in_place`: the command has --in-place (default: unless `several`)
+    - `parts`: the command has the options for folders of several ranks
+    - `only`: names of the output options that the command has (default: all)
     """
 
     def __init__(
@@ -355,8 +361,7 @@ class Writer(Command):
         report(done, request, lost)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the command's own options first. If all options are shown, list shared options
-        next."""
+        """List the command's own options first. With --help-all, list the shared options below."""
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         is_short = any(each.hidden for each in options)
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], _OUTPUT: [], _RUN: []}
@@ -374,7 +379,7 @@ class Writer(Command):
 def taken(
     given: dict[str, Any], sources: tuple[str, ...], kind: type[Request] | None = None
 ) -> Any:
-    """Move the request out of `given` and return it. Raises UsageError."""
+    """Build the request from `given`, and remove its values from `given`. Raises UsageError."""
     negated: dict[str, Any] = {
         name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }

@@ -1,4 +1,4 @@
-"""Shared parts of commands that read: options, and continuing after a file that fails."""
+"""Shared code of commands that read: options, and a loop that continues after a failed file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def flag(words: str, text: str) -> Decorator:
-    """Add a flag. `words` contains its option and optionally the name of its parameter."""
+    """Return a decorator that adds a flag.
+
+    `words` contains the names of the option, and optionally the name of its parameter.
+    """
     return click.option(*words.split(), is_flag=True, help=text)
 
 
@@ -67,8 +70,8 @@ key = value("--key", "PATH", KEY)
 folded = click.option(
     "--fold/--flat",
     default=None,
-    help="One row for tensors that differ only in an index (layers.{0..31}.weight), or a row each. "
-    "Default: fold, except in JSON and CSV.",
+    help="Print one row for tensors whose names differ only in an index (layers.{0..31}.weight), "
+    "or (--flat) a row for each tensor. Default: --fold, but --flat in JSON and CSV.",
 )
 model = value(
     "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."
@@ -83,7 +86,8 @@ stored = flag("--stored", "Show the stored codes and scales of quantized weights
 
 
 class Reader(Command):
-    """A command that reads. Its `read` contains --key and the options for folders of ranks."""
+    """A command that reads. Its parameter `read` contains --key and the options of PARTS and
+    ALONE."""
 
     def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
         def with_read(key: str | None, parts: str | None, part_only: bool, **given: Any) -> Any:
@@ -109,9 +113,9 @@ def each_of(
 ) -> Iterator[tuple[str, T | CkptkitError]]:
     """Yield each file with the result of `work`.
 
-    For several files, print the error of a failed file and yield it instead of a result. For a
-    single file (`alone`), raise the error before anything is printed. Errors in `stops` are always
-    raised. If `walks`, yield each checkpoint of a folder.
+    If there are several files, print the error of a failed file, and yield the error instead of a
+    result. If there is a single file (`alone`), raise the error before anything is printed. Always
+    raise errors in `stops`. If `walks` is true, yield each checkpoint of a folder.
     """
     raises = len(files) == 1 if alone is None else alone
     waiting = list(files)

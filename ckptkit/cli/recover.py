@@ -11,24 +11,24 @@ from ckptkit.cli.request import Request
 
 
 @click.command("recover", cls=options.Writer)
-@reading.flag(
-    "--unverified", "Also keep tensors without proof that they are intact; they may be garbage."
-)
+@reading.flag("--unverified", "Also write tensors that ckptkit cannot verify; they may be garbage.")
 def command(request: Request, unverified: bool) -> Any:
     """Save the intact tensors of a truncated or damaged file.
 
-    Tensors that are proven intact go to DST. The lost tensors are listed with the reason. In a file
-    with checksums (torch.save), data with a wrong checksum is lost. safetensors and files of torch
-    before 1.6 have no checksums. If the length of such a file is wrong, its tensors may be shifted;
-    only --unverified keeps them. Damage with the same length cannot be detected in such files. If
-    the file overwrote an older save, a warning names tensors that may be older.
+    `recover` writes verified tensors to DST, and lists each lost tensor with the reason. If the
+    file has checksums (torch.save), tensors with a wrong checksum are lost. safetensors files and
+    files of torch before 1.6 have no checksums. If such a file has the wrong length, its tensors
+    may be shifted, and only --unverified writes them. If such a file has the right length,
+    `recover` cannot detect damage. If the file overwrote an older save, a warning names tensors
+    that may come from the older save.
 
     \b
     Example: ckptkit recover cut.pth intact.pth
     """
     from ckptkit.api import recover
 
-    if request.options.dry_run:  # opening for writing would undo an interrupted edit
+    # raise an error if an edit was interrupted; `recover` would undo the edit
+    if request.options.dry_run:
         from ckptkit.formats.format import open_place
 
         open_place(request.sources[0]).close()

@@ -1,6 +1,7 @@
 """Text output: escaping, sizes, tables, JSON, progress. Commands print only through this module.
 
-On a terminal, tables and lines are fitted to its width. Elsewhere, nothing is shortened or wrapped.
+On a terminal, this module fits tables and lines to the width of the terminal. In a pipe or file, it
+never shortens or wraps text.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ LABELS = {
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
 BATCH = 1_000  # maximum number of JSON list items on one line
-NARROWEST = 16  # minimum characters of a name
-PROSE = 24  # minimum characters of a line of prose in the last column
-GAP = 2  # characters between columns
-STREAMED = 2_000  # maximum rows; longer tables are formatted row by row, without tabulate
-HEADING = 2  # characters of space around a heading, if the table is wide enough
-UNBROKEN = "\N{NO-BREAK SPACE}"  # a space that is not a line break; escaped text contains none
+NARROWEST = 16  # minimum width of a name, in characters
+PROSE = 24  # minimum width of prose in the last column, in characters
+GAP = 2  # number of spaces between columns
+STREAMED = 2_000  # maximum number of rows for tabulate; longer tables are formatted row by row
+HEADING = 2  # characters that a heading adds to its column; none on a narrow terminal
+UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which lines do not break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PATIENCE = 1.0  # seconds until a progress bar appears
 
@@ -49,7 +50,7 @@ def emit(*lines: str) -> None:
 
 
 def emit_text(*lines: str) -> None:
-    """Print lines, escaped and, on a terminal, wrapped between words."""
+    """Escape lines and print them. On a terminal, wrap them between words."""
     escaped = text_lines(lines) if is_terminal(sys.stdout) else map(escape, lines)
     write(f"{line}\n" for line in escaped)
 
@@ -89,7 +90,7 @@ def warn(line: str, hint: str | None = None) -> None:
 
 
 def note(line: str, hint: str | None = None) -> None:
-    """Print ``note: line`` on standard error, and a hint below it. Notes report expected facts."""
+    """Print ``note: line`` on standard error, and a hint below it. A note requires no action."""
     _message("note", line, hint)
 
 
@@ -109,9 +110,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Color `text` if `stream` is a terminal that allows colors (https://no-color.org).
+    """Color `text` if `stream` (default: standard output) is a terminal that allows colors.
 
-    A stream shows colors if it is a terminal and NO_COLOR is not set (https://no-color.org).
+    NO_COLOR and TERM=dumb disable colors (https://no-color.org).
     """
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     if (
@@ -129,11 +130,12 @@ def labelled(line: str, stream: TextIO | None = None) -> str:
     return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
 
 
-# Lines and tables fitted to the terminal. All text is already escaped.
+# Fit lines and tables to the terminal. All strings are already escaped.
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the output terminal, or None without one."""
+    """Return the number of columns of the terminal. Return None if standard output is not a
+    terminal."""
     if not is_terminal(sys.stdout):
         return None
     from shutil import get_terminal_size
@@ -144,8 +146,9 @@ def terminal_width() -> int | None:
 def wrapped(line: str, *, whole: bool = False) -> list[str]:
     """Break a line into lines that fit on the terminal. In a pipe, return the line unchanged.
 
-    Break a longer word too, unless `whole` is true: paths and names must stay complete for pasting.
-    Hints stay on one line, because they may contain a command.
+    If a word is longer than a line, break the word too, unless `whole` is true. Use `whole` for
+    paths and names, which users paste. Hints stay on one line, because a hint may contain a
+    command.
     """
     width = terminal_width()
     if width is None or len(line) <= width or line.startswith("hint: "):
@@ -154,7 +157,7 @@ def wrapped(line: str, *, whole: bool = False) -> list[str]:
 
 
 def _broken(line: str, width: int, *, whole: bool = False) -> list[str]:
-    """Break a line into several indented ones. Keep a number and its unit together."""
+    """Break a line into lines; indent all but the first. Keep a number and its unit on one line."""
     import re
     from textwrap import wrap
 
@@ -169,8 +172,10 @@ def _broken(line: str, width: int, *, whole: bool = False) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> Iterator[str]:
-    """Yield names as an indented list. Shorten them on a terminal, or wrap them if two shortened
-    names would be equal."""
+    """Yield names as an indented list.
+
+    On a terminal, shorten long names. If two shortened names would be equal, wrap names instead.
+    """
     names, width = list(names), terminal_width()
     if width is not None:
         names = _distinct(names, max(NARROWEST, width - 2)) or names
@@ -184,12 +189,16 @@ def table(
     *,
     whole: bool = False,
 ) -> Iterator[str]:
-    """Format a table without lines; columns named in `right` are right-aligned.
+    """Format a table without ruled lines. Align the columns in `right` to the right.
 
-    On a narrow terminal, first remove columns with the same cell in every row, and name them above
-    the table. Then wrap prose in the last column, or shorten names in the first column in the
-    middle. If that is not enough, or would make two names equal, print each row as a name and lines
-    of its cells. If `whole`, the table is prose: shorten no name and break no word.
+    If the table is too wide for the terminal, take these steps until it fits:
+
+    - Remove columns with the same cell in every row, and name the columns above the table.
+    - Wrap prose in the last column.
+    - Shorten names in the first column, unless two names would become equal.
+    - Print each row as a name and lines of its cells.
+
+    If `whole` is true, shorten no name and break no word.
     """
     width = terminal_width()
     lines = _aligned(headers, rows, right, HEADING)
@@ -215,7 +224,7 @@ def table(
         yield from _aligned(headers, list(_with_prose(rows, room)), right)
     else:
         names = [row[0] for row in rows]
-        room = width - sum(_widths(headers, rows)[1:]) - 1  # keep at least one column
+        room = width - sum(_widths(headers, rows)[1:]) - 1  # keep one column of the terminal empty
         cut = _distinct(names, room) if room >= NARROWEST and not whole else None
         if cut is not None:
             named = [[name, *row[1:]] for name, row in zip(cut, rows, strict=True)]
@@ -239,7 +248,7 @@ def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], heading: int = 0
 ) -> Iterator[str]:
     if rows and heading and len(rows) <= STREAMED:
-        from tabulate import tabulate  # the import costs 30 ms
+        from tabulate import tabulate  # importing tabulate takes 30 ms
 
         align = ["right" if head in right else "left" for head in headers]
         text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
@@ -253,7 +262,7 @@ def _aligned(
 
 
 def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]:
-    """Yield rows; if the last cell is too wide, continue it in further rows."""
+    """Yield rows. If the prose in the last cell is too wide, continue the prose in further rows."""
     from textwrap import wrap
 
     for *cells, prose in rows:
@@ -263,7 +272,7 @@ def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]
 
 
 def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
-    """Return ``heading cell`` pairs as text; a short pair is not broken."""
+    """Return ``heading cell`` pairs as text, with unbroken spaces in short pairs."""
     pairs = []
     for header, cell in zip(headers, cells, strict=True):
         mark = ":" if " " in header else ""
@@ -288,8 +297,10 @@ def shortened(text: str, room: int) -> str:
 
 
 def bars(counts: Sequence[int]) -> str:
-    """Return one block character per count, scaled to the largest, or '' if the terminal cannot
-    encode them."""
+    """Return one block character per count, scaled to the largest count.
+
+    Return '' if the terminal cannot encode block characters.
+    """
     if not counts or not _has_blocks():
         return ""
     largest = max(counts) or 1
@@ -325,7 +336,7 @@ def emit_json(value: dict[str, Any]) -> None:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """Yield the JSON text of `value` in pieces; iterators are encoded as lists, item by item."""
+    """Yield the JSON text of `value` in pieces. Encode an iterator as a list, item by item."""
     from json import JSONEncoder
 
     encode = JSONEncoder(allow_nan=False).encode
@@ -358,8 +369,8 @@ def json_pieces(value: Any) -> Iterator[str]:
 class Progress:
     """Show a progress bar: ``with Progress("copying", total) as progress: progress(nbytes)``.
 
-    Shows a bar on standard error: on a terminal after one second, or with --progress at once. Calls
-    can pass the total if it becomes known later.
+    The bar appears on standard error. On a terminal, it appears after one second. With --progress,
+    it appears at once. A call can pass the total if it was unknown before.
     """
 
     def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:
@@ -396,7 +407,7 @@ class Progress:
             from tqdm import tqdm
 
             tqdm.monitor_interval = (
-                0  # no monitor thread for bars, because a thread would prevent forking
+                0  # disable the monitor thread of tqdm, because a thread would prevent forking
             )
             self.bar = tqdm(
                 desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True,

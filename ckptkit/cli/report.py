@@ -21,7 +21,8 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 
 def _check(ctx: click.Context) -> None:
-    """Use the last argument as DST, unless --output is given."""
+    """If --output is missing, use the last argument as DST. Raise UsageError for a wrong
+    combination."""
     given = ctx.params
     places = [each for each in (given["file"], given["other"], given.pop("dst")) if each]
     if given["output"] is None:
@@ -58,11 +59,12 @@ def _suffix(path: str) -> str:
 @click.option(
     "--values/--no-values",
     default=None,
-    help="Read the values of tensors too and add statistics; or compare only headers with OTHER.",
+    help="Read the values of tensors too, and add statistics. --no-values compares only headers "
+    "with OTHER.",
 )
 @reading.flag(
     "--all everything",
-    "Include everything: compare optimizer, averages and values with OTHER.",
+    "Include everything: compare the optimizer, averaged weights and other values with OTHER.",
 )
 @click.option(
     "--by",
@@ -76,7 +78,7 @@ def _suffix(path: str) -> str:
 @reading.stored
 @reading.key
 @reading.value(
-    "--key-b", "PATH", "Like --key, for OTHER ('' selects the whole file). Default: as --key."
+    "--key-b", "PATH", "Path of the weights in OTHER ('' selects the whole file). Default: --key."
 )
 def command(
     file: str,
@@ -97,9 +99,9 @@ def command(
 
     The page (.html) shows the distribution of parameters and bytes, and a searchable and sortable
     table of all tensors. It also shows dtypes, devices, unused storage, and the problems that
-    prevent loading. With OTHER, it shows the differences, and how far each layer moved. It is one
-    self-contained file that works offline. By default, `report` reads only headers of one file, and
-    also the values of two files.
+    prevent loading. With OTHER, the page shows the differences, and how much each layer changed.
+    The page is one file that works offline. By default, `report` reads only headers; with OTHER, it
+    also reads the values of tensors.
 
     The picture (.svg, .png, .pdf) contains only the treemap, for papers and model cards. It needs
     matplotlib.

@@ -29,7 +29,7 @@ SHOWN = 20  # maximum number of printed lines about lost entries
 class Request:
     """A parsed command that writes: inputs, output, options, and the form of its report."""
 
-    alone: ClassVar[bool] = True  # a command for one file, not a job of a batch
+    alone: ClassVar[bool] = True  # False for a job of a batch
 
     sources: tuple[str, ...]
     dst: str | None
@@ -48,8 +48,9 @@ class Request:
         source: Checkpoint | None = None,
         lost: Sequence[Loss] = (),
     ) -> tuple[Conversion, Sequence[Loss]]:
-        """Read, apply the steps and write. Return the conversion, and the entries `lost` before
-        writing.
+        """Read the source, apply the steps and write the result.
+
+        Return the conversion and `lost`, the entries that were lost while reading.
 
         `source` is a checkpoint that is already open.
         """
@@ -72,7 +73,7 @@ class Request:
 
     @contextmanager
     def prepared(self, options: Options) -> Iterator[Options]:
-        """Open the workers and show the progress. Yield the options with both."""
+        """Open the workers and the progress bar. Yield the options with the workers and the bar."""
         with ExitStack() as stack:
             if not options.dry_run and (self.workers is not None or self.scheduler is not None):
                 if is_url(self.dst):
@@ -90,7 +91,10 @@ class Request:
     def _streamed(
         self, source: str | Checkpoint, steps: Sequence[Any], options: Options
     ) -> Conversion:
-        """Write to standard output. Raises UsageError for a terminal, and for several files."""
+        """Write to standard output.
+
+        Raises UsageError if standard output is a terminal, or if the format has several files.
+        """
         from shutil import copyfileobj
 
         from ckptkit.api import convert, streamed
@@ -115,7 +119,8 @@ class Request:
 
 
 def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
-    """Print warnings and lost entries, then the changes, and notes on entries not written."""
+    """Print lost entries and warnings, then the changes, then notes on entries that were not
+    written."""
     from ckptkit.core.plan import Patch
 
     plan, rules = done.plan, done.checkpoint.reports
@@ -168,7 +173,8 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
 def print_messages(
     lost: Sequence[Loss] = (), warnings: Iterable[str] = (), notes: Iterable[str] = ()
 ) -> None:
-    """Print lost entries, warnings, and notes on entries not written, on standard error."""
+    """Print lost entries, warnings, and notes on entries that were not written, on standard
+    error."""
     for line in (*what_was_lost(lost), *warnings):
         render.warn(line)
     for line in notes:
@@ -182,9 +188,10 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
 
 
 def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
-    """Count the written tensors: the tensors of the plan, and additional names of tied tensors.
+    """Return the number of written tensors. Count each name of a tied tensor.
 
-    If the plan has no count, count the weights; if the weights are ambiguous, count all tensors.
+    If the plan has no count, return the number of weights. If the weights are ambiguous, return the
+    number of all tensors.
     """
     from ckptkit.core.errors import AmbiguousError
     from ckptkit.core.plan import Plan
@@ -208,7 +215,7 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 
 
 def _rules_lines(report: RulesReport) -> Iterator[str]:
-    """Yield the report of a step of rules, two lines for each rule."""
+    """Yield the report of one `rules` step. Each rule has two lines."""
     matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
     yield (
         f"step {report.step}, rules: {' + '.join(matched) or '0'} of {report.keys:,} keys taken, "
@@ -237,7 +244,7 @@ def _rules_lines(report: RulesReport) -> Iterator[str]:
 
 
 def _sizes(done: RuleResult) -> dict[str, str]:
-    """Return words with their sizes. Sizes that differ get a label."""
+    """Map the name of each size to its values, such as ``64``, ``64..128`` or ``64|128``."""
     from ckptkit.rules.notation import REST
 
     found: dict[str, list[str]] = {}

@@ -13,16 +13,16 @@ from ckptkit.cli import render
 @click.option(
     "--config",
     metavar="FILE",
-    help="Configuration with the sizes of the model. Default: that of the type.",
+    help="Configuration with the sizes of the model. Default: that of MODEL_TYPE.",
 )
 def command(source: str, model_type: str, config: str | None) -> int:
     """Write tensor rules from the conversions of a library.
 
-    from-transformers writes rules from the file layout of MODEL_TYPE to the layout of the installed
-    transformers. ckptkit reads the conversions of transformers as data and builds the model without
-    weights. It compares the names and shapes of the rules with those of the model, in both
-    directions. If a conversion cannot be written as a rule, a comment names it, and the exit code
-    is 1.
+    from-transformers prints rules that convert the files of MODEL_TYPE to the model in the
+    installed transformers. ckptkit reads the conversions of transformers as data, and builds the
+    model without weights. It then compares the names and shapes that the rules produce with the
+    names and shapes of the model, in both directions. If a rule cannot express a conversion, a
+    comment describes the conversion, and the exit code is 1.
 
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml

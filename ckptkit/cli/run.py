@@ -66,8 +66,9 @@ def command(
     """Run the steps of a recipe as one plan.
 
     RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
-    order of the recipe. Options on the command line override the output options of the recipe. A
-    configuration of mergekit is also a recipe: SRC is the folder with the models that it names.
+    order of the recipe. Options on the command line override the output options of the recipe.
+    RECIPE can also be a configuration of mergekit. SRC is then the folder with the models that the
+    configuration names.
 
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth
@@ -86,8 +87,8 @@ def command(
         from ckptkit.edits.mergekit import merge_config
 
         return request.run(source=merge_config(found.merge, request.sources[0]), key=key)
-    # A reversed recipe writes the other layout. If DST has a known suffix, it is one file in
-    # that format.
+    # A reversed recipe ignores its output options, because it writes the other layout. If DST has a
+    # known suffix, DST is one file in the format of the suffix.
     given = {} if reverse else dict(found.output)
     if request.dst is not None and suffixed(request.dst) is not None:
         given = without(given, ("format", "shard_size"))

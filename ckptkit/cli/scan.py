@@ -22,7 +22,8 @@ FOUND = 1
 @reading.value(
     "--trust",
     "GLOB",
-    "Trust classes and functions by glob, such as 'mynet.*', or by module or package (repeatable).",
+    "Trust classes and functions whose names match GLOB, such as 'mynet.*' (repeatable). GLOB can "
+    "also be a module or package.",
     multiple=True,
 )
 @reading.flag(
@@ -46,23 +47,21 @@ def command(
     as_sarif: bool,
     quiet: bool,
 ) -> int:
-    """Report the code that loading files would run. Runs nothing.
+    """Report the code that loading files would run, without running it.
 
     Examines every pickle in files and folders, also in places that loaders ignore. For a folder,
     prints the findings and a summary.
 
-    \b
-    Exit code 0: every pickle is safe for weights_only, or harmless: each
-      name and call is allowlisted, with arguments and states of the listed
-      shapes. The code of Python, torch and numpy then finds no callable of
-      the file to run.
-    Exit code 1: a pickle would run code; or cannot be judged; or makes objects
-      of classes that are not allowlisted and run their own code ("needs these
-      classes"). --trust accepts these by name. With --strict, also files that
-      torch.load(weights_only=True) refuses.
+    Exit code 0: every pickle is "safe for weights_only" or "harmless". In a harmless pickle, each
+    class, function and call is allowlisted, and so is the form of its arguments and states.
+    Therefore Python, torch and numpy run no callable that the file chooses.
 
-    Proven by comparison with CPython's unpicklers and by loading composed pickles. Not proven: the
-    effect of accepted values on torch's C++ code.
+    Exit code 1: a pickle would run code, or ckptkit cannot judge a pickle, or a pickle needs
+    classes that are not allowlisted and run their own code ("needs these classes"). --trust accepts
+    classes by name. With --strict, files that torch.load(weights_only=True) refuses also count.
+
+    The tests of ckptkit compare it with the unpicklers of CPython, and load composed pickles. They
+    do not prove how accepted values affect the C++ code of torch.
 
     \b
     Example: ckptkit scan run.pth
@@ -130,7 +129,8 @@ def command(
 
 
 def _adapter(path: str, findings_only: bool) -> Iterator[str]:
-    """Yield a line on a file that is an adapter, unless only findings are printed."""
+    """Yield a line about the adapter in a file. Yield nothing if the file has no adapter, or if
+    only findings are printed."""
     is_likely = path.endswith(".safetensors") or basename(path).startswith("adapter_model.")
     if findings_only or not is_likely:
         return
@@ -141,7 +141,7 @@ def _adapter(path: str, findings_only: bool) -> Iterator[str]:
     try:
         with open_checkpoint(path) as checkpoint:
             adapter = adapter_of(checkpoint)
-    except CkptkitError:  # the verdict stands without it
+    except CkptkitError:  # the verdict does not depend on this line
         return
     if adapter is not None:
         line = f"  {adapter_line(adapter, command=False)}"

@@ -1,4 +1,4 @@
-"""Format findings as SARIF 2.1.0 (OASIS) for code hosts and dashboards, one result per reason."""
+"""Format findings as SARIF 2.1.0 (OASIS) for code hosts and dashboards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RULES = {
     CODE: ("would-run-code", "error",
            "Loading the file with pickle calls code with arguments from the file."),
     UNKNOWN: ("cannot-tell", "warning",
-              "The pickle is malformed or ambiguous, or a step of it is not proven harmless."),
+              "The pickle is malformed or ambiguous, or ckptkit cannot prove that it is harmless."),
     CLASSES: ("needs-classes", "warning",
               "Loading makes objects of classes that are not allowlisted and run their own code."),
     HARMLESS: ("not-for-weights-only", "note",
-               "Everything is allowlisted, but torch.load(weights_only=True) refuses the file."),
+               "Every call is allowlisted, but torch.load(weights_only=True) refuses the file."),
 }  # fmt: skip
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
-    """Return the complete log. Results are written during the scan, and unreadable files at the
-    end."""
+    """Return the log. Its results are iterators: they are written during the scan, unreadable files
+    at the end."""
     failures: list[dict[str, Any]] = []
     rules = [
         {

@@ -11,7 +11,7 @@ from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, PickleVerdict
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
-SHOWN = 8  # maximum names, calls and reasons per pickle, and pickles per file
+SHOWN = 8  # maximum number of printed calls of a pickle, and of printed reasons of a file
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:
@@ -23,7 +23,7 @@ def painted(result: FileVerdict | Failure) -> Iterator[str]:
 
 
 def lines(result: FileVerdict | Failure) -> Iterator[str]:
-    """Yield the verdict on a file, and its reasons below it. The caller prints errors."""
+    """Yield the verdict on a file, then the reasons. Yield nothing for a failed file."""
     if isinstance(result, Failure):
         return
     yield f"{result.path}: {verdicts.LABELS[result.verdict]}"
@@ -34,7 +34,7 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
             reasons.append(f"{each.where}: a program that uses {', '.join(each.files)}")
     functions = sum(each.functions for each in result.programs)
     if functions:
-        what = f"a program of {functions:,} functions, which torch.jit runs on a call"
+        what = f"a TorchScript program of {functions:,} functions: calling the model runs it"
         reasons.append(what)
     reasons = list(dict.fromkeys(reasons))
     yield from (f"  {line}" for line in reasons[:SHOWN])
@@ -43,7 +43,7 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
 
 
 def _pickle(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield the reasons of one pickle; nothing for a safe one."""
+    """Yield the reasons for the verdict on one pickle. A safe pickle has no reasons."""
     place = _place(pickle.found.where)
     hidden = " (in a byte string that loading ignores)" if pickle.found.nested else ""
     for call in pickle.runs[:SHOWN]:

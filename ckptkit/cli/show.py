@@ -1,4 +1,4 @@
-"""ckptkit show: values of a tensor, as many as fit, with enough digits to distinguish them."""
+"""ckptkit show: print as many values of a tensor as fit, with enough digits to distinguish them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/1"
-FOUND = 1  # exit code of --nan if it finds any
+FOUND = 1  # exit code of --nan if it finds NaN or infinities
 ROWS = 12
-BINS = 16  # of a histogram
+BINS = 16  # maximum number of histogram bins
 BAR = 40  # maximum characters of a histogram bar
 FIRST = 10  # maximum number of positions that --nan lists
 COUNTED = 1 << 20  # maximum number of elements for statistics without --stats
 LISTED = 1 << 20  # maximum number of elements that --json prints
-CELL = 10  # minimum characters of a number and the space before it
-PLAIN = 100  # line width without a terminal
-LABEL = 8  # characters for the row indices
-FEWEST, MOST = 3, 17  # significant digits; 17 distinguish all 64-bit numbers
+CELL = 10  # minimum width of a number and the space before it, in characters
+PLAIN = 100  # width of a line without a terminal, in characters
+LABEL = 8  # width of the column of row indices, in characters
+FEWEST, MOST = 3, 17  # number of significant digits; 17 digits distinguish all float64 numbers
 MARK = "*"  # marks a number that differs from the first table
 
 
 class Shown(NamedTuple):
-    """A tensor of a file, the selected slice, and the printed corner of the slice, row by row.
+    """A tensor of a file, the selected slice, and the printed corner of the slice.
 
-    A vector is one row, printed in lines of `columns` numbers.
+    `cells` contains the printed numbers by row. A vector is one row, printed in lines of `columns`
+    numbers.
     """
 
     path: str
@@ -60,7 +61,8 @@ class Shown(NamedTuple):
 
     @property
     def many(self) -> list[Pick]:
-        """The dimensions of the grid: rows and columns, the elements of a vector, or none."""
+        """The dimensions of the slice: two for a matrix, one for a vector, none for a single
+        number."""
         return [pick for pick in self.picks if not pick.single]
 
     def read(self, rows: int, columns: int) -> Shown:
@@ -77,7 +79,7 @@ class Shown(NamedTuple):
         return self._replace(corner=picks, cells=tuple(cells), columns=columns)
 
     def cut(self, rows: int, columns: int) -> Shown:
-        """Return these cells with fewer rows or columns."""
+        """Return a copy with fewer rows or columns."""
         from ckptkit.analysis.slices import plane
 
         width = rows * columns if len(self.many) == 1 else columns
@@ -89,7 +91,7 @@ class Shown(NamedTuple):
 def _check(ctx: click.Context) -> None:
     given = ctx.params
     if given["nonfinite"] and (given["index"] or given["as_json"]):
-        raise click.UsageError("--nan reads the whole tensor: remove the other options")
+        raise click.UsageError("--nan reads the whole tensor: remove SLICE and --json")
     if given["name"] is None and (not given["nonfinite"] or given["other"]):
         raise missing(ctx, "name")
 
@@ -101,16 +103,22 @@ def _check(ctx: click.Context) -> None:
 @reading.value("--with other", "FILE", "Show the same tensor of another file side by side.")
 @reading.value("--name-b", "NAME", "Name of the tensor in the other file, if different.")
 @click.option(
-    "--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid."
+    "--rows",
+    type=click.IntRange(min=1),
+    default=ROWS,
+    show_default=True,
+    help="Rows of the table (maximum).",
 )
 @click.option(
-    "--columns", type=click.IntRange(min=1), help="Columns of the grid. Default: as many as fit."
+    "--columns",
+    type=click.IntRange(min=1),
+    help="Columns of the table (maximum). Default: as many as fit.",
 )
 @reading.flag("--stats counted", "Compute statistics of the whole slice, even if it is large.")
 @reading.flag(
     "--nan nonfinite",
-    "Print the positions of the first NaN and infinities; without NAME, for all tensors. Exit code "
-    "1 if any exist.",
+    "Print the positions of the first NaN and infinities. Without NAME, search all tensors. The "
+    "exit code is 1 if there are any.",
 )
 @reading.as_json(SCHEMA)
 @reading.stored
@@ -131,9 +139,9 @@ def command(
 ) -> int:
     """Show the values and statistics of one tensor.
 
-    SLICE selects a part as in Python: '[0, :, 3:7]'. `show` reads only the bytes of that part, for
-    tensors of any size and also from a URL. Statistics cover the whole part if it has at most a
-    million elements, or with --stats.
+    SLICE selects elements as in Python: '[0, :, 3:7]'. `show` reads only the bytes of the slice,
+    also from a URL. If the slice has more than a million elements, the statistics cover only the
+    printed values. With --stats, they cover the whole slice.
 
     \b
     Example: ckptkit show run.pth conv1.weight
@@ -189,7 +197,7 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield the positions of the first elements that are not finite, and their number."""
+    """Yield the number of NaN and infinities, and the positions of the first of them."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)
@@ -201,7 +209,7 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
 
 
 def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
-    """For each tensor, print the first elements that are not finite."""
+    """For each tensor, print the positions of the first NaN and infinities."""
     from ckptkit import api
 
     found: list[list[str]] = []
@@ -226,7 +234,7 @@ def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
 
 
 def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
-    """Yield a heading for each tensor, one table of all tensors side by side, and their statistics.
+    """Yield a heading for each tensor, one table of all tensors side by side, and all statistics.
 
     Without `columns`, show as many columns as fit with the necessary digits.
     """
@@ -330,7 +338,7 @@ def _facts(shown: Shown) -> dict[str, Any]:
     }
 
 
-# A grid of numbers
+# Tables of numbers
 
 
 def _texts(rows: Iterable[list[Any]]) -> list[list[str]]:
@@ -376,8 +384,7 @@ def _grid(shown: list[Shown]) -> Iterator[str]:
 
 
 def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any], list[str]]]:
-    """Yield the rows of a matrix, or a vector in several lines: index, numbers and formatted
-    numbers."""
+    """Yield (index, numbers, formatted numbers) for each printed line of a matrix or vector."""
     many, columns = [pick for pick in shown.corner if not pick.single], shown.columns
     if len(many) == 1:
         ((numbers,), (cells,)) = shown.cells, texts
@@ -390,8 +397,10 @@ def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any
 
 
 def _heads(shown: Shown) -> list[str]:
-    """Return the column indices. For a vector in several lines, they count from the start of each
-    line."""
+    """Return the column indices.
+
+    If a vector has several lines, an index such as ``+3`` counts from the start of each line.
+    """
     many = [pick for pick in shown.corner if not pick.single]
     if not many:
         return []

@@ -25,16 +25,19 @@ NUMBERS = (
 @click.command("stats", cls=reading.Reader)
 @reading.files
 @reading.globs()
-@reading.flag("--all everything", "Include everything: all tensors of the file.")
+@reading.flag("--all everything", "Include everything: all tensors of the file, not only weights.")
 @reading.value(
     "--depth", "N", "Group names by their first N components.", type=click.IntRange(min=1)
 )
 @reading.folded
 @reading.sorting(
-    "file", "name", *NUMBERS, text="Order of the rows; numbers are sorted from the largest."
+    "file",
+    "name",
+    *NUMBERS,
+    text="Order of the rows. Numbers are sorted by absolute value, largest first.",
 )
 @reading.as_json(SCHEMA)
-@reading.flag("--csv as_csv", "Print comma-separated values, full precision.")
+@reading.flag("--csv as_csv", "Print comma-separated values with full precision.")
 @reading.stored
 @reading.key
 def command(
@@ -52,8 +55,9 @@ def command(
     """Show statistics of tensor values, per tensor or per group.
 
     Prints mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram.
-    NaN and infinities are counted, and all other statistics ignore them. Reads every tensor once,
-    without torch. With --json, several files are an object each, one on a line.
+    `stats` counts NaN and infinities, and ignores them in all other statistics. It reads every
+    tensor once, without torch. With --json, each of several files is one JSON object on its own
+    line.
 
     \b
     Example: ckptkit stats run.pth
@@ -72,7 +76,7 @@ def command(
     format = next((kind for kind, is_given in kinds.items() if is_given), "text")
 
     def look(file: str) -> None:
-        title = len(files) > 1 or file not in files  # one of a folder
+        title = len(files) > 1 or file not in files  # the file is one of a folder
         _one(file, globs, everything, depth, fold, sort, format, stored, read, title=title)
 
     failures: list[CkptkitError] = []
@@ -142,7 +146,7 @@ def _sorted(rows: Iterable[TensorStats], sort: str) -> Iterator[TensorStats]:
 
 
 def _csv(rows: Iterable[TensorStats]) -> str:
-    """Return CSV; a complex mean has the notation of Python."""
+    """Return CSV. A complex mean is written as in Python (``1+2j``)."""
     import csv
     import io
 
@@ -162,7 +166,7 @@ def _csv(rows: Iterable[TensorStats]) -> str:
 
 
 def _warn(found: Statistics, globs: tuple[str, ...], file: str, key: str | None) -> None:
-    """Warn of NaN, of skipped tensors, and of globs without matches."""
+    """Print warnings about NaN, skipped tensors, and globs without matches."""
     from ckptkit.analysis.advice import convert
 
     if found.odd:

@@ -1,8 +1,8 @@
-"""The hint after an error: the complete corrected command, with the user's files.
+"""Make the hint after an error: the corrected command, with the files of the user.
 
-This module is imported only after an error. The module replaces typed words according to its tables
-and parses the line again, until the line is valid. If a dry run of the line succeeds, the line
-becomes the hint.
+ckptkit imports this module only after an error. The module replaces words of the command line
+according to its tables, until the command line is valid. If a dry run succeeds, the corrected
+command line becomes the hint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
 from ckptkit.core.tree import join
 
-# Words of other tools -> the command with its options.
+# Commands of other tools, and the ckptkit command that does the same.
 WORDS = {
     "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
     "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
@@ -49,8 +49,8 @@ WORDS = {
     "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
-# Alternative names of options, for one command or for any command. `DST`: the value is the
-# destination.
+# Option names of other tools, optionally after a command, and the ckptkit option. `DST` means that
+# the value of the option becomes the argument DST.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -70,20 +70,21 @@ OPTIONS = {
     "convert --keys": "--keep", "convert --prefix": "--strip", "inspect --all": "--tree",
     "remap --map": "--device", "remap --values": "--device-values",
 }  # fmt: skip
-# Commands that `convert` can also do, with their option words.
+# Commands that `convert` can replace, and the options of `convert` that do the same.
 AS_CONVERT = {
     "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
     "extract": "",
 }  # fmt: skip
-# Commands whose output is no data: what to use instead of their --json.
+# Commands without --json, and the hint if a user gives --json.
 WITHOUT_JSON = {
-    "completion": "it prints a script for the shell; `ckptkit help json` lists the schemas",
-    "help": "it prints text; `ckptkit help json` lists the JSON schemas, which --schema prints",
-    "rules": "it prints a YAML recipe, which the command run reads",
-    "train": "it writes checkpoints; inspect --json prints the contents of one",
+    "completion": "completion prints a shell script; `ckptkit help json` lists the JSON schemas",
+    "help": "help prints text; `ckptkit help json` lists the JSON schemas, --schema prints one",
+    "rules": "rules prints a YAML recipe; `ckptkit run` reads it",
+    "train": "train writes checkpoints; `ckptkit inspect --json` prints their contents",
 }
 NEEDED = {"remap": ("--to", "cpu")}  # command -> required option and a default value
-INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # maximum number of arguments
+# Names of parameters for input files.
+INPUTS = ("src", "sources", "file", "files", "a", "b", "base")
 CLOSE = 0.75  # minimum similarity of a misspelled word
 STEPS = 8  # maximum number of replacements
 INTO = "out"
@@ -92,11 +93,11 @@ _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
 _DEVICE = re.compile(r"(cpu|meta|mps|cuda(:\d+)?)")
 
 Words = list[str]
-Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected line
+Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected command line
 
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
-    """Give an error a better hint, if there is one. `words` are the words after ``ckptkit``."""
+    """If there is a better hint for an error, set it. `words` are the arguments of ``ckptkit``."""
     line = Line(main, [*words])
     hint = None
     if isinstance(error, click.UsageError):
@@ -108,7 +109,7 @@ def improve(error: BaseException, words: Sequence[str], main: click.Group) -> No
 
 
 class Line:
-    """A command line: its words, and the facts about them."""
+    """A command line: its words and its command."""
 
     def __init__(self, main: click.Group, words: Words) -> None:
         self.main, self.words = main, words
@@ -119,7 +120,7 @@ class Line:
         self.command = main.get_command(context, name) or main
         batch = main.get_command(context, "batch")
         names = batch.list_commands(context) if isinstance(batch, click.Group) else ()
-        self.is_batchable = self.name in names  # whether `batch` runs it on many files
+        self.is_batchable = self.name in names  # whether `batch` can run the command
 
     def with_words(self, words: Sequence[str]) -> Line:
         return Line(self.main, [*words])
@@ -135,10 +136,9 @@ class Line:
         return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
 
     def works(self) -> bool:
-        """Return whether its inputs exist and, for a command that writes, the output can be
-        planned.
+        """Return whether all inputs exist. If the command writes, also do a dry run.
 
-        Raises the UsageError of a wrong line, or the error of the plan.
+        Raises UsageError if the command line is invalid, or the error of the dry run.
         """
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             try:
@@ -171,7 +171,8 @@ class Line:
         return True
 
     def parts(self) -> tuple[Words, Words]:
-        """Return the arguments that are files or folders, and the options that name a recipe."""
+        """Return the files and folders of the command line, and all other words after the
+        command."""
         own = list(dequantize_said(self.words[self.at + 1 :]))
         context = click.Context(self.command, parent=self.context)
         values, extra, _ = self.command.make_parser(context).parse_args(list(own))
@@ -184,12 +185,13 @@ class Line:
         return given[len(recipe) :], [*recipe, *(each for each in own if each != "--")]
 
     def of_many(self, into: str, sources: Sequence[str]) -> Line:
-        """Return the command for many files."""
+        """Return the `batch` command line for `sources`."""
         return self.with_words(("batch", self.name, *self.parts()[1], "--into", into, *sources))
 
 
 def _meant(error: click.UsageError, line: Line) -> str | None:
-    """Return a hint with the corrected command, even if only partly corrected."""
+    """Return a hint with the corrected command line. If the correction fails, return a fallback
+    hint."""
     said, found = None, line
     for _ in range(STEPS):
         step, new = _step(error, found)
@@ -207,7 +209,7 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
 
 
 def _first(lines: Iterable[Line]) -> str | None:
-    """Return a hint with the first line that works."""
+    """Return a hint with the first command line that works."""
     for line in lines:
         with suppress(click.UsageError, CkptkitError):
             if line.works():
@@ -282,7 +284,7 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
         return f"the destination is the last argument: {see}", new
     owner, dashes, name = known.rpartition("--")
     words, owner = (dashes + name).split(), owner.strip()
-    said = f"it is {' '.join(words)}: {see}"
+    said = f"use {' '.join(words)}: {see}"
     if not _has(command, words[0]) and owner:
         said = f"{owner} has {' '.join(words)}: see `ckptkit {owner} --help`"
         if owner == "convert" and line.name not in AS_CONVERT:
@@ -292,7 +294,7 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
 
 
 def _missing(error: click.MissingParameter, line: Line) -> Step:
-    """Add the missing part: a name from the file, or a name for the output."""
+    """Add the missing argument: a name from the file, or a name for the output."""
     name = None if error.param is None else error.param.name
     if name == "into":
         return None, line.with_words([*line.words, "--into", INTO])
@@ -311,14 +313,14 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
             return None, line.with_words([*line.words, *list(checkpoint.weights)[:1]])
         entries = list(map(str, checkpoint))
         path = checkpoint.selection.path if checkpoint.selection is not None else ()
-        said = f"--key names one of its entries: {some(entries, 12)}"
+        said = f"--key is the path of one of these entries: {some(entries, 12)}"
         chosen = join(path) or next(iter(entries), "")
         return said, line.with_words([*line.words, "--key", chosen])
     return None, None
 
 
 def _extra(line: Line) -> Line | None:
-    """Correct a line with more arguments than its command takes: a device, or several files."""
+    """Correct a command line with too many arguments: a device, or several files."""
     places = line.parts()[0]
     devices = [word for word in places if _DEVICE.fullmatch(word)]
     if devices and _has(line.command, "--to"):
@@ -354,7 +356,7 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
 
 
 def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
-    """Yield the candidate lines for a refused input."""
+    """Yield corrected command lines for an input that ckptkit refused."""
     place = error.where
     if place is None or is_url(place):
         return

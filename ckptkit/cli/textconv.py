@@ -1,8 +1,8 @@
 """Format a checkpoint for `git diff`: one line for each tensor, value and object.
 
-The lines contain no path and no totals, so one change in the file is one line in the diff. git
-passes a temporary file and stops at a failure. Therefore, an unreadable file is formatted as lines
-too, with its digest.
+The lines contain no path and no totals. So one change in the file changes one line of the diff. git
+passes a temporary file, and stops if the command fails. Therefore, an unreadable file is formatted
+too: as its error and its digest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
-HEX = 16  # characters of a digest: enough to show a difference
-LONG = 200  # maximum characters of a value
-SMALL = 1_024  # maximum bytes of a file to show unchanged: a Git LFS pointer
+HEX = 16  # number of printed characters of a digest, enough to show a difference
+LONG = 200  # maximum number of printed characters of a value
+# maximum size of an unreadable file that is printed as text, such as a Git LFS pointer
+SMALL = 1_024
 
 
 def lines(path: str, read: Options) -> list[str]:
@@ -49,11 +50,12 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     if summary.weights is not None:
         yield f"weights: {join(summary.weights) or 'the whole file'}"
     stored = {} if summary.weights is None else checkpoint.weights
-    made_of = []  # stored tensors of each row; several for a quantized weight
+    made_of = []  # stored tensors of each row; a quantized weight has several
     for row in summary.rows:
         tensors = [(row.place, row.tensor)]
         if row.group is not None and row.is_logical:
-            if len(row.group.parts) == 1:  # a pickled subclass: its contents have no names
+            # a pickled tensor subclass: its inner tensors have no names
+            if len(row.group.parts) == 1:
                 tensors = [(row.place, tensor) for tensor in row.group.inputs]
             else:
                 tensors = [(name, stored[name]) for name in row.group.members]
@@ -74,7 +76,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _value(value: object) -> str:
-    """Return a value as text; for a long one, its beginning and its digest."""
+    """Format a value. If the result is too long, return its beginning and its digest."""
     text = repr(value)
     if len(text) <= LONG:
         return text

@@ -19,9 +19,9 @@ from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, ty
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.policy import describe
 
-BAR, SHORT_BAR = 20, 10  # characters
-WIDE, MEDIUM = 110, 72  # minimum width of a terminal with such bars
-ALIGNED = 100  # without a terminal, characters of a line before the numbers
+BAR, SHORT_BAR = 20, 10  # width of a bar, in characters
+WIDE, MEDIUM = 110, 72  # minimum width of a terminal for BAR and for SHORT_BAR
+ALIGNED = 100  # without a terminal, maximum number of characters before the numbers of a line
 
 
 @dataclass(eq=False)
@@ -47,8 +47,8 @@ def tree(
 ) -> Iterator[str]:
     """Yield the lines of the tree.
 
-    `shares` are the shares of all tensors. `chosen` are the ids of the rows to show: these tensors,
-    with their parents and without sibling values.
+    `shares` contains a Share for each tensor. `chosen` contains the ``id()`` of each TensorRow to
+    show. If `chosen` is given, show only these tensors and their parents.
     """
     top = _grown(root, iter(shares), chosen)
     rows = list(_rows(top, sort, chosen is not None))
@@ -75,7 +75,7 @@ def tree(
 
 
 def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, str]]:
-    """Yield the entries in order, with their lines. A group with one name gets no line."""
+    """Yield the entries in order, with their lines. A group of a single name gets no line."""
     waiting = [(top, "", 0)]
     while waiting:
         entry, prefix, depth = waiting.pop()
@@ -98,7 +98,7 @@ def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, 
 
 
 def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> TreeLine:
-    """Build the entries of all nodes, without descending into values and tensors."""
+    """Build the entries of all nodes. Do not descend into values and tensors."""
     shown = 1 << 62
     above: list[tuple[TreeLine, Node]] = []  # entry and node of each parent level
     for path, node in walk(root):
@@ -115,7 +115,8 @@ def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> Tree
         if value is not None or share is not None:
             shown = depth
         if share is not None:
-            deque(islice(shares, len(share.row.inside)), maxlen=0)  # the state of a subclass
+            # skip the inner tensors of a tensor subclass
+            deque(islice(shares, len(share.row.inside)), maxlen=0)
             counted: TreeLine | None = entry
             while counted is not None and (chosen is None or id(share.row) in chosen):
                 counted.tensors += 1
@@ -125,7 +126,7 @@ def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> Tree
 
 
 def _placed(parent: TreeLine, holder: Node, key: Node, text: str) -> TreeLine:
-    """Add an entry below a parent and return it; names with dots are put into groups."""
+    """Add an entry below a parent and return the entry. Put names with dots into nested groups."""
     if not isinstance(key, str) or "." not in key or not isinstance(holder, (dict, Pairs)):
         return parent.add(escape(key_text(key)), text)
     *groups, last = parts(key)

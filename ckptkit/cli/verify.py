@@ -25,10 +25,10 @@ NAMED = 3  # maximum number of printed tensors of a finding
 @click.command("verify", cls=reading.Reader)
 @reading.files
 @reading.flag(
-    "--values", "Read the values of tensors too, and find NaN, infinities and zero scales."
+    "--values", "Read the values of tensors too, and report NaN, infinities and zero scales."
 )
 @reading.value("--manifest", "FILE", "Compare the weights with a manifest of `ckptkit digest`.")
-@reading.globs("Select tensors whose names match, with --manifest (repeatable).")
+@reading.globs("Select tensors whose names match, to compare with --manifest (repeatable).")
 @reading.as_json(SCHEMA)
 @reading.flag("--quiet -q", "Print only damage.")
 @reading.key
@@ -92,7 +92,7 @@ def command(
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
-    """Yield one line if all checks passed, else the findings, notes and hints."""
+    """Yield one line if all checks passed. Otherwise, yield the findings, notes and hints."""
     notes, found = verdict.notes, verdict.findings
     if verdict.ok:
         looked = render.plural(verdict.tensors, "tensor")

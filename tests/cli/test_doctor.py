@@ -95,7 +95,7 @@ def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) 
     (tmp_path / "nets.py").write_text(NET)
     assert diagnose(tmp_path / "net.pth", code=0) == {}
     assert diagnose(tmp_path / "net.pth", "--model", f"{tmp_path / 'nets.py'}:Net", code=0) == {}
-    assert "nothing found" in ckptkit("doctor", tmp_path / "net.pth").stdout
+    assert "found nothing" in ckptkit("doctor", tmp_path / "net.pth").stdout
 
 
 def test_changed_bytes_are_loaded_in_silence(
@@ -654,7 +654,7 @@ def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
     options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
     result = ckptkit("doctor", tmp_path / "run.pth", *options)
     assert result.exit_code == 1
-    said, _, rest = result.stdout.partition("still in")
+    said, _, rest = result.stdout.partition("remaining problems in")
     assert "stripped 'module.' from 10 keys" in said
     assert "head.weight is [9, 4] in the file and [3, 4] in the model" in rest
     found = json.loads(

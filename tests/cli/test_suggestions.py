@@ -174,7 +174,7 @@ def test_a_pipe(run_pth: Path) -> None:
 
 
 def test_options(ckptkit: Ckptkit) -> None:
-    assert "it is --json: see" in ckptkit("inspect", "--jsn", "run.pth").stderr
+    assert "use --json: see" in ckptkit("inspect", "--jsn", "run.pth").stderr
 
 
 @pytest.mark.parametrize("key", ["modle", "Model"])

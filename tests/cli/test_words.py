@@ -45,7 +45,7 @@ OLD_WORDS = [
 @pytest.mark.parametrize(("words", "new"), OLD_WORDS)
 def test_an_old_word_answers_with_the_new_one(words: str, new: str, ckptkit: Ckptkit) -> None:
     done = ckptkit(*words.split())
-    assert done.exit_code == 2 and f"it is {new}:" in done.stderr
+    assert done.exit_code == 2 and f"use {new}:" in done.stderr
 
 
 def test_every_other_word_for_an_option_leads_to_one() -> None:
