@@ -445,7 +445,7 @@ def test_wrapping_for_a_format_of_weights_alone(
     """The entry would be lost without a message."""
     refused = ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model")
     assert refused.exit_code == 2
-    assert "safetensors stores only weights" in refused.stderr
+    assert "safetensors cannot store an entry around the weights" in refused.stderr
     assert "--all keeps the entry" in refused.stderr
     assert (
         ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all").exit_code
