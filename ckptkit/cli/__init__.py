@@ -1,18 +1,8 @@
 """The command line. A command parses its arguments, calls the library once, and prints.
 
 The module of a command is imported when the command runs. It imports the library inside functions.
-So a command never waits for the imports of other commands.
-
-Exit codes:
-
-- 0: success
-- 1: differences or findings
-- 2: wrong usage
-- 3: input refused
-- 4: output failed
-- 5: a bug
-- 130: interrupted
-- 141: broken pipe
+So a command never waits for the imports of other commands. `ckptkit help exit-codes` lists the exit
+codes.
 """
 
 from __future__ import annotations
