@@ -9,14 +9,14 @@ from typing import Any, NotRequired, TypedDict, final
 
 @final
 class DiffKind(TypedDict):
-    """Dtype and shape."""
+    """Dtype and shape of a tensor."""
 
     dtype: str
     shape: list[int | str]
 
 @final
 class DiffPair(TypedDict):
-    """A key that looks renamed."""
+    """A key of A and a key of B that are probably the same parameter."""
 
     old: str
     new: str
@@ -37,7 +37,7 @@ class DiffMismatch(TypedDict):
 
 @final
 class DiffDifference(TypedDict):
-    """Measures of a difference in values."""
+    """Measures of the difference between the values of two tensors."""
 
     count: int
     first: int
@@ -62,7 +62,7 @@ class DiffChanged(TypedDict):
 
 @final
 class DiffEntry(TypedDict):
-    """A value beside the tensors that differs."""
+    """A different value outside of the weights."""
 
     path: str
     a: str | None
@@ -70,7 +70,7 @@ class DiffEntry(TypedDict):
 
 @final
 class DiffStrictFalse(TypedDict):
-    """Keys that load_state_dict(strict=False) skips or keeps without a message."""
+    """Numbers of tensors that load_state_dict(strict=False) silently ignores or does not fill."""
 
     skipped: int
     parameters: int
@@ -80,7 +80,7 @@ class DiffStrictFalse(TypedDict):
 
 @final
 class DiffFacts(TypedDict):
-    """The differences between two checkpoints, or a checkpoint and a model."""
+    """The differences between two checkpoints, or between a checkpoint and a model."""
 
     equal: bool
     values_compared: bool
@@ -104,7 +104,7 @@ class DigestFileWithout(TypedDict):
 
 @final
 class DigestFile(TypedDict):
-    """A file."""
+    """The digests of one file."""
 
     file: str
     format: str
@@ -114,7 +114,7 @@ class DigestFile(TypedDict):
 
 @final
 class DigestTensor(TypedDict):
-    """A tensor."""
+    """A tensor and its digest."""
 
     name: str
     dtype: str
@@ -123,7 +123,7 @@ class DigestTensor(TypedDict):
 
 @final
 class DoctorCause(TypedDict):
-    """A cause that prevents loading, or can prevent it."""
+    """A reason why loading fails or can fail."""
 
     code: str
     level: str
@@ -146,7 +146,7 @@ class DoctorFixed(TypedDict):
 
 @final
 class DoctorLost(TypedDict):
-    """An entry that could not be recovered."""
+    """An entry that ckptkit could not recover."""
 
     path: str
     what: str
@@ -154,7 +154,7 @@ class DoctorLost(TypedDict):
 
 @final
 class DoctorReport(TypedDict):
-    """The causes why a checkpoint does not load."""
+    """The reasons why a checkpoint does not load."""
 
     file: str
     model: str | None
@@ -206,7 +206,7 @@ class InspectTensor(TypedDict):
 
 @final
 class InspectQuantization(TypedDict):
-    """Quantization of the weight that this tensor belongs to."""
+    """A quantized weight, which consists of one or more stored tensors."""
 
     weight: str
     family: str
@@ -218,7 +218,7 @@ class InspectQuantization(TypedDict):
 
 @final
 class InspectValue(TypedDict):
-    """A scalar or string."""
+    """A number, string or other plain value."""
 
     path: str
     keys: list[str | int]
@@ -232,7 +232,7 @@ InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int]
 
 @final
 class InspectAdapter(TypedDict):
-    """An adapter of a model."""
+    """A LoRA adapter or another adapter of a model."""
 
     layout: str
     method: str
@@ -244,7 +244,7 @@ class InspectAdapter(TypedDict):
 
 @final
 class InspectPart(TypedDict):
-    """The rank or shard of a larger checkpoint that the file contains."""
+    """The rank or shard of a larger checkpoint that this file contains."""
 
     kind: str
     name: str
@@ -285,7 +285,7 @@ class ScanFilePrograms(TypedDict):
 
 @final
 class ScanFile(TypedDict):
-    """A file."""
+    """The result for one file."""
 
     file: str
     size: int
@@ -326,7 +326,7 @@ class ScanPickle(TypedDict):
 
 @final
 class ScanCall(TypedDict):
-    """A call that unpickling makes."""
+    """A call that loading the pickle makes."""
 
     name: str
     opcode: str
@@ -361,7 +361,7 @@ class StatsStatsHistogram(TypedDict):
 
 @final
 class StatsStats(TypedDict):
-    """A tensor, a group or a total."""
+    """Statistics of a tensor, of a group, or of all tensors of a kind."""
 
     name: str
     path: str | None
@@ -393,7 +393,7 @@ class StatsFactsSkipped(TypedDict):
 
 @final
 class StatsFacts(TypedDict):
-    """Statistics of values."""
+    """The statistics of the values of tensors."""
 
     file: str
     format: str
@@ -404,7 +404,7 @@ class StatsFacts(TypedDict):
 
 @final
 class VerifyFile(TypedDict):
-    """A file that ckptkit can read."""
+    """The result for one file."""
 
     file: str
     format: str | None
@@ -417,7 +417,7 @@ class VerifyFile(TypedDict):
 
 @final
 class VerifyFinding(TypedDict):
-    """One kind of damage."""
+    """A damage and the tensors that it affects."""
 
     part: str | None
     what: str
