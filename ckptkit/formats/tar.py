@@ -1,17 +1,22 @@
 """Read tar files strictly: refuse an archive that two readers could read differently.
 
-    per member: a header of 512 bytes, its data, zero padding to 512 bytes
-    at the end: 1,024 zeros or more
-    header: name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1] link[100]
-            magic[8] owner[32] group[32] device[16] prefix[155];
-            magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
-    numbers: octal digits; or 0x80 and a big-endian number (GNU)
-    type x: records "length key=value\\n" about the next member; g: about all later members
-    type L, K (GNU): the name, the link, of the next member, whose header has the first 100 bytes
+    member           a header of 512 bytes, then data, then zeros that fill the last block of 512
+    end of archive   1,024 zeros or more
+    header           name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1]
+                     link[100] magic[8] owner[32] group[32] device[16] prefix[155]
+    magic            "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
+    number           octal digits, or (GNU) 0x80 and a big-endian number
+    type x           a member that contains records "length key=value\\n" about the next member
+    type g           a member that contains records about all later members
+    type L (GNU)     a member that contains the full name of the next member
+    type K (GNU)     a member that contains the full link target of the next member
 
-torch uses Python's tarfile. There, a later member replaces an earlier one of the same name, a
-number ends at its first invalid digit, unknown fields are skipped, and the archive ends at the
-first zeros. Other readers differ in each of these points. ckptkit never unpacks an archive. It
+After a member of type L or K, the header of the next member contains only the first 100 bytes of
+the name or link target.
+
+torch uses Python's tarfile. In tarfile, a later member replaces an earlier member of the same name,
+and a number ends at its first invalid digit. tarfile skips unknown fields and stops at the first
+block of zeros. Other readers differ in each of these points. ckptkit never unpacks an archive. It
 ignores times, owners and modes, and does not follow links.
 """
 
@@ -38,11 +43,11 @@ BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
 _RECORDS = (b"x", b"g")
-_LONG = {b"L": b"path", b"K": b"linkpath"}  # GNU types, and the record key that replaces each
-_LARGE = 8**11  # the first size that the octal digits of a header cannot express
-_NAME = 100  # bytes of a name in a header
-_TAIL = 1 << 20  # bytes after the end; tar pads archives to records of 10 KiB
-# Keys of records that change neither the name nor the data.
+_LONG = {b"L": b"path", b"K": b"linkpath"}  # equivalent record key of each GNU type
+_LARGE = 8**11  # smallest size that the octal digits of a header cannot express
+_NAME = 100  # number of bytes of a name in a header
+_TAIL = 1 << 20  # maximum number of zeros at the end of an archive; tar writes up to 10 KiB
+# Record keys that change neither the name nor the data of a member.
 _GLOBAL_KEYS = frozenset(
     {b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"}
 )
@@ -50,7 +55,7 @@ _LOCAL_KEYS = _GLOBAL_KEYS | {b"path", b"size"}
 
 
 class TarMember(NamedTuple):
-    """One member; ``kind`` is file, folder or link; ``data`` is empty except for files."""
+    """One member. ``kind`` is file, folder or link. Only a file has data."""
 
     name: str
     kind: str
@@ -58,9 +63,10 @@ class TarMember(NamedTuple):
 
 
 class _TarHeader(NamedTuple):
-    """The fields of a header; ``name`` is the one in the fixed fields.
+    """The fields of a header. ``name`` is the name in the fixed fields.
 
-    ``long`` is "path" or "linkpath" if the member is GNU's long name or long link, else None.
+    If the member contains a long name (GNU type L), ``long`` is "path". If it contains a long link
+    target (type K), ``long`` is "linkpath". Otherwise, ``long`` is None.
     """
 
     name: bytes
@@ -71,9 +77,9 @@ class _TarHeader(NamedTuple):
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether Python's tarfile, which torch uses, accepts this head.
+    """Return whether Python's tarfile accepts `head` as the header of a tar file.
 
-    tarfile checks only the checksum.
+    torch uses tarfile, which compares only the checksum.
     """
     if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
         return False
@@ -83,7 +89,7 @@ def is_tar(head: bytes) -> bool:
 
 
 def lenient_number(field: bytes) -> int | None:
-    """Parse a number like tarfile; None if it is invalid."""
+    """Parse a number as tarfile does. Return None for an invalid number."""
     if field[0] in (0x80, 0xFF):
         negative = 256 ** (len(field) - 1) if field[0] == 0xFF else 0
         return int.from_bytes(field[1:], "big") - negative
@@ -94,7 +100,7 @@ def lenient_number(field: bytes) -> int | None:
 
 
 def first_name(source: ByteSource) -> bytes:
-    """Return the name in the header of the first member; leading record members are skipped."""
+    """Return the name in the header of the first member, except members of types x, g, L and K."""
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)
@@ -107,8 +113,8 @@ def first_name(source: ByteSource) -> bytes:
 def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMember]:
     """Return every member by name, in file order.
 
-    `here` removes a leading ``./`` from names, which ``tar -C FOLDER .`` writes. Raises
-    FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
+    If `here` is true, remove a leading ``./`` from names. ``tar -C FOLDER .`` writes such names.
+    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
     LimitError.
     """
     members: dict[str, TarMember] = {}
@@ -127,7 +133,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMemb
 
 
 def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
-    """Yield each member and its link target; then check the end of the archive."""
+    """Yield each member and its link target. Then check the end of the archive."""
     at = 0
     records: dict[bytes, bytes] = {}
     long: dict[bytes, bytes] = {}
@@ -202,7 +208,7 @@ def _number(field: bytes) -> int:
 
 
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
-    """Return the size of the data. A record may give the size only if it exceeds the header."""
+    """Return the size of the data. A record may contain a size only if the header cannot."""
     if (text := records.get(b"size")) is None:
         return header.size
     size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0
@@ -212,7 +218,7 @@ def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
 
 
 def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
-    """Parse records ``length key=value\\n``; ``length`` is the size of the record in bytes."""
+    """Parse records ``length key=value\\n``. ``length`` is the size of the record in bytes."""
     check("tar_records_bytes", data.length, "bytes of records about a tar member")
     text = data.read()
     found: dict[bytes, bytes] = {}
@@ -238,7 +244,7 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
 
 
 def _long(data: Range) -> bytes:
-    """Return the long name in the data of a member of type L or K."""
+    """Return the long name or link target in the data of a member of type L or K."""
     check("tar_records_bytes", data.length, "bytes of a long name in a tar file")
     text, end, rest = data.read().partition(b"\0")
     if len(text) < _NAME or not end or rest:
@@ -249,7 +255,10 @@ def _long(data: Range) -> bytes:
 def _with_long(
     header: _TarHeader, records: dict[bytes, bytes], long: dict[bytes, bytes]
 ) -> dict[bytes, bytes]:
-    """Return the records with GNU's long names, whose first bytes must equal the header's."""
+    """Return the records, with GNU's long names added.
+
+    Raises AmbiguousError unless each long name begins with the name in the header.
+    """
     short = {b"path": header.name, b"linkpath": header.link}
     if long and (records or any(text[:_NAME] != short[key] for key, text in long.items())):
         raise AmbiguousError(f"the tar member {shown(header.name)} has two names")
@@ -269,15 +278,15 @@ def _member(
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
     path, link = records.get(b"path", header.name), records.get(b"linkpath", header.link)
     name = _name(path, kind, here)
-    if header.name not in (b"", path[:_NAME]):  # readers that ignore records use this name
+    if header.name not in (b"", path[:_NAME]):  # readers that ignore records use the header's name
         _name(header.name, kind, here)
     return TarMember(name, kind, data), link.decode("latin-1") if kind == "link" else ""
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:
-    """Return the member's name as a string. Raises PathError if it leads out of the archive.
+    """Return the name of a member as a string. Raises PathError if it leads out of the archive.
 
-    torch looks up its records without a leading ``./``, so only `here` removes it.
+    A leading ``./`` is removed only if `here` is true, because torch does not remove it.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
@@ -296,7 +305,7 @@ def _name(name: bytes, kind: str, here: bool) -> str:
 
 
 def _check_end(source: ByteSource, at: int) -> None:
-    """Check that the archive ends with two or more blocks of zeros and nothing else."""
+    """Check that the archive ends with at least two blocks of zeros, and that no bytes follow."""
     tail = source.size - at
     if tail < 2 * BLOCK or tail % BLOCK:
         raise TruncatedError(

@@ -1,43 +1,47 @@
 """Read streams of pickles: torch.save before 1.6, torch.save before 0.1.2, and plain pickles.
 
-torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since) writes one flat stream:
+torch.save before 1.6 writes one flat stream. Later versions write it if
+`_use_new_zipfile_serialization` is False. (torch/serialization.py, `_legacy_load`.)
 
-    pickle: 0x1950A86A20F9469CFC6C         the magic number, a literal
-    pickle: 1001                           the protocol version
-    pickle: {'protocol_version', 'little_endian', 'type_sizes'}
-    pickle: the object; persistent ids ('storage', ...) and
-            ('module', class, source file, source code)
-    pickle: [storage key, ...]
-    per key, in that order: int64 numel, numel * itemsize bytes
+    pickle 1   0x1950A86A20F9469CFC6C, the magic number
+    pickle 2   1001, the protocol version
+    pickle 3   {'protocol_version', 'little_endian', 'type_sizes'}
+    pickle 4   the object. It contains persistent ids ('storage', ...) and
+               ('module', class, source file, source code).
+    pickle 5   [storage key, ...]
+    storages   for each key: int64 number of elements, bytes of the elements
 
-There is no alignment and no checksum. Integers and elements are little-endian on every host. The
-offsets of storages are known only after the last pickle, so a storage is located when its bytes are
-needed. (torch/serialization.py, `_legacy_load`.)
+The stream has no alignment and no checksums. Integers and elements are little-endian on every host.
+The offsets of storages are known only after the last pickle. Therefore ckptkit locates a storage
+when its bytes are needed.
 
 torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/serialization.py,
 `legacy_load`.)
 
-    sys_info   pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
-    pickle     pickle: the object; persistent ids are keys of tensors and storages, as strings or
-               integers, and (class, source file, source code)
-    tensors    pickle: number of tensors; for each a pickle: (key, key of its storage, class), then
-               int32 dimensions, 4 unused bytes, int64 sizes, int64 strides, int64 offset in
-               elements
-    storages   pickle: number of storages; for each a pickle: (key, location, class), then int64
-               elements, their bytes;
-               pickle: [(key of the view, key of its root, offset in elements, elements), ...]
+    sys_info   a pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
+    pickle     a pickle of the object. A persistent id is the key of a tensor or storage (a string
+               or integer), or (class, source file, source code).
+    tensors    a pickle of the number of tensors. For each tensor follow:
+               - a pickle: (key, key of its storage, class)
+               - int32 number of dimensions, 4 unused bytes
+               - int64 sizes, int64 strides, int64 offset in elements
+    storages   a pickle of the number of storages. For each storage follow:
+               - a pickle: (key, location, class)
+               - int64 number of elements, bytes of the elements
+               The last pickle lists views of storages:
+               [(key of the view, key of the storage, offset in elements, elements), ...]
 
-Everything is little-endian, without alignment and without checksums. Keys are memory addresses. An
-empty tensor has the storage None. torch 2.13 still reads such files, though not with
-`weights_only`: it unpacks them into a folder first.
+All numbers are little-endian. The records have no alignment and no checksums. Keys are memory
+addresses. The storage of an empty tensor is None. torch 2.13 still reads such files, but not with
+`weights_only`. It unpacks them into a folder first.
 
-A plain pickle contains numpy arrays, or tensors and modules of ``pickle.dump``. It is one pickle of
-protocol 0 to 5 that fills the file. Protocols 2 and later begin with 0x80 and their number. Earlier
-protocols have no signature. A file is read as one if it ends with STOP (".") and the pickle machine
-runs it. Arrays of any size stay in the file.
+A plain pickle contains numpy arrays, or tensors and modules that ``pickle.dump`` stored. The file
+is one pickle of protocol 0 to 5. Protocols 2 and later begin with 0x80 and the protocol number.
+Earlier protocols have no signature. ckptkit reads such a file as a pickle if it ends with STOP
+(".") and can be unpickled. Arrays of any size stay in the file.
 
-pickle.dump stores each torch storage as a call of ``torch.storage._load_from_bytes``. Its argument
-is a torch.save file, a legacy stream whose object is the storage. (torch/storage.py,
+pickle.dump stores each torch storage as a call of ``torch.storage._load_from_bytes``. The argument
+is a torch.save file: a legacy stream whose object is the storage. (torch/storage.py,
 `TypedStorage.__reduce__`)
 """
 
@@ -79,8 +83,8 @@ from ckptkit.pickles.values import Unpickled, unpickle
 
 PROTOCOL_VERSION = 1001
 
-# The magic number in protocols 0 to 5: LONG1, or the decimal LONG of protocols 0 and 1, optionally
-# in a frame.
+# Pattern for a pickle of the magic number in protocols 0 to 5. Protocols 0 and 1 store the number
+# with the opcode LONG in decimal, later protocols with LONG1. A FRAME may precede the opcode.
 _BINARY = MAGIC_NUMBER.to_bytes(10, "little")
 _DECIMAL = str(MAGIC_NUMBER).encode()
 _MAGIC = (
@@ -102,7 +106,8 @@ def read(probe: Probe) -> Checkpoint:
 def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     """Parse the checkpoint of a stream.
 
-    If `lost` is given, damaged storages do not raise; they are added to it by key, with the reason.
+    If `lost` is given, a damaged storage raises no error. Instead, `lost` gets the reason, under
+    the key of the storage.
     """
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
@@ -146,17 +151,17 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
 
 @dataclass(slots=True)
 class _StoragePlaces:
-    """The storages of a stream, by key; filled while the stream is read."""
+    """The storages of a stream, by key. `parse` fills the dicts while it reads the stream."""
 
     lengths: dict[str, int] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)
-    following: dict[str, str] = field(default_factory=dict)  # the key of the next storage
+    following: dict[str, str] = field(default_factory=dict)  # key of the next storage in the file
 
 
 @dataclass(frozen=True, slots=True)
 class _LegacyRecord:
-    """The bytes of a storage; their place is known after the whole stream has been read."""
+    """The bytes of a storage. Their location is known only after all pickles have been read."""
 
     places: _StoragePlaces
     key: str
@@ -172,7 +177,7 @@ class _LegacyRecord:
 def _bind(
     source: ByteSource, places: _StoragePlaces, keys: Unpickled, lost: dict[str, str] | None
 ) -> int:
-    """Locate every storage after the list of keys; return the offset after the last one."""
+    """Locate every storage after the list of keys. Return the offset after the last storage."""
     if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
         raise FormatError("the list of storage keys is not a list of strings")
     if len(set(keys.root)) != len(keys.root):
@@ -194,7 +199,7 @@ def _bind(
                     hint="download or copy it again",
                 )
             place = places.ranges[key] = Range(source, at + 8, length)
-            if not source.remote:  # a remote storage is checked later, to save requests
+            if not source.remote:  # for a remote file, `locate` checks the count
                 _check_count(place, key, places.itemsizes[key])
         except FormatError as error:
             if lost is None:
@@ -205,20 +210,21 @@ def _bind(
 
 
 def _check_count(place: Range, key: str, itemsize: int) -> None:
-    """Raise CorruptError unless the element count before a storage matches its tensors."""
+    """Raise CorruptError unless the element count before a storage matches the pickle."""
     (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
     if numel * itemsize != place.length:
         raise CorruptError(
-            f"storage {key!r} has {numel} elements, its tensors need {place.length // itemsize}"
+            f"storage {key!r} has {numel} elements, but its tensors need {place.length // itemsize}"
         )
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
-    """Recover each storage whose element count and the next storage's element count are right.
+    """Recover each storage that is between two correct element counts.
 
-    The format has no checksums. If a count is wrong, bytes before the count may be missing or
-    shifted. With `unverified`, only the storage's own count must be right. Raises CorruptError if
-    one of the pickles, which precede the storages, is damaged.
+    The format has no checksums. The element count before a storage, and the element count of the
+    next storage, must be right. If a count is wrong, bytes before it may be missing or shifted. If
+    `unverified` is true, only the count before the storage must be right. Raises CorruptError if
+    one of the pickles before the storages is damaged.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -238,10 +244,10 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
 
 def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -> str | None:
-    """Return why a storage is or may be lost; None if there is no evidence of damage.
+    """Return why a storage is or may be lost, or None if nothing suggests damage.
 
-    `zeros` is the offset of the zeros that end the file; None requires only the storage's own
-    count.
+    `zeros` is the offset at which the zeros at the end of the file begin. If it is None, check only
+    the element count before the storage.
     """
     record = storage.record
     if not isinstance(record, _LegacyRecord):
@@ -264,12 +270,12 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -
             else f"{place.source.size - end:,} extra bytes follow it"
         )
     if following in reasons:
-        return f"it may be shifted: the next storage is at the wrong place ({reasons[following]})"
+        return f"it may be shifted: the next storage is at the wrong offset ({reasons[following]})"
     return None
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors; "" if the pickles cannot be read."""
+    """Return the command that may recover tensors, or "" if the pickles cannot be read."""
     if not matches(probe):
         return ""
     try:
@@ -280,7 +286,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the five pickles of a stream; the bytes of storages follow them."""
+    """Yield the five pickles of a stream. The bytes after the pickles are storages."""
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
@@ -291,11 +297,11 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
-_OPTIONAL = RECORDS[:1]  # torch does not read it
+_OPTIONAL = RECORDS[:1]  # torch does not read sys_info
 
 
 def matches_tar(probe: Probe) -> bool:
-    """Return whether a file is a tar file. torch.load also accepts every tar file."""
+    """Return whether a file is a tar file. torch.load takes every tar file for this format."""
     return is_tar(probe.head)
 
 
@@ -306,11 +312,11 @@ def is_archive(probe: Probe) -> bool:
     try:
         return first_name(probe.source) not in (b"", *map(str.encode, RECORDS))
     except CkptkitError:
-        return False  # `read` raises it
+        return False  # `read` raises the error
 
 
 def read_tar(probe: Probe) -> Checkpoint:
-    """Read the object in the record `pickle`, whose tensors are in the other records."""
+    """Read the object in the record `pickle`, and its tensors in the other records."""
     source = probe.source
     streams = {
         name: _TarRecord(source, member) for name, member in _records(read_members(source)).items()
@@ -331,7 +337,11 @@ def read_tar(probe: Probe) -> Checkpoint:
 
 
 def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
-    """Return the four records. Raises if one is missing, and if there is another member."""
+    """Return the records by name.
+
+    Raises CorruptError if a required record is missing. Raises AmbiguousError if the file has other
+    members. Raises PathError if a record is a folder or a link.
+    """
     for name in RECORDS:
         if name not in members and name not in _OPTIONAL:
             raise CorruptError(f"the tar file lacks the record {name!r}")
@@ -346,7 +356,7 @@ def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
 
 
 class _TarRecord:
-    """Reads a record from start to end: pickles, numbers and bytes alternate."""
+    """A reader of one record, from start to end. Pickles, numbers and bytes alternate."""
 
     def __init__(self, source: ByteSource, member: TarMember) -> None:
         self.source = source
@@ -376,7 +386,7 @@ class _TarRecord:
         return packed.unpack(self.bytes(packed.size).read())
 
     def count(self) -> int:
-        """Read the number of entries that follow; each takes at least a byte."""
+        """Read the number of entries that follow. Each entry takes at least one byte."""
         count = self.pickle().root
         if type(count) is not int or count < 0:
             raise FormatError(f"the record {self.name!r} has no valid number of entries")
@@ -402,9 +412,9 @@ class _TarRecord:
 
 
 class _TarTable:
-    """The tensors and storages that persistent ids refer to, by key.
+    """The tensors and storages to which persistent ids refer, by key.
 
-    Integer keys become strings, because a file could choose integers with colliding hashes.
+    Integer keys become strings, because a hostile file could contain integers with equal hashes.
     """
 
     def __init__(self) -> None:
@@ -462,7 +472,7 @@ class _TarTable:
             self.tensors[self._new(key)] = strided(typed, typed.dtype, view)[0]
 
     def load(self, pid: Node) -> Node:
-        """Return the object that a persistent id refers to."""
+        """Return the object to which a persistent id refers."""
         if isinstance(pid, tuple) and len(pid) == 3:
             return self.sources.load(pid[0], pid[2])
         key = _decimal(pid)
@@ -477,7 +487,7 @@ class _TarTable:
     def warnings(self) -> tuple[str, ...]:
         unused = self.tensors.keys() - self.used
         unread = (
-            (f"nothing refers to {len(unused):,} of its tensors, which are not copied",)
+            (f"nothing refers to {len(unused):,} of its tensors; ckptkit does not copy them",)
             if unused
             else ()
         )
@@ -510,7 +520,7 @@ def _decimal(node: Node) -> str:
 
 
 def _nothing(made: Node) -> TypedStorage:
-    """Return an empty storage for a tensor that has none, with the dtype of its class."""
+    """Return an empty storage for a tensor without a storage. The dtype is that of its class."""
     name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
     dtype: DType | None = BY_STORAGE.get(name)
     return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
@@ -519,7 +529,7 @@ def _nothing(made: Node) -> TypedStorage:
 def pickles_of_tar(probe: Probe) -> Iterator[Found] | None:
     """Yield the pickles of the records and of any other member.
 
-    In two of the records, numbers follow each pickle.
+    In the records `tensors` and `storages`, numbers follow each pickle.
     """
     if not matches_tar(probe):
         return None
@@ -539,7 +549,8 @@ def _tar_pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[
 # Plain pickles
 
 
-TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that the machine runs to recognize it
+# Maximum size of a file that ckptkit unpickles to recognize a pickle of protocol 0 or 1.
+TEXT_LIMIT = 64 << 20
 _FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that can begin a pickle of protocol 0 or 1
 
 
@@ -572,9 +583,9 @@ def read_pickle(probe: Probe) -> Checkpoint:
         if _is_pickle(source, pickled.stop):
             raise AmbiguousError(
                 f"contains several pickles: {follow} that pickle.load reads",
-                hint="if you trust it, read each with pickle.load and save it in its own file",
+                hint="if you trust it, read each pickle with pickle.load and save it separately",
             )
-        raise AmbiguousError(f"{follow}; other readers may interpret them")
+        raise AmbiguousError(f"{follow}; other readers may read these bytes")
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
     return Checkpoint(
         pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
@@ -593,15 +604,15 @@ def _is_pickle(source: ByteSource, start: int) -> bool:
 
 
 class _Stored:
-    """The storages of one plain pickle, each of which is a torch.save file inside it."""
+    """The storages in one plain pickle. Each storage is a torch.save file inside the pickle."""
 
     def __init__(self) -> None:
         self.globals: dict[Global, None] = {}
 
     def load(self, made: Global, args: tuple[Node, ...]) -> Node:
-        """Return the storage that `_load_from_bytes` would return.
+        """Return the storage that torch's `_load_from_bytes` would return.
 
-        If the file contains another object, return the call itself.
+        If the argument is not a torch.save file of a storage, return the call as an Object.
         """
         inner = _inner(args[0]) if len(args) == 1 else None
         if inner is None or not matches(Probe(inner)):
@@ -614,7 +625,7 @@ class _Stored:
 
 
 def _inner(data: Node) -> ByteSource | None:
-    """Return a byte string of a pickle as a source; None for other values."""
+    """Return a byte string in a pickle as a source. Return None for other values."""
     if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
         return Section(*data.extent)
     return Memory(data, "a storage") if isinstance(data, bytes) else None
@@ -642,7 +653,7 @@ def _unpickled_file(probe: Probe, stored: _Stored) -> Unpickled:
 
 
 def plain_pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the single pickle; the scanner reports bytes after it."""
+    """Yield the single pickle. The scanner reports bytes after the pickle."""
     return (
         iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
         if matches_pickle(probe)

@@ -1,41 +1,42 @@
-"""torch.save since 1.6: a zip archive of stored records under one top folder.
+"""Read, write and edit files of torch.save since 1.6: zip archives of stored records.
 
-    <top>/data.pkl               pickle; persistent ids ('storage', class, key, location, numel)
+    <top>/data.pkl               a pickle. It contains persistent ids
+                                 ('storage', class, key, location, numel).
     <top>/data/<key>             the bytes of one storage
-    <top>/version                a number, 1 to 10 ("3\\n")
-    <top>/byteorder              "little" or "big"; if missing, little
+    <top>/version                a number from 1 to 10 ("3\\n")
+    <top>/byteorder              "little" or "big" (default: little)
     <top>/.format_version, .storage_alignment, .data/serialization_id
-                                 since about 2.7; not needed to read
-    <top>/.data/ckptkit.json     ckptkit's own: {"version": 1, "metadata": {string: string}}
+                                 written since about torch 2.7; not needed to read the file
+    <top>/.data/ckptkit.json     written by ckptkit: {"version": 1, "metadata": {string: string}}
 
 <top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
 caffe2/serialize.)
 
-Every torch since 1.6 reads the files that ckptkit writes; 2.1 and later memory-map them. <top> is
-``archive``. The records are data.pkl, byteorder, the storages in pickle order, version, and
-ckptkit's own record. There is no .format_version: it would make torch compute the offsets of the
-storages instead of looking them up. A storage keeps the checksum of its source.
+Every torch since 1.6 reads the files that ckptkit writes. torch 2.1 and later can memory-map them.
+<top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in pickle order, version, and
+ckptkit.json. It does not write .format_version: with this record, torch would compute the offsets
+of storages instead of looking them up. A copied storage keeps its checksum.
 
-torch ignores ckptkit's own record. It contains the metadata of a checkpoint: the strings that
-safetensors stores besides tensors, and the source code in legacy streams.
+torch ignores ckptkit.json. This record contains the metadata of a checkpoint: the strings in the
+``__metadata__`` of a safetensors file, and the source code in a legacy stream.
 
-An edit in place writes a new pickle and a new directory; no storage moves:
+An in-place edit writes a new pickle and a new directory, and moves no storage:
 
-    old members                   the replaced record is renamed from ``data.pkl`` to ``data.old``
+    old members                   the old ``data.pkl`` is renamed to ``data.old``
     new data.pkl                  at the offset of the old directory
-    directory                     the old entries in their order, then the new one
-    ends
+    directory                     the old entries in their order, then the new entry
+    end records
 
-If the record to replace is already the last one, as after such an edit, the new record overwrites
-it. The old name has equal length. It stays in the directory, because readers refuse members that
-the directory does not list. So does a storage that nothing refers to any more. ``.format_version``
-is renamed, too, because it would make torch compute the offsets of the storages from the pickle.
-(torch/serialization.py, `_get_offset`. Every torch since 1.6 loads the result, memory-mapped or
-not.)
+If the old data.pkl is the last member, for example after an earlier edit, the new data.pkl
+overwrites it. Otherwise, the old data.pkl stays in the directory under a name of equal length,
+because readers refuse members that the directory does not list. For the same reason, a storage that
+is no longer used stays in the directory. ``.format_version`` is renamed too, because it would make
+torch compute the offsets of storages from the pickle. Every torch since 1.6 loads the result,
+memory-mapped or not. (torch/serialization.py, `_get_offset`.)
 
-An unpacked archive is a folder with the records as files, without checksums. People keep such
-folders under version control, or unpack an archive with unzip. The input is the folder or its
-data.pkl. An unpacked TorchScript archive (constants.pkl) is not read.
+An unpacked archive is a folder that contains the records as files, without checksums. People keep
+such folders under version control, or unpack an archive with unzip. The input is the folder or its
+data.pkl. ckptkit does not read an unpacked TorchScript archive (constants.pkl).
 """
 
 from __future__ import annotations
@@ -89,12 +90,12 @@ from ckptkit.pickles.values import Unpickled, unpickle
 from ckptkit.pickles.writer import write_pickle
 
 VERSIONS = range(1, 11)
-METADATA = ".data/ckptkit.json"  # the name of ckptkit's own record
-_FRAMEWORK = "format"  # the hub's key for the framework; not written to torch files
+METADATA = ".data/ckptkit.json"  # name of the record that only ckptkit writes
+_FRAMEWORK = "format"  # metadata key of safetensors for the framework; not written to torch files
 ALIGNMENTS = range(1, 1 << 16 | 1)
 _CONTROL_BYTES = 64  # maximum size of version, byteorder and similar records
-# A remote pickle of at most this many bytes is read once and kept; a larger one is read twice,
-# first for its checksum.
+# Maximum size of a remote pickle that is read once and kept in memory. A larger pickle is read
+# twice, the first time to verify its checksum.
 _READ_ONCE = 32 << 20
 _VERSION_RECORDS = ("version", ".data/version")
 KNOWN = (
@@ -107,7 +108,7 @@ def read(probe: Probe) -> Checkpoint:
     """Read the pickle and locate the storages.
 
     Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and the errors
-    of the pickle machine.
+    of `unpickle`.
     """
     directory = probe.zip
     assert directory is not None
@@ -128,7 +129,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 class Archive:
-    """An opened archive: its control records, and its pickles with their storages."""
+    """An opened archive. Reads its control records, its pickles and their storages."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
@@ -136,12 +137,12 @@ class Archive:
         self.big_endian = False
         self._unsummed = 0  # number of storages without a checksum
         self._used: set[str] = set()
-        self._keys: list[tuple[str, list[str]]] = []  # folders, and the keys used in each
+        self._keys: list[tuple[str, list[str]]] = []  # each folder, and the storage keys used in it
 
     def check(self) -> list[str]:
-        """Check the control records and that one folder contains all records; return warnings.
+        """Check the control records. Check that all records are in one top folder.
 
-        Raises AmbiguousError, FormatError, UnsupportedError.
+        Return warnings. Raises AmbiguousError, FormatError, UnsupportedError.
         """
         for name in self.directory.entries:
             if not name.startswith(self.folder):
@@ -173,7 +174,7 @@ class Archive:
             )
         versions = {numbers[name] for name in _VERSION_RECORDS if name in numbers}
         if not versions:
-            what = "it has no version record: torch refuses it; a copy that ckptkit writes has one"
+            what = "it has no version record: torch refuses it; ckptkit adds this record to a copy"
             return [Notice(NO_VERSION, what)]
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
@@ -185,9 +186,9 @@ class Archive:
         return []
 
     def unpickle(self, name: str) -> Unpickled:
-        """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+        """Read the pickle ``<name>.pkl``. Its storages are in the folder ``<name>``.
 
-        Raises CorruptError, AmbiguousError, and the errors of the pickle machine.
+        Raises CorruptError, AmbiguousError, and the errors of `unpickle`.
         """
         record = f"{self.folder}{name}.pkl"
         if record not in self.directory:
@@ -226,24 +227,24 @@ class Archive:
         return Storage(record, location, crc, self.big_endian)
 
     def storage(self, name: str, location: str) -> Storage:
-        """Return the storage in the record `name`, which must exist."""
+        """Return the storage in the record `name`. The record must exist."""
         self._used.add(name)
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
-        """Return a warning if opened storages have no checksum."""
+        """Return a warning if some of the opened storages have no checksum."""
         count = self._unsummed
         what = f"{count:,} of its storages have no checksum: ckptkit cannot detect damage in them"
         return [Notice(NO_CHECKSUM, what, storages=count)] if count else []
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """Return a warning about records that are neither opened storages nor in `known`."""
+        """Return a warning about records that are not opened storages and not listed in `known`."""
         left = self.directory.entries.keys() - self._used
         left.difference_update([self.folder + name for name in known])
         for folder, keys in self._keys:
-            # one name at a time, because there may be hundreds of thousands
+            # There may be hundreds of thousands of names. `map` creates one name at a time.
             left.difference_update(map(folder.__add__, keys))
         unused = [
             name
@@ -253,7 +254,9 @@ class Archive:
         if not unused:
             return []
         names = some(map(shown, unused))
-        return [f"nothing refers to {len(unused):,} of its records, which are not copied: {names}"]
+        return [
+            f"nothing refers to {len(unused):,} of its records; ckptkit does not copy them: {names}"
+        ]
 
 
 # Writing
@@ -264,9 +267,9 @@ _UNTYPED = storage_class(None)
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a file with the whole tree and the storages that it refers to.
+    """Plan a file with the complete tree and its storages.
 
-    Raises the errors of the pickle writer, and TensorError if torch cannot read a storage back.
+    Raises the errors of the pickle writer. Raises TensorError if torch could not load a storage.
     """
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
@@ -285,11 +288,11 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 class Numbering:
-    """Assign keys to storages in the order in which the pickle refers to them."""
+    """A numbering of storages, in the order in which the pickle refers to them."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        # by storage: the dtype in its persistent ids, None if it is untyped
+        # The dtype in the persistent ids of each storage; None for an untyped storage.
         self.dtypes: list[DType | None] = []
         self.tensors = 0  # number of tensors in the pickle
         self._numbers: dict[Storage, int] = {}
@@ -317,20 +320,22 @@ class Numbering:
             )
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
             raise UnsupportedError(
-                "a value is part of a storage, which torch cannot save since 0.4"
+                "cannot write a view of a storage: torch.save supports only complete storages "
+                "since 0.4"
             )
         return "storage", made, self.key(number), storage.device, numel
 
     def key(self, number: int) -> str:
-        """Return the name of a storage's record in its folder."""
+        """Return the key of a storage: the name of its record in the folder ``data``."""
         return str(number)
 
     def members(self) -> tuple[bool, list[ZipMember]]:
-        """Return the records of the storages, and whether they are big-endian.
+        """Return whether the output is big-endian, and the records of the storages.
 
-        If every storage with a byte order is big-endian, all stay so.
+        If all storages are big-endian, the output is big-endian, and no bytes are swapped. Storages
+        without a byte order (such as uint8) do not count.
         """
-        # Bytes to swap as one unit: 1 if the elements have no byte order, 0 if it is unknown.
+        # Number of bytes to swap as one unit. 1: the elements have no byte order. 0: unknown.
         kinds = zip(self.storages, self.dtypes, strict=True)
         known = [(each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds]
         units = [component if nbytes else 1 for nbytes, component in known]
@@ -343,24 +348,25 @@ class Numbering:
             if storage.big_endian and not big_endian and unit != 1:
                 if not unit:
                     raise UnsupportedError(
-                        "a storage of unknown element type is big-endian among little-endian ones"
+                        "a storage of unknown element type is big-endian, but other storages are "
+                        "little-endian"
                     )
                 extent, crc = Derived(Swap(unit), (extent,), storage.nbytes), None
             made.append(ZipMember(f"{TOP}/data/{self.key(number)}", extent, crc))
         return big_endian, made
 
 
-# ckptkit's own record
+# The record ckptkit.json
 
 
 def _metadata_record(metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of the record for `metadata`, which may be empty."""
+    """Return the bytes of ckptkit.json for `metadata`. `metadata` may be empty."""
     texts = {key: text for key, text in metadata.items() if key != _FRAMEWORK}
     return dump({"version": 1, "metadata": texts}).encode("utf-8", "replace")
 
 
 def parse_metadata(data: bytes) -> dict[str, str]:
-    """Parse the metadata of ckptkit's own record. Raises FormatError."""
+    """Return the metadata in the bytes of ckptkit.json. Raises FormatError."""
     parsed = strict_json.parse(data, METADATA)
     texts = (
         parsed.get("metadata") if isinstance(parsed, dict) and parsed.get("version") == 1 else None
@@ -373,15 +379,16 @@ def parse_metadata(data: bytes) -> dict[str, str]:
 # Editing in place
 
 
-# The lengths of name, extra fields and comment, at byte 28 of a directory entry.
+# Reads the lengths of name, extra fields and comment, at byte 28 of a directory entry.
 _LENGTHS = struct.Struct("<HHH").unpack_from
-_NAME, _LOCAL_NAME = 46, 30  # offset of the name in a directory entry and in a local header
+_NAME, _LOCAL_NAME = 46, 30  # offsets of the name in a directory entry and in a local header
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
-    """Plan an edit in place from `before` to `after`; None if a storage is outside that file.
+    """Plan an in-place edit that turns the file of `before` into `after`.
 
-    Raises the errors of the pickle writer.
+    Return None if the bytes of a storage of `after` are not in the file. Raises the errors of the
+    pickle writer.
     """
     if not isinstance(before.source, LocalFile):
         return None
@@ -407,7 +414,7 @@ class _ElsewhereError(Exception):
 
 
 class _Keys(Numbering):
-    """Assigns to each storage the key that it already has in the archive."""
+    """A Numbering that gives each storage the key of its record in the archive."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         super().__init__()
@@ -433,14 +440,14 @@ class _Keys(Numbering):
 def _patched(
     source: LocalFile, directory: ZipDirectory, new: dict[str, bytes], notes: tuple[str, ...]
 ) -> Patch | None:
-    """Plan new records and a new directory; None if no unused name is left for an old record.
+    """Plan new records and a new directory. Return None if no name is free for an old record.
 
-    Readers refuse the file until the edit is complete: the end record is overwritten first, and its
-    signature is written last.
+    The edit first overwrites the end record with zeros, and writes the signature of the new end
+    record last. Therefore readers refuse the file until the edit is complete.
     """
     start, at = directory.start, 0
     data = source.read(start, source.size - start)
-    entries: dict[str, bytes] = {}  # by name: the entries of the new directory
+    entries: dict[str, bytes] = {}  # entries of the new directory, by name
     for name in directory.entries:
         end = at + _NAME + sum(_LENGTHS(data, at + 28))
         entries[name] = data[at:end]
@@ -448,13 +455,14 @@ def _patched(
     _, rows = read_rows(data[:at], len(entries), start)
     headers = {name: row[0] for name, row in zip(entries, rows, strict=True)}
     breaks = Edit(start + at, bytes(source.size - start - at))
-    # Replaced records at the end of the file are overwritten.
+    # Overwrite the replaced records that are at the end of the file.
     by_offset = sorted(entries, key=headers.__getitem__)
     while len(by_offset) > 1 and by_offset[-1] in new:
         name = by_offset.pop()
         start = headers[name]
         del entries[name]
-    # Replaced records elsewhere get an unused name of equal length, in directory and local header.
+    # Rename all other replaced records to unused names of equal length, in the directory and in the
+    # local headers.
     taken = {each.lower() for each in headers}
     renamed: list[Edit] = []
     for name in (*new, f"{directory.top}/.format_version"):
@@ -496,7 +504,7 @@ def matches_unpacked(probe: Probe) -> bool:
 
 
 def _folder(probe: Probe) -> Folder | None:
-    """Return the folder of an unpacked archive, None if records are missing."""
+    """Return the folder of an unpacked archive, or None if required records are missing."""
     if probe.is_folder:
         folder = probe.folder
     elif basename(probe.name) == _PICKLE and (place := probe.source.folder_and_name()) is not None:
@@ -508,7 +516,7 @@ def _folder(probe: Probe) -> Folder | None:
 
 
 def read_unpacked(probe: Probe) -> Checkpoint:
-    """Read the tree of data.pkl and the files beside it. Raises the errors of torch-zip."""
+    """Read the tree of data.pkl, and the storages beside it. Raises the errors of `read`."""
     folder = _folder(probe)
     assert folder is not None
     inside = frozenset(folder.folders())

@@ -1,20 +1,23 @@
 """Recover a damaged torch zip archive: every tensor whose bytes match a checksum in the file.
 
-The CRC-32 of a member is in its directory entry, and in its local header or in the data descriptor
-after its bytes. If the directory entry exists, it decides. A member is lost if it has no stored CRC
-or another CRC: missing or inserted bytes shift everything after them, and only the checksum reveals
-that. data.pkl gives the length of each storage. The same rule verifies data.pkl.
+The CRC-32 of a member is in its directory entry. It is also in the local header, or in the data
+descriptor after the bytes. If the directory entry exists, its CRC decides. A member is lost if the
+file contains no CRC for it, or if its bytes do not match the CRC. Missing or inserted bytes shift
+all bytes after them, and only a checksum reveals this shift. data.pkl contains the length of each
+storage. data.pkl itself must match its checksum, too.
 
-A file without any checksums (all CRCs are 0) keeps a member if its header, name and end are at the
-right place, and the member after it is the one that was written next.
+In a file without any checksums (all CRCs are 0), a member is kept under these conditions: its
+header, its name and its end are at the right place, and the next member is the one that torch.save
+wrote next.
 
-A file that overwrote an older, longer file may contain members of both. The directory proves which
-members belong together. Without the directory, torch's serialization id proves it, because it
-hashes all CRCs. Without both, a warning names the tensors that may belong to the older file.
+If a save overwrote an older, longer file, the file may contain members of two saves. The directory
+proves which members belong together. Without the directory, torch's serialization id proves it,
+because this id is a hash of all CRCs. If both are missing, a warning names the tensors that may
+belong to the older file.
 
 The strict reader (:mod:`zip_reader`) refuses a file whose headers and directory disagree. Recovery
-does not require agreement: it searches the file for local headers and for the directory entries
-that are left. Their fields are claims, which are compared with the bytes.
+accepts such files. It searches the file for local headers and for the remaining directory entries,
+and compares their fields with the bytes of the members.
 """
 
 from __future__ import annotations
@@ -53,30 +56,35 @@ _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
 _DESCRIBED, _ENCRYPTED = 0x0008, 0x2041
 _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
-_TAIL = 16 << 20  # number of bytes to search at each end of the file for a header or entry
-_REACH = 2 * LIMITS.name_bytes  # maximum bytes of a header with its name and extra fields
-_GAP = 4 << 10  # bytes without an entry that mark the start of a directory
+_TAIL = 16 << 20  # number of bytes at each end of the file in which to search headers and entries
+_REACH = 2 * LIMITS.name_bytes  # maximum size of a header with its name and extra fields
+_GAP = 4 << 10  # minimum number of bytes without an entry before the start of a directory
 _TRIES = 4  # maximum number of headers to examine for each name
-_READS = 4  # the bytes read for checksums are at most this many times the file
+_READS = 4  # maximum number of bytes to read for checksums, in multiples of the file size
 _SMALL = 1 << 20  # maximum size of a record to read at once
-# Evidence for a storage. LISTED: a CRC-32 in the zip directory. SUMMED: a CRC-32 in the header of
-# the member. FRAMED: the file has no checksums, and the position matches.
+# Evidence that a storage is intact or lost:
+# - LISTED: the bytes match a CRC-32 in the zip directory.
+# - SUMMED: the bytes match a CRC-32 in the local header or data descriptor.
+# - FRAMED: the file has no checksums, and the record is at the right place.
+# - UNPROVEN: the storage cannot be verified.
+# - DAMAGED: the storage is lost.
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
-Verdict = tuple[str, Extent | None, str]  # evidence, place of the bytes, reason of the loss
+Verdict = tuple[str, Extent | None, str]  # the evidence, the bytes, and the reason of a loss
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
-    """Recover every intact tensor; with `unverified`, also those that cannot be verified.
+    """Recover every intact tensor of a zip file. Return None if the file is not a zip file.
 
-    Return None if the file is not a zip file. Raises CorruptError if the pickle, which contains
-    names and shapes, is damaged, UnsupportedError if torch.save did not write the archive.
+    If `unverified` is true, also recover tensors that cannot be verified. Raises CorruptError if
+    the pickle is damaged, because it contains the names and shapes. Raises UnsupportedError if
+    torch.save did not write the archive.
     """
     return _DamagedArchive(probe.source, unverified).recover() if _is_zip(probe) else None
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors; "" if the pickle cannot be read."""
+    """Return the command that may recover tensors, or "" if the pickle cannot be read."""
     if not _is_zip(probe):
         return ""
     for command in (RECOVER, UNVERIFIED):
@@ -91,7 +99,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def _is_zip(probe: Probe) -> bool:
-    """Return whether a file is a zip file, perhaps after bytes that match no format."""
+    """Return whether a file is a zip file. Damaged bytes may precede the first zip member."""
     if probe.is_folder or probe.head.startswith(MAGIC):
         return not probe.is_folder
     claimed = any(format.matches(probe) for format in table.FORMATS)
@@ -99,23 +107,23 @@ def _is_zip(probe: Probe) -> bool:
 
 
 class Claim(NamedTuple):
-    """A local header or a directory entry, and its statements about the member."""
+    """The fields of a local header or directory entry. The fields may be wrong."""
 
     name: str
     at: int  # offset of the header or entry
-    stop: int  # its end: the start of the member's bytes, or of the next entry
-    header: int  # offset of the local header
+    stop: int  # end of the header or entry
+    header: int  # offset of the member's local header
     method: int
-    stored: int | None  # bytes in the file, None if a descriptor contains the number
+    stored: int | None  # number of bytes in the file; None if only a data descriptor contains it
     size: int | None
     crc: int | None
     is_entry: bool
 
 
 def _claim(window: HeaderWindow, at: int, magic: bytes) -> Claim | None:
-    """Return the header or entry that begins with `magic` at `at`, None if it is invalid.
+    """Return the header or entry that begins with `magic` at `at`, or None if it is invalid.
 
-    Its extra fields may be truncated.
+    A header with truncated extra fields is accepted.
     """
     layout = _CENTRAL if magic == _ENTRY else _LOCAL
     fixed = window.read(at, layout.size)
@@ -135,7 +143,7 @@ def _claim(window: HeaderWindow, at: int, magic: bytes) -> Claim | None:
     stop = at + layout.size + n + x + comment
     if magic == MAGIC and flags & _DESCRIBED:
         return Claim(name, at, stop, header, method, None, None, None, False)
-    wide: list[int] = []  # values of the zip64 field
+    wide: list[int] = []  # numbers in the zip64 field
     field = n
     while field + 4 <= len(raw):
         kind, length = struct.unpack_from("<HH", raw, field)
@@ -158,8 +166,8 @@ def _search(
 ) -> Iterator[Claim]:
     """Yield local headers and directory entries in file order.
 
-    Skip the bytes of a member if a header or the directory follows them. `sizes` are the
-    bytes of stored members whose headers lack the size.
+    If a header or the directory follows the bytes of a member, skip these bytes. `sizes` maps the
+    names of members to their sizes, for headers that do not contain the size.
     """
     window = HeaderWindow(source)
     at, count = start, 0
@@ -178,7 +186,7 @@ def _search(
         yield found
         count += 1
         if found.is_entry:
-            at += 1  # its lengths may be damaged
+            at += 1  # the lengths in the entry may be damaged
             continue
         at = found.stop
         is_described = found.stored is None and found.method == 0
@@ -188,13 +196,13 @@ def _search(
 
 
 def _first_header(source: ByteSource) -> Claim | None:
-    """Return the first local header near the beginning of a file."""
+    """Return the first local header in the first `_TAIL` bytes of a file, or None."""
     found = _search(source, {}, stop=min(source.size, _TAIL))
     return next((each for each in found if not each.is_entry), None)
 
 
 def _entries_at_end(source: ByteSource) -> list[Claim]:
-    """Return the entries of the last directory, at the end of the file."""
+    """Return the directory entries at the end of the file."""
     tail = 4 * _GAP
     while True:
         start = max(0, source.size - tail)
@@ -209,13 +217,16 @@ class SalvagedDirectory:
     """The surviving entries of one directory."""
 
     def __init__(self, at: int = 0) -> None:
-        self.at = self.stop = at  # begin and end of the directory in the file
-        self.start = at  # begin according to the end record; without an end record, `at`
+        self.at = self.stop = at  # offsets of the first entry, and of the end of the last entry
+        self.start = at  # offset of the directory in the end record, or `at` without an end record
         self.entries: dict[str, list[Claim]] = {}
         self._order: list[tuple[int, str]] = []
 
     def following(self, entry: Claim) -> tuple[int, str | None]:
-        """Return offset and name of the next member; for the last one, the directory and None."""
+        """Return offset and name of the member after `entry`.
+
+        For the last member, return the offset of the directory and None.
+        """
         if not self._order:
             every = chain.from_iterable(self.entries.values())
             self._order = sorted((each.header, each.name) for each in every)
@@ -224,7 +235,7 @@ class SalvagedDirectory:
 
 
 class RecordPlace(NamedTuple):
-    """A possible location of a member's bytes, and the expected CRC-32 (None: unknown)."""
+    """A possible location of a member's bytes. `crc` is the expected CRC-32; None: unknown."""
 
     extent: Extent
     crc: int | None
@@ -234,7 +245,7 @@ class RecordPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """The bytes of a storage; their place is known after all members have been examined."""
+    """The bytes of a storage. Their location is known only after all members were examined."""
 
     places: dict[str, Extent]
     key: str
@@ -245,7 +256,7 @@ class _Late:
 
 
 class _DamagedArchive:
-    """A damaged archive, and everything found in it."""
+    """A reader of a damaged archive."""
 
     def __init__(self, source: ByteSource, unverified: bool) -> None:
         self.source = source
@@ -255,25 +266,26 @@ class _DamagedArchive:
         self.sequence: list[Claim] = []  # local headers in file order
         self.headers: dict[str, list[Claim]] = {}
         self.directories = self._assembled(_entries_at_end(source))
-        self.directory = SalvagedDirectory()  # the directory in use
+        self.directory = SalvagedDirectory()  # the directory that locates pickle and storages
         self.top = ""
-        self.sizes: dict[str, int] = {}  # by member: bytes of its storage
+        # The dicts below are by the name of a storage's member.
+        self.sizes: dict[str, int] = {}
         self.places: dict[str, Extent] = {}
         self.verdicts: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}  # by member: why it is lost
+        self.reasons: dict[str, str] = {}  # reasons why storages are lost
         self.warnings: list[str] = []
         self._budget = _READS * source.size
         self._big_endian = False
-        self._listed = False  # whether the directory proves the pickle
+        self._listed = False  # whether the pickle matches its entry in `directory`
 
     def recover(self) -> Recovered:
         tree = self.open()
-        # First by the directory; then, for the rest, by all headers in the file.
+        # First, locate storages by the directory. Then search the file for the lost storages.
         if lost := self._take(self.sizes, unverified=False):
             self._search(self.sizes)
             self._refuse_program()
             if self.directories and self.directories[0].at != self.directory.at:
-                tree = self.open()  # another directory proves more members
+                tree = self.open()  # another directory agrees with more members
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
@@ -289,13 +301,13 @@ class _DamagedArchive:
             tree.globals,
             (*tree.warnings, *dict.fromkeys(self.warnings)),
         )
-        # A storage in no member is inside the pickle, which has been verified.
+        # A storage that is not a member is inside the pickle. The pickle has been verified.
         return recovered(checkpoint, lambda storage: self.reasons.get(_member(storage)))
 
     # Headers and directories
 
     def _search(self, sizes: Mapping[str, int]) -> None:
-        """Find all local headers and directories; sort directories, the most credible first."""
+        """Find all local headers and directories. Sort directories by `_agreement`, best first."""
         found = [*_search(self.source, sizes)]
         self.sequence, self.headers = [each for each in found if not each.is_entry], {}
         for header in self.sequence:
@@ -306,7 +318,7 @@ class _DamagedArchive:
         self.directories.sort(key=self._agreement, reverse=True)
 
     def _agreement(self, directory: SalvagedDirectory) -> int:
-        """Count the members whose own checksum equals the directory's."""
+        """Count the members whose header or data descriptor has the CRC of the directory."""
         return sum(
             (place := self._place(header, None, entry.size or 0)) is not None
             and place.crc == entry.crc
@@ -318,14 +330,14 @@ class _DamagedArchive:
     def _assembled(self, entries: Iterable[Claim]) -> list[SalvagedDirectory]:
         """Group entries by directory, in file order.
 
-        Directories of archives inside this one are dropped: their offsets count from the start of
-        the inner archive.
+        Drop the directory of an archive inside this archive. The offsets in such a directory count
+        from the start of the inner archive.
         """
         read = self.source.read
         found: list[SalvagedDirectory] = []
         for entry in entries:
             end = found[-1].stop if found else 0
-            # Between two entries of one directory there can only be damaged entries.
+            # Only damaged entries can be between two entries of one directory.
             gap = read(end, entry.at - end) if found and 0 < entry.at - end < _REACH else b""
             apart = any(each in gap for each in (MAGIC, _END, _END64))
             if not found or entry.at - end >= _REACH or apart:
@@ -346,7 +358,7 @@ class _DamagedArchive:
         return own
 
     def _places(self, name: str, size: int) -> Iterator[RecordPlace]:
-        """Yield the possible places of a member: by the directory, its headers, its neighbors."""
+        """Yield the possible locations of a member, from the directory and the local headers."""
         known = [each for each in self.directory.entries.get(name, ()) if each.size == size]
         seen: set[int] = set()
         for header in self._candidates(name, known[:_TRIES]):
@@ -357,9 +369,10 @@ class _DamagedArchive:
                         yield place
 
     def _candidates(self, name: str, known: Iterable[Claim]) -> Iterator[Claim]:
-        """Yield the headers of a member, and the headers it may have had if its own is damaged.
+        """Yield the headers of a member, and guesses for a header that is damaged.
 
-        The bytes begin after the extra fields, and end before a descriptor and the next member.
+        A guess assumes that the bytes of the member begin after the extra fields, or that they end
+        before the data descriptor or the next member.
         """
         for entry in known:
             header = _claim(self.window, entry.header, MAGIC)
@@ -367,7 +380,7 @@ class _DamagedArchive:
                 yield header
         yield from self.headers.get(name, ())
         for entry in known:
-            if not entry.crc:  # without a CRC, a guessed place cannot be verified
+            if not entry.crc:  # without a CRC, a guess cannot be verified
                 continue
             at, stored = entry.header, entry.stored or 0
             padding = int.from_bytes(self.window.read(at, _LOCAL.size)[28:], "little")
@@ -381,7 +394,7 @@ class _DamagedArchive:
                     yield Claim(name, at, start, at, entry.method, None, None, None, False)
 
     def _place(self, header: Claim, entry: Claim | None, size: int) -> RecordPlace | None:
-        """Return the bytes after a header, None if they reach beyond the file."""
+        """Return the location of the bytes after a header, or None if it cannot be right."""
         method, stored = (entry or header).method, (entry or header).stored
         if method != DEFLATED:
             stored = size if entry is not None or stored in (None, size) else None
@@ -400,10 +413,10 @@ class _DamagedArchive:
         return RecordPlace(extent, crc, header, None)
 
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
-        """Return the CRC and the end of the data descriptor at `end`; None if there is none.
+        """Return the CRC and the end offset of the data descriptor at `end`.
 
-        If the sizes in the descriptor differ, for example because the descriptor is truncated after
-        its CRC, the returned end is 0.
+        Return None without a descriptor. If the sizes in the descriptor differ from `stored` and
+        `size`, for example because the descriptor is truncated, the returned end is 0.
         """
         data = self.window.read(end, 24)
         if not data.startswith(_DESCRIPTOR) or len(data) < 8:
@@ -416,7 +429,10 @@ class _DamagedArchive:
         return int.from_bytes(data[4:8], "little"), next(fitting, 0)
 
     def _end(self, place: RecordPlace, size: int) -> int | None:
-        """Return the end of a stored member with its descriptor, None if the sizes contradict."""
+        """Return the end of a stored member, including its data descriptor.
+
+        Return None if the member is compressed, or if its descriptor contains different sizes.
+        """
         end = place.header.stop + size
         if place.header.stored is not None:
             return end if isinstance(place.extent, Range) else None
@@ -424,9 +440,10 @@ class _DamagedArchive:
         return found[1] or None if found is not None else None
 
     def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool:
-        """Return whether the next header or entry begins right after a stored member.
+        """Return whether the expected header or entry follows a stored member.
 
-        If neither `order` nor the directory gives the next member, it must not be a storage.
+        `order` maps each storage to the next storage. If neither `order` nor the directory contains
+        the next member, it must not be a storage.
         """
         end = self._end(place, size)
         if end is None:
@@ -442,7 +459,7 @@ class _DamagedArchive:
         return at >= end and following is not None and following.name == name
 
     def _is_followed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool | None:
-        """Return whether the next header is the expected one; None if there is no header."""
+        """Return whether the next header has the expected name. Return None without a header."""
         end = self._end(place, size)
         following = None if end is None else _claim(self.window, end, MAGIC)
         if following is None:
@@ -451,7 +468,7 @@ class _DamagedArchive:
         return following.name == expected or (expected is None and following.name not in order)
 
     def _crc32(self, extent: Extent) -> int | None:
-        """Return the CRC-32 of bytes, None if they cannot be read."""
+        """Return the CRC-32 of bytes, or None if reading them fails."""
         self._budget -= extent.length
         total = 0
         try:
@@ -462,7 +479,7 @@ class _DamagedArchive:
         return total
 
     def _small(self, name: str) -> bytes | None:
-        """Return a small record that matches its checksum, None if there is none."""
+        """Return the bytes of a small record, or None if no bytes match its checksum."""
         known = [each.size or 0 for each in self.directory.entries.get(name, ())]
         for size in known or [each.stored or _SMALL for each in self.headers.get(name, ())]:
             for place in self._places(name, size) if size < _SMALL else ():
@@ -487,7 +504,7 @@ class _DamagedArchive:
                     f"begins as the archive {shown(self.top)}, "
                     f"but its directory lists {shown(other)}",
                     hint=f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` "
-                    "trusts its beginning",
+                    "reads the archive at the beginning",
                 )
         unproven: list[tuple[RecordPlace, SalvagedDirectory]] = []
         for is_last in (False, True):
@@ -514,7 +531,7 @@ class _DamagedArchive:
         return self._read_pickle(place.extent, proven=False)
 
     def _listed_names(self) -> list[str]:
-        """Return the names that directories list in this archive's top folder."""
+        """Return the names in the directories that are in the top folder of this archive."""
         names = chain.from_iterable(each.entries for each in self.directories)
         return [name for name in names if name.startswith(f"{self.top}/")]
 
@@ -533,7 +550,7 @@ class _DamagedArchive:
     def _find_pickle(self) -> str:
         """Return the name of the pickle's record.
 
-        Raises UnsupportedError if the archive is not torch's.
+        Raises UnsupportedError if torch.save did not write the archive.
         """
         first = self.first
         listed = [name for each in self.directories for name in each.entries]
@@ -556,7 +573,7 @@ class _DamagedArchive:
         return at_top[0]
 
     def _refuse_program(self) -> None:
-        """Raise UnsupportedError for TorchScript, whose pickle is not enough."""
+        """Raise UnsupportedError for a TorchScript archive."""
         telling = tuple(f"{self.top}/{name}" for name in ("constants.pkl", "bytecode.pkl"))
         telling += (f"{self.top}/model.json",)
         for name in (*self._listed_names(), *self.headers):
@@ -564,9 +581,10 @@ class _DamagedArchive:
                 raise _program()
 
     def _pickle_places(self, name: str) -> Iterator[RecordPlace]:
-        """Yield places of the pickle by each directory that lists it, else by its own header.
+        """Yield the possible locations of the pickle.
 
-        `self.directory` is the directory of the yielded place.
+        Use each directory that lists the pickle. If no directory lists it, use its local headers.
+        `self.directory` is the directory for the yielded location.
         """
         listing = [each for each in self.directories if name in each.entries]
         for directory in listing:
@@ -580,14 +598,17 @@ class _DamagedArchive:
         for header in own or self.headers.get(name, []):
             if header.method == 0:
                 stored = header.stored
-                if stored is None:  # the size is missing; the pickle ends with its STOP
+                if stored is None:  # the size is missing: the pickle ends at its STOP opcode
                     found = self._unpickled(self.source, header.stop, self.source.size)
                     stored = found.stop - header.stop
                 if (place := self._place(header, None, stored)) is not None:
                     yield place
 
     def _is_pickle(self, place: RecordPlace) -> bool:
-        """Return whether the checksum proves the pickle; without checksums, its place must."""
+        """Return whether the bytes at `place` match the checksum of the pickle.
+
+        In a file without checksums, return whether the record is at the right place.
+        """
         every = chain.from_iterable(each.entries.values() for each in self.directories)
         if place.crc == 0 and not any(entry.crc for entry in chain.from_iterable(every)):
             return self._is_framed(place, place.extent.length, {})
@@ -607,7 +628,7 @@ class _DamagedArchive:
         return tree
 
     def _doubt_pickle(self, why: str) -> None:
-        """Refuse a pickle that cannot be verified; with `unverified`, warn."""
+        """Raise CorruptError for a pickle that cannot be verified. If `unverified`, only warn."""
         if not self.unverified:
             raise CorruptError(
                 f"names, shapes and values may have changed: data.pkl {why}",
@@ -636,14 +657,14 @@ class _DamagedArchive:
     # The storages
 
     def _take(self, names: Iterable[str], *, unverified: bool) -> list[str]:
-        """Keep the intact storages of `names`; return the names of all lost ones, with reasons."""
-        # If any storage has a checksum, a CRC of 0 is damage.
+        """Locate the intact storages of `names`. Return the names of all lost storages."""
+        # If any storage of the file has a checksum, a CRC of 0 means damage.
         entries = (self.directory.entries.get(name, ()) for name in self.sizes)
         places = (self._places(name, size) for name, size in self.sizes.items() if size)
         are_summed = any(each.crc for each in chain.from_iterable(entries)) or any(
             place.crc for place in chain.from_iterable(places)
         )
-        # torch writes storages in pickle order; before about 2.6, sorted by name.
+        # torch writes storages in pickle order. Before about torch 2.6, it sorted them by name.
         found = set(pairwise(header.name for header in self.sequence))
         orders = ([*pairwise(each)] for each in (self.sizes, sorted(self.sizes)))
         order = dict(max(orders, key=lambda pairs: sum(pair in found for pair in pairs)))
@@ -659,7 +680,7 @@ class _DamagedArchive:
         return list(self.reasons)
 
     def _judge(self, name: str, size: int, order: Mapping[str, str]) -> Verdict:
-        """Judge a storage by its checksum; `order` maps each storage to the next one."""
+        """Judge a storage by its checksum. `order` maps each storage to the next storage."""
         if (found := self._judge_size(name, size)) is not None:
             return found
         known = self.directory.entries.get(name, ())
@@ -669,9 +690,10 @@ class _DamagedArchive:
                 why = "its checksum is missing, so it cannot be verified"
                 best = UNPROVEN, place.extent, why
                 continue
-            is_nameless = place.entry is None and place.header.crc is None  # a descriptor has it
+            # Whether only a data descriptor, which contains no name, contains the CRC.
+            is_nameless = place.entry is None and place.header.crc is None
             if is_nameless and self._is_followed(place, size, order) is False:
-                best = DAMAGED, None, "another record's end follows its header"
+                best = DAMAGED, None, "its header is followed by the end of another record"
                 continue
             if self._budget < 0:
                 return DAMAGED, None, "too many headers overlap"
@@ -682,7 +704,7 @@ class _DamagedArchive:
         return best
 
     def _judge_framed(self, name: str, size: int, order: Mapping[str, str]) -> Verdict:
-        """Judge a storage without a checksum by the records before and after it."""
+        """Judge a storage without a checksum by the position of the next record."""
         if (found := self._judge_size(name, size)) is not None:
             return found
         places = [*self._places(name, size)]
@@ -696,7 +718,7 @@ class _DamagedArchive:
         return UNPROVEN, places[0].extent, f"it has no checksum, and {why}"
 
     def _judge_size(self, name: str, size: int) -> Verdict | None:
-        """Judge a storage without bytes, or of a wrong size; None for other storages."""
+        """Judge a storage that is empty or has a wrong size. Return None for other storages."""
         known = self.directory.entries.get(name, ())
         if not size:
             return LISTED, Range(self.source, 0, 0), ""
@@ -711,7 +733,7 @@ class _DamagedArchive:
                 return f"the file is truncated: {lacking:,} bytes are missing"
         return "its record is missing, or its header is damaged"
 
-    # The rest
+    # Warnings and byte order
 
     def _warn(self, root: Node) -> None:
         kept = [name for name in self.sizes if name not in self.reasons]
@@ -720,7 +742,7 @@ class _DamagedArchive:
             self.warnings.append(unsummed())
         if count := verdicts.count(UNPROVEN):
             self.warnings.append(
-                f"{count:,} of its storages cannot be verified: they may be garbage"
+                f"{count:,} of its storages cannot be verified: their values may be garbage"
             )
         if SUMMED in verdicts:
             end = self._end_of_save()
@@ -728,11 +750,11 @@ class _DamagedArchive:
                 self.warnings.append(self._of_two_saves(root))
 
     def _end_of_save(self) -> int:
-        """Return the offset before which all members are of one save, 0 if unproven.
+        """Return the offset before which all members come from one save, or 0 if unproven.
 
-        It is the offset of torch's serialization id: 20 digits, then 20 digits of a hash of the
-        CRCs of all members before it. (c10::hash_combine; caffe2/serialize's inline_container.cc,
-        writeSerializationId.)
+        It is the offset of torch's serialization id. This record consists of 20 digits, and 20
+        digits of a hash of the CRCs of all members before the record. (c10::hash_combine;
+        caffe2/serialize's inline_container.cc, writeSerializationId.)
         """
         total = 0
         for header, following in pairwise((*self.sequence, None)):
@@ -754,20 +776,24 @@ class _DamagedArchive:
         return 0
 
     def _of_two_saves(self, root: Node) -> str:
-        """Describe the tensors that may be of an older save: those after the first lost storage."""
+        """Return a warning that names the tensors that may come from an older save.
+
+        These are the tensors after the first lost storage.
+        """
         names = iter(self.sizes)
         all(name not in self.reasons for name in names)
         after = {name for name in names if self.verdicts[name] == SUMMED} - self.reasons.keys()
         tensors = ((join(path), as_tensor(node)) for path, node in walk(root) if after)
         older = [name for name, each in tensors if each and _member(each.storage) in after]
-        which = f"{plural(len(older), 'tensor')} may be from that: {some(older)}"
+        which = f"{plural(len(older), 'tensor')} may come from that file: {some(older)}"
         return (
-            "its directory is missing or damaged: nothing proves that its tensors are of one save; "
-            f"if it overwrote an older file, {which if older else 'some may be from that'}"
+            "its directory is missing or damaged: nothing proves that its tensors come from one "
+            "save; if it overwrote an older file, "
+            f"{which if older else 'some tensors may come from that file'}"
         )
 
     def _is_big_endian(self) -> bool:
-        """Return whether the byteorder record is "big", by its content or else its length."""
+        """Return whether the byteorder record is "big". If it is damaged, use its length."""
         name = f"{self.top}/byteorder"
         if (text := self._small(name)) is not None:
             return text == b"big"
@@ -784,7 +810,7 @@ def _offset(extent: Extent) -> int:
 
 
 def _member(storage: Storage | None) -> str:
-    """Return the name of the member that contains a storage; "" if none does."""
+    """Return the name of the member that contains a storage, or ""."""
     record = storage.record if storage is not None else None
     return record.key if isinstance(record, _Late) else ""
 

@@ -1,40 +1,42 @@
 """Read the weights and attributes of TorchScript (torch.jit.save), a program with its weights.
 
-The program itself is not read. The archive contains:
+ckptkit does not read the program itself. The archive contains:
 
-    <top>/data.pkl, data/              the module, pickled: each submodule is an object of
-                                       __torch__.<class> whose state is a dict
-    <top>/code/__torch__/**.py         which attributes are parameters and buffers (below);
-                                       deflated
-    <top>/constants.pkl, constants/    a tuple, which the code calls CONSTANTS.c0, CONSTANTS.c1...
-    <top>/bytecode.pkl                 for the mobile runtime (.ptl); mobile_debug_handles.pkl.
-                                       Not read
+    <top>/data.pkl, data/              the pickled module. Each submodule is an object of the class
+                                       __torch__.<class> whose state is a dict.
+    <top>/code/__torch__/**.py         deflated code. Its class declarations list the parameters
+                                       and buffers (see below).
+    <top>/constants.pkl, constants/    a tuple. The code calls its items CONSTANTS.c0,
+                                       CONSTANTS.c1...
+    <top>/bytecode.pkl, mobile_debug_handles.pkl
+                                       ignored: code for the mobile runtime (.ptl)
     <top>/traced_inputs.pkl, traced_inputs/
-                                       of torch.jit.trace: tensors without their bytes. Not read
+                                       ignored: torch.jit.trace stores tensors without their bytes
     <top>/extra/<name>                 extra files of the user; read as metadata if they are UTF-8
-    <top>/model.json                   before torch 1.3, instead of data.pkl: below
+    <top>/model.json                   before torch 1.3 instead of data.pkl (see below)
 
-The container is the same as :mod:`torch_zip`'s. If constants.pkl exists, torch.load calls
+The archive has the same structure as in :mod:`torch_zip`. If constants.pkl exists, torch.load calls
 torch.jit.load. Each pickle numbers its storages separately.
 (torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
 
-A module is read like a pickled nn.Module: its attributes are moved to ``_parameters``, ``_buffers``
-and ``_modules``, so its state_dict equals that of ``torch.jit.load``. The attribute CONSTANTS of
-the root contains the constants. In a frozen module the constants are the only weights. Packed
-weights (below) are always weights: ``CONSTANTS.c0.weight``.
+ckptkit reads a module like a pickled nn.Module. It moves the attributes of the module to
+``_parameters``, ``_buffers`` and ``_modules``. Therefore the state_dict equals that of
+``torch.jit.load``. The attribute CONSTANTS of the root module contains the constants. In a frozen
+module, the constants are the only weights. Packed weights (see below) are always weights, such as
+``CONSTANTS.c0.weight``.
 
-Only class declarations in the code are parsed; no code runs.
+ckptkit parses only the class declarations in the code, and executes no code.
 ``<top>/code/__torch__/torch/nn/modules/conv.py`` contains the classes of the module
 ``__torch__.torch.nn.modules.conv``, as torch/csrc/jit/serialization/python_print.cpp prints them:
 
-    class Conv2d(Module):                     a class without a base is not a module
+    class Conv2d(Module):                     a class without a base class is not a module
       __parameters__ = ["weight", "bias", ]
-      __buffers__ = []                        since 1.6; before, every other tensor was a buffer
-      weight : Tensor                         the attributes
-      bias : Optional[Tensor]
+      __buffers__ = []                        since torch 1.6; before, any other tensor is a buffer
+      weight : Tensor                         an attribute
+      bias : Optional[Tensor]                 an attribute
       __annotations__["0"] = __torch__.Foo    an attribute whose name is not an identifier
-      groups : Final[int] = 1                 a constant, which the pickle omits
-      def forward(self: ...) -> Tensor:       methods; __setstate__ interprets the pickled state
+      groups : Final[int] = 1                 a constant; the pickle does not contain it
+      def forward(self: ...) -> Tensor:       a method; __setstate__ interprets the pickled state
 
 torch 1.0 to 1.2 write the modules as JSON and each storage as a record:
 
@@ -45,26 +47,28 @@ torch 1.0 to 1.2 write the modules as JSON and each storage as a record:
                            "torchscriptArena": {"key": code}, ...}
     TENSOR                 {"dims": ["2", "3"], "strides": [...], "offset": "0",
                            "requiresGrad": true, "dataType": "FLOAT",
-                           "data": {"key": "tensors/0"}, "device": "cpu"}; a quantized one adds
-                           {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, type UINT8...
+                           "data": {"key": "tensors/0"}, "device": "cpu"}. For a quantized tensor
+                           also {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}.
     <top>/tensors/0        the bytes of a storage, which several tensors may share
-    <top>/attributes.pkl   since 1.1: a tuple or list that attribute ids index; a negative id means
-                           that the attribute has no value
+    <top>/attributes.pkl   since torch 1.1: a tuple or list of values. The "id" of an attribute is
+                           an index in this list. A negative id means that the attribute has no
+                           value.
 
 The JSON follows protobuf: 64-bit integers are strings, and fields with default values may be
-missing. Sizes, strides and offsets are in elements. Tensors outside of modules are constants,
+missing. Sizes, strides and offsets are in elements. Tensors outside of modules are constants called
 ``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
 
 Packed weights are C++ objects that contain the tensors of one layer. ``optimize_for_mobile`` and
-``freeze`` store them as constants, without names. The pickle contains the tensors as they were
-before packing:
+``freeze`` store such objects as constants, without names. The pickle contains the tensors as before
+packing:
 
     xnnpack, metal, mkldnn    LinearOpContext, Conv2dOpContext...: (weight, bias, stride...)
     vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]
     quantized                 LinearPackedParamsBase of float16: (weight, bias)
 
-(aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) Quantized tensors, and the layers of a
-quantized module, stay packed. ``--dequantize`` unpacks them and names them after the modules.
+(aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) ckptkit does not unpack quantized tensors
+and the layers of a quantized module. ``--dequantize`` unpacks these tensors and names them after
+the modules.
 """
 
 from __future__ import annotations
@@ -91,8 +95,8 @@ from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.formats.torch_zip import Archive
 from ckptkit.formats.zip_reader import ZipDirectory
 
-_FROZEN = "it is frozen: its weights are constants of its code, without their names"
-_PACKED = "it has packed weights without the names of their layers: CONSTANTS.c0.weight..."
+_FROZEN = "the module is frozen: its weights are constants of its code, without their names"
+_PACKED = "the names of layers with packed weights are missing: CONSTANTS.c0.weight..."
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"
 
@@ -125,7 +129,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
-    """Return the key of the weights, and warnings, if constants are weights.
+    """Return the key of the weights, or None, and warnings about constants that are weights.
 
     Packed constants become submodules. If the module is frozen, all tensor constants are weights.
     """
@@ -159,7 +163,7 @@ def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
             raise FormatError("constants.pkl does not contain a tuple")
         if CONSTANTS in root.state:
             raise AmbiguousError(
-                f"an attribute of its module is called {CONSTANTS}, like its constants"
+                f"an attribute of its module is called {CONSTANTS}: this is the name of constants"
             )
         if constants.root:
             numbered = enumerate(constants.root)
@@ -168,13 +172,13 @@ def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
 
 
 def _is_scripted(node: Node) -> bool:
-    """Return whether the archive's own code defines the class of a node."""
+    """Return whether the code in the archive defines the class of a node."""
     made = node.global_ if isinstance(node, Object) else None
     return made is not None and made.module.split(".")[0] == "__torch__" and not is_custom(node)
 
 
 def _arrange(root: Object, code: ScriptSource) -> list[str]:
-    """Move the attributes of all modules to nn.Module's dicts; return warnings about guesses."""
+    """Move the attributes of all modules to the dicts of nn.Module. Return warnings."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
     unknown = [node for node, declared in found.values() if declared is None]
     known = [node for node, declared in found.values() if declared and declared.is_module]
@@ -192,7 +196,7 @@ def _arrange(root: Object, code: ScriptSource) -> list[str]:
         if is_own and declared is not None and (declared.parameters or declared.buffers):
             name = node.global_
             warnings.append(
-                f"only the code of {name} knows which parts of its state are parameters"
+                f"only the code of {name} determines which parts of its state are parameters"
             )
     return list(dict.fromkeys(warnings))
 
@@ -200,7 +204,7 @@ def _arrange(root: Object, code: ScriptSource) -> list[str]:
 def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
     """Split the attributes of a module into parameters, buffers and submodules.
 
-    Return True if the class defines its own state, which is not a dict of its attributes.
+    Return True if the class defines a state that is not a dict of its attributes.
     """
     state = node.state
     if [step for step, _ in node.steps] != ["build"]:
@@ -228,7 +232,7 @@ def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
-    """Return the extra files that are UTF-8 strings, and a warning about the rest."""
+    """Return the extra files that are short UTF-8 strings, and a warning about the other files."""
     texts: dict[str, str] = {}
     lost: list[str] = []
     left = LIMITS.line_bytes
@@ -244,7 +248,7 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
         except ValueError:
             lost.append(short)
     return texts, [
-        f"dropped, because they are not short UTF-8 files: {', '.join(map(shown, lost[:4]))}"
+        f"dropped extra files that are long or not UTF-8: {', '.join(map(shown, lost[:4]))}"
     ] if lost else []
 
 
@@ -260,7 +264,7 @@ _SETSTATE = "  def __setstate__("
 
 @dataclass
 class Declared:
-    """The declaration of a class: base, attributes, and whether it defines its state itself."""
+    """The declaration of a class: base class, attributes, and whether it has __setstate__."""
 
     base: str | None = None
     parameters: frozenset[str] = frozenset()
@@ -273,7 +277,7 @@ class Declared:
         return self.base == "Module"
 
     def part(self, name: str) -> str | None:
-        """Return the dict of ``nn.Module`` that a tensor of this name belongs to."""
+        """Return the dict of ``nn.Module`` for the tensor called `name`, or None."""
         if name in self.parameters:
             return "_parameters"
         is_buffer = self.buffers is None or name in self.buffers
@@ -281,14 +285,14 @@ class Declared:
 
 
 class ScriptSource:
-    """The classes of an archive; each code file is parsed when it is first needed."""
+    """The class declarations of an archive. Each code file is parsed when it is first needed."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self._directory = directory
         self._modules: dict[str, dict[str, Declared]] = {}
 
     def __getitem__(self, made: Global) -> Declared | None:
-        """Return the declaration of a class, None if its code is missing."""
+        """Return the declaration of a class, or None if the code of the class is missing."""
         if made.module not in self._modules:
             name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
             self._modules[made.module] = (
@@ -300,7 +304,7 @@ class ScriptSource:
 def parse(data: bytes) -> dict[str, Declared]:
     """Parse the class declarations in one code file.
 
-    Raises FormatError if it is not UTF-8, or if a list of parameters or buffers is malformed.
+    Raises FormatError if the file is not UTF-8, or if a list of parameters or buffers is malformed.
     """
     try:
         lines = data.decode().split("\n")
@@ -357,7 +361,7 @@ class _Model:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.storages: dict[str, Storage] = {}
-        self.constants: dict[str, Node] = {}  # tensors that are in no module
+        self.constants: dict[str, Node] = {}  # tensors outside of modules
         self.tensors: list[Node] = []
         self.values: list[Node] = []
 
@@ -481,7 +485,7 @@ def _objects(parsed: Any, key: str) -> Iterator[Json]:
 
 
 def _integer(parsed: Any) -> int:
-    """Return an integer, which protobuf may write as a decimal string."""
+    """Return an integer. protobuf may write it as a decimal string."""
     if type(parsed) is int:
         return parsed
     if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):
@@ -492,8 +496,8 @@ def _integer(parsed: Any) -> int:
 # Packed weights
 
 
-CUSTOM = "__torch__.torch.classes."  # prefix of C++ classes, whose state has any type
-_OF_MODULES = "PackedParamsBase"  # suffix of the classes in quantized modules
+CUSTOM = "__torch__.torch.classes."  # prefix of the names of C++ classes
+_OF_MODULES = "PackedParamsBase"  # suffix of the names of the C++ classes in quantized modules
 _STATE = "state"
 _NAMES = {(0,): "weight", (1,): "bias"}
 
@@ -503,9 +507,9 @@ def is_custom(node: Node) -> bool:
 
 
 def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
-    """Turn each object in `root` that packs weights into a module; return them by path.
+    """Turn each C++ object of packed weights in `root` into a module. Return these modules by path.
 
-    `of_modules` includes the layers of quantized modules.
+    If `of_modules` is true, include the layers of quantized modules.
     """
     found: dict[str, Object] = {}
     done: set[int] = set()
@@ -521,7 +525,10 @@ def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
 
 
 def _unpack(node: Object) -> bool:
-    """Turn the state of a C++ object that packs weights into module attributes."""
+    """Turn the state of a C++ object of packed weights into the attributes of a module.
+
+    Return whether the object contains packed weights.
+    """
     tensors = dict(_tensors(node.state)) if is_custom(node) else {}
     if not tensors or any(map(_is_quantized, nodes(node))):
         return False
@@ -533,7 +540,7 @@ def _unpack(node: Object) -> bool:
 
 
 def _tensors(state: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield the tensors of one object, without those of nested objects."""
+    """Yield the tensors in the state of an object, without the tensors of nested objects."""
     for path, node in walk(state, skip=lambda _, node: isinstance(node, Object)):
         if as_tensor(node) is not None:
             yield path, node
@@ -545,7 +552,10 @@ def _is_quantized(node: Node) -> bool:
 
 
 def _without(state: Node, taken: Collection[int]) -> Node:
-    """Return a nested tuple or list without the `taken` values. `walk` has limited its depth."""
+    """Return a nested tuple or list without the values whose ids are in `taken`.
+
+    Recursion is safe, because `walk` has limited the depth.
+    """
     if not isinstance(state, (tuple, list)):
         return state
     return type(state)(_without(each, taken) for each in state if id(each) not in taken)

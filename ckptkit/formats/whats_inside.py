@@ -1,9 +1,12 @@
-"""Explain what a file or zip archive contains: an unsupported file, pickles, a program.
+"""Explain the content of unsupported files, zip archives and programs.
 
-`refusal` returns the error for a file without a supported format: its kind, and the advice.
-`pickles` classifies every member of a zip archive by its content, whether the loader of the archive
-reads it or not; names only tell which loader reads a member. `check` yields the members with their
-CRC-32. `without_program` replaces a program by its state_dict, which other formats can store.
+- `refusal` returns the error for a file without a supported format. The error describes the file,
+  and its hint gives advice.
+- `pickles` yields every member of a zip archive, even if the loader of the archive ignores the
+  member. The name of a member determines which loader reads it.
+- `check` yields the members of a zip archive with their CRC-32.
+- `without_program` replaces a program by its state_dict, because other formats can store only a
+  state_dict.
 """
 
 from __future__ import annotations
@@ -52,11 +55,11 @@ _KERAS = "load it with Keras, and save its weights with numpy.savez" + _NUMPY
 _FLAX = "load it with flax.serialization, flatten it, and save it with numpy.savez" + _NUMPY
 _CAFFE = "load it with Caffe, and save it with numpy.savez" + _NUMPY
 _MATLAB = "read it with scipy.io.loadmat, save it with numpy.savez" + _NUMPY
-_DEPLOYED = "it is for inference: look for the checkpoint that it was exported from"
-_GGML = "a GGML model (llama.cpp before GGUF)", "look for the checkpoint that it was converted from"
+_DEPLOYED = "this file is for inference: find the checkpoint from which it was exported"
+_GGML = "a GGML model (llama.cpp before GGUF)", "find the checkpoint from which it was converted"
 _ZLIB = "a zlib stream, such as a compressed joblib file", _UNZLIB
 
-# Signatures: the offset, the bytes, the kind of file, and the advice.
+# Signatures of files: offset, bytes, description of the file, and hint.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run `git lfs pull`"),
     (0, b"\x5d\0\0\x80\0", "an lzma file", _UNPACK_BY.format("unlzma")),
@@ -80,7 +83,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (4, b"ET12", "an ExecuTorch program", _DEPLOYED),
     (
         *(0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)"),
-        "they have no names or shapes",
+        "the file does not store names or shapes of tensors",
     ),
     (0, b"MATLAB 5.0 MAT-file", "a MATLAB file", _MATLAB),
     (0, b"PAR1", "a Parquet table", _OTHER),
@@ -97,16 +100,20 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
 )
 # Protocol buffers have no signature. If the first byte is possible, the file name decides.
 _PROTOBUF = {
-    ".onnx": ("an ONNX model", "it is for inference; read its arrays with onnx.numpy_helper"),
+    ".onnx": (
+        "an ONNX model",
+        "this file is for inference; read its arrays with onnx.numpy_helper",
+    ),
     ".pb": ("a TensorFlow graph", _TENSORFLOW),
     ".mlmodel": ("a Core ML model", _DEPLOYED),
     ".caffemodel": ("a Caffe model", _CAFFE),
 }
-# Its fields ir_version and producer_name.
+# The fields ir_version and producer_name of an ONNX model.
 _ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)
 # A msgpack map whose first key is a string.
 _FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)
-_TABLE_END = bytes.fromhex("57fb808b247547db")  # ends the index file of a TensorFlow checkpoint
+# The last bytes of the index file of a TensorFlow checkpoint.
+_TABLE_END = bytes.fromhex("57fb808b247547db")
 _TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
 _HTML = (b"<!doctype html", b"<html", b"<head")
 
@@ -133,8 +140,8 @@ def refusal(probe: Probe) -> InputError:
     elif _is_text(head) or head.lstrip().lower().startswith(_HTML):
         what, hint = _text(head)
     elif _are_floats(head):
-        what = "has no header; its bytes look like float32 numbers"
-        hint = "if you have their shape, read them with numpy.fromfile and save with numpy.savez"
+        what = "has no header; the bytes look like float32 numbers"
+        hint = "if you know the shape, read the file with numpy.fromfile and save with numpy.savez"
         hint += _NUMPY
     else:
         what, hint = "does not have a format that ckptkit supports", _OTHER
@@ -142,7 +149,7 @@ def refusal(probe: Probe) -> InputError:
 
 
 def _signature(probe: Probe) -> tuple[str, str] | None:
-    """Return the kind of a file and the advice, by its signature; None without a signature."""
+    """Return description and hint for a file with a known signature. Return None otherwise."""
     head, source = probe.head, probe.source
     for offset, magic, what, hint in _SIGNATURES:
         if head[offset:].startswith(magic):
@@ -161,7 +168,7 @@ def _signature(probe: Probe) -> tuple[str, str] | None:
 
 
 def _text(head: bytes) -> tuple[str, str]:
-    """Return the kind of a text file, and the advice."""
+    """Return description and hint for a text file."""
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         return "is an HTML page, not a checkpoint", _AGAIN
@@ -171,7 +178,7 @@ def _text(head: bytes) -> tuple[str, str]:
         hint = "servers send such documents when a download fails"
         return "is an XML document, not a checkpoint", hint
     if text.startswith(b"model_checkpoint_path:"):
-        return "names the latest of several TensorFlow checkpoints", _TENSORFLOW
+        return "contains only the name of the latest TensorFlow checkpoint", _TENSORFLOW
     if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
         hint = "the weights are in another file of the folder"
         return "is the configuration of a model, not its weights", hint
@@ -183,9 +190,9 @@ def _text(head: bytes) -> tuple[str, str]:
 
 
 def _are_floats(head: bytes) -> bool:
-    """Return whether the bytes are float32 numbers of the usual magnitude of weights.
+    """Return whether the bytes look like float32 numbers of the usual magnitude of weights.
 
-    About 17 % of other files are false positives.
+    The rate of false positives is about 17 %.
     """
     values = struct.unpack_from(f"<{len(head) // 4}f", head)
     likely = sum(1e-8 < abs(value) < 1e3 or value == 0 for value in values)
@@ -193,7 +200,10 @@ def _are_floats(head: bytes) -> bool:
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether bytes are UTF-8 without control characters. The last character may be cut."""
+    """Return whether bytes are UTF-8 without control characters.
+
+    The last character may be incomplete.
+    """
     try:
         text = getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -213,7 +223,7 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
             "and save the state_dict"
         )
         return UnsupportedError, what, hint
-    # Only torch.save writes these members, but the first one is missing.
+    # torch.save writes data.pkl first. If only data.pkl is missing, torch.save failed.
     version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
     is_of_torch = all(name.startswith(f"{archive.top}/") for name in archive.entries)
     if version in archive and pickled not in archive and is_of_torch:
@@ -236,7 +246,7 @@ def _folder(probe: Probe) -> tuple[str, str]:
         hint = "restore it with Orbax, and save it with numpy.savez" + _NUMPY
         return "is an Orbax checkpoint (JAX)", hint
     if "model_index.json" in names:
-        hint = "name the folder of one, e.g. its unet"
+        hint = "name the folder of one model, such as unet"
         return "is a pipeline of several models (diffusers)", hint
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return "is a Core ML model", _DEPLOYED
@@ -247,7 +257,7 @@ def _folder(probe: Probe) -> tuple[str, str]:
 
 
 def without_program(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace the outermost object that contains the weights by its state_dict.
+    """Replace the outermost object that contains the weights by the state_dict of the weights.
 
     Raises UsageError if the checkpoint has no weights, or only weights in packed layers.
     """
@@ -270,7 +280,7 @@ def without_program(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
-    """Return notes on what conversion from `before` to `after` dropped."""
+    """Return notes on values that were dropped from `before` to get `after`."""
     if after is before:
         return ["dropped: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
@@ -308,9 +318,9 @@ _FILES = re.compile(
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a zip file; None if the file is not one.
+    """Yield the pickles, the code and the other members of a zip file. Return None for other files.
 
-    Raises the errors of the directory.
+    Raises the errors of `read_directory`.
     """
     directory = probe.zip
     return None if directory is None else _members(directory)
@@ -323,7 +333,7 @@ def _members(directory: ZipDirectory) -> Iterator[Found]:
         if name.endswith("/") and not entry.size:
             continue
         if directory.source.remote and _STORAGE.fullmatch(name):
-            continue  # reading each member would cost a request
+            continue  # one request for each storage would be slow
         try:
             extent = directory.locate(name)
             stored = extent if isinstance(extent, Range) else extent.inputs[0]
@@ -343,7 +353,7 @@ def member(
     packed: str | None,
     open_end: bool = False,
 ) -> PickleStream | Inner:
-    """Classify a member by its name: a pickle that torch reads, another pickle, or other bytes."""
+    """Classify a member by its name: a pickle that torch loads, another pickle, or other bytes."""
     inner = name.removeprefix(f"{top}/")
     size = source.size
     reader: tuple[str, str | None] | None = None
@@ -359,19 +369,22 @@ def member(
 
 
 def program(name: str, data: bytes) -> Program:
-    """Return the number of functions in a program's source, and the file operators it uses."""
+    """Return the number of functions in the code of a program, and the file operators it calls."""
     files = {found.group().decode() for found in _FILES.finditer(data)}
     return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
 
 
 def check(probe: Probe) -> Iterator[CheckedPart]:
-    """Yield every member that has bytes, even if nothing refers to it."""
+    """Yield every non-empty member of an archive, even if no pickle refers to it."""
     assert probe.zip is not None
     return members(probe.zip)
 
 
 def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
-    """Yield the members of an archive. The archive may be an `item` of a `file` in a folder."""
+    """Yield the non-empty members of an archive.
+
+    If the archive is part of a folder, `file` is the name of its file, and `item` its position.
+    """
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:
             what = f"{item}record {shown(name)}"

@@ -1,28 +1,32 @@
 """Read the zip files of checkpoints strictly. (PKWARE APPNOTE 6.3.10.)
 
-    member*           local header (30 bytes), name, extra fields, data [, data descriptor]
-    central entry*    the directory: for each member 46 bytes, name, extra fields, comment
-    zip64 end         56 bytes, and a locator of 20 bytes: needed if a value exceeds 16 or 32 bits;
-                      torch always writes them
+A zip file consists of:
+
+    members           for each member: local header (30 bytes), name, extra fields, data, and an
+                      optional data descriptor
+    directory         for each member an entry: 46 bytes, name, extra fields, comment
+    zip64 end         56 bytes, and a locator of 20 bytes. Required if a value exceeds 16 or 32
+                      bits. torch always writes both.
     end record        22 bytes and a comment
 
-Integers are little-endian. Headers, directory and descriptors repeat the same facts, and readers
-use different ones. This reader refuses a file that two readers could read differently. A CRC of 0
-on a non-empty member means that no CRC was computed; torch has an option for that.
+Integers are little-endian. Local headers, directory and descriptors contain the same values. Some
+programs read them from the headers, others from the directory. This reader refuses a file that two
+programs could read differently. If a non-empty member has the CRC 0, no CRC was computed. torch has
+an option that disables CRCs.
 
-    central entry    PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths,
+    entry            PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths,
                      disk, attributes, offset
     local header     PK 3 4, version, flags, method, time, CRC-32, stored size, size, lengths of
                      name and extra fields
-    descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if
-                     flag 3 is set
+    descriptor       [PK 7 8,] CRC-32, stored size, size. The sizes have 32 or 64 bits. The
+                     descriptor follows the data if bit 3 of the flags is set.
 
-torch writes zeros for the CRC and sizes in local headers, and adds descriptors. An extra field
-``FB`` aligns its data. This reader ignores versions, times and attributes, because it unpacks
-nothing. Only the folder attribute matters: torch reads such a member as empty and returns
-uninitialized memory.
+torch writes zeros as CRC and sizes in local headers, and adds descriptors. torch aligns data with
+an extra field ``FB``. This reader ignores versions, times and attributes, because it does not
+unpack files. The folder attribute is an exception: torch reads a member with this attribute as
+empty and returns uninitialized memory.
 
-A row describes a member: ``(offset of the local header, stored size, size, crc, method, flags)``.
+A `Row` describes a member: ``(offset of the local header, stored size, size, crc, method, flags)``.
 It is a plain tuple, because Python creates a plain tuple 10x faster than a named tuple.
 """
 
@@ -55,25 +59,25 @@ from ckptkit.core.text import mismatch, shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
-# Suffixes that an edit in place gives to replaced records.
+# Suffixes to which an in-place edit renames replaced records.
 REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
 _local = struct.Struct("<4s2xHH4xLLLHH").unpack_from
-_field = struct.Struct("<2sH").unpack_from  # start of an extra field: kind, and length of the rest
-# Bytes of a local header without its name, plus the start of the next structure, which every zip
-# file contains.
+_field = struct.Struct("<2sH").unpack_from  # reads the id and the length of an extra field
+# Number of bytes of a local header without its name, plus 4 bytes. Every zip file contains at least
+# 4 bytes after a local header.
 _LEAST = 34
 _DESCRIPTOR = struct.Struct("<4sLLL")
 _U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x0008
 _REFUSED_FLAGS = ~0x080E  # all flags but UTF-8, data descriptor, and deflate's compression level
 _ENCRYPTED_FLAGS = 0x2041
-_FOLDER = 0x10  # in the DOS attributes
+_FOLDER = 0x10  # bit of a folder in the DOS attributes
 _CONTROLS = bytes([*range(1, 32), 127])
 _ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
-_STEP = 512  # bytes; the smallest read of local headers
+_STEP = 512  # minimum number of bytes to read at once
 
 Row = Sequence[int]
 Read = Callable[[int, int], bytes]  # (offset, length) -> bytes
@@ -82,8 +86,8 @@ Read = Callable[[int, int], bytes]  # (offset, length) -> bytes
 def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Row]]:
     """Return the names and the rows of all members.
 
-    `limit` is the offset at which the members end. This loop runs once per member, so it only
-    detects errors; `_refuse_entry` finds the cause.
+    `limit` is the offset at which the members end. For speed, the loop over all members only
+    detects errors. `_refuse_entry` then finds the cause of an error.
     """
     names: list[bytes] = []
     rows: list[Row] = []
@@ -116,7 +120,9 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     except struct.error as error:
         raise CorruptError(f"zip directory contains fewer than {count:,} entries") from error
     if at != len(data):
-        raise CorruptError(f"zip directory has {len(data):,} bytes, its {count:,} entries {at:,}")
+        raise CorruptError(
+            f"zip directory has {len(data):,} bytes, but its {count:,} entries take {at:,}"
+        )
     return names, rows
 
 
@@ -160,7 +166,7 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """Return size, stored size and offset; values above 32 bits come from the zip64 field."""
+    """Return size, stored size and offset. Read values above 32 bits from the zip64 field."""
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
@@ -169,9 +175,10 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
 
 
 def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
-    """Return the names as strings. Raises if a name is unsafe or not unique.
+    """Return the names as strings. Raises an InputError if a name is unsafe or not unique.
 
-    One pass checks all names together. If it finds a problem, each name is checked separately.
+    For speed, all names are first checked together. If this check fails, each name is checked
+    separately.
     """
     if not names:
         return []
@@ -188,7 +195,7 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
         bad = names[joined.count(b"\0", 0, error.start)]
         raise FormatError(f"record name {shown(bad)} is not UTF-8") from error
     numpy = all(name.endswith(b".npy") for name in names)
-    # torch ignores the case of ASCII letters in names
+    # torch ignores the case of ASCII letters in names. numpy does not.
     folded = (joined if numpy else joined.lower()).split(b"\0")
     known = set(folded)
     if len(known) != len(names):
@@ -211,7 +218,7 @@ def _check_name(name: bytes) -> None:
 
 
 class HeaderWindow:
-    """Read a source forward in blocks, which grow while the reads are close to each other."""
+    """A reader of a source in blocks. The blocks grow while the reads are close to each other."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -227,7 +234,10 @@ class HeaderWindow:
         return self.data[at : at + length]
 
     def place(self, offset: int, length: int) -> int:
-        """Return the index in `data` of the byte at `offset`; at least `length` bytes follow."""
+        """Return the index in `data` of the byte at `offset`.
+
+        Read more data unless `data` contains `length` bytes from this index on.
+        """
         at = offset - self.base
         if at < 0 or at + length > len(self.data):
             near = 0 <= at <= len(self.data) + 8 * _STEP
@@ -244,7 +254,7 @@ def check_members(
 ) -> list[int]:
     """Return the offset of each member's bytes.
 
-    Raises if the local headers and the directory disagree, or if two members overlap.
+    Raises an InputError if the local headers and the directory disagree, or if two members overlap.
     """
     window = HeaderWindow(source)
     read, place = window.read, window.place
@@ -265,7 +275,7 @@ def check_members(
         places[i] = start = offset + size
         end = start + row[1]
         if described and end <= directory:
-            at = place(end, 24)  # every zip file has at least as many bytes after a descriptor
+            at = place(end, 24)  # every zip file contains at least 24 bytes after a member's data
             mostly = (_DESCRIPTOR_MAGIC, row[3], row[1], row[2])
             is_short = _DESCRIPTOR.unpack_from(window.data, at) == mostly
             end += 16 if is_short else _check_descriptor(window.data, at, name, row)
@@ -278,7 +288,7 @@ def check_members(
 
 
 def find_data(read: Read, name: bytes, row: Row) -> int:
-    """Return the offset of a member's bytes. Raises like `check_members`."""
+    """Return the offset of a member's bytes. Raises the errors of `check_members`."""
     offset = row[0]
     head = read(offset, _LEAST + len(name))
     return offset + _check_header(head, 0, read, name, row[:6])[0]
@@ -287,14 +297,14 @@ def find_data(read: Read, name: bytes, row: Row) -> int:
 def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tuple[int, bool]:
     """Return the size of a local header, and whether a data descriptor follows the member's bytes.
 
-    Raises if the header and the directory disagree about more than the descriptor flag.
+    Raises an InputError if header and directory differ in more than the descriptor flag.
     """
     offset, stored, size, crc, method, flags = row
     n = len(name)
     magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _local(data, at)
     if magic != MAGIC:
         raise CorruptError(
-            f"byte {offset:,} is not the start of record {shown(name)}, as the directory states"
+            f"record {shown(name)} does not begin at byte {offset:,}, its offset in the directory"
         )
     described = own_flags & _DESCRIPTOR_FLAG != 0
     alike = own_flags == flags or own_flags == flags | _DESCRIPTOR_FLAG
@@ -316,10 +326,10 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
 def _check_local(
     own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
 ) -> None:
-    """Check CRC and sizes of a local header against the directory (0 if a descriptor follows).
+    """Compare CRC and sizes of a local header with the directory.
 
-    torch's zip64 field contains the size, a zero instead of the stored size, and the offset. The
-    32-bit sizes are zero, too.
+    If a descriptor follows the data, a value in the local header may be 0. The zip64 field of torch
+    contains the size, 0 instead of the stored size, and the offset. The 32-bit sizes are also 0.
     """
     offset, stored, size, crc = row[:4]
     field = fields.get(_ZIP64_FIELD, b"")
@@ -339,7 +349,7 @@ def _check_local(
 def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
     """Return the size of the data descriptor at `at`.
 
-    It contains the CRC and both sizes (32 or 64 bits), usually after a signature.
+    A descriptor contains the CRC and two sizes (of 32 or 64 bits), usually after a signature.
     """
     _, stored, size, crc, _, _ = row
     wide = struct.pack("<LQQ", crc, stored, size)
@@ -351,9 +361,9 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
 
 
 def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
-    """Raise AmbiguousError if a record that is not in the directory begins between two members.
+    """Raise AmbiguousError if an unlisted record begins between two members.
 
-    An edit in place leaves old versions of listed records there.
+    An old version of a listed record is allowed, because an in-place edit can leave one.
     """
     if end - start < 30:
         return
@@ -372,16 +382,16 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _U16 = 0xFFFF
 _BATCH = 64  # number of local headers to fetch in one request
-_HEADER = 256  # bytes of a local header without the name, mostly padding
+_HEADER = 256  # maximum size of a local header without the name, which is mostly padding
 _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
-_tuple = tuple.__new__  # creates a named tuple without a Python call
+_tuple = tuple.__new__  # creates a named tuple without the slow Python constructor
 
 
 class StoredMember(NamedTuple):
-    """A stored member of a local file, whose place has been verified.
+    """A stored (uncompressed) member of a local file. Its local header has been checked.
 
-    It also serves as the record of a storage, because a separate Range for each takes memory.
+    It is also the `Record` of a storage, because a separate Range for each storage takes memory.
     """
 
     source: ByteSource
@@ -407,10 +417,10 @@ class StoredMember(NamedTuple):
 
 
 class ZipEntry(NamedTuple):
-    """The directory entry of any other member. Offsets are in the source, sizes in bytes."""
+    """The directory entry of any other member. Offsets and sizes are in bytes."""
 
-    offset: int  # of the local header
-    stored: int  # bytes in the file
+    offset: int  # offset of the local header
+    stored: int  # number of bytes in the file
     size: int
     crc: int
     method: int
@@ -423,14 +433,15 @@ Entry = StoredMember | ZipEntry
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """The members of a zip file in directory order, and the places of their bytes."""
+    """The members of a zip file in directory order, and the locations of their bytes."""
 
     source: ByteSource
     entries: Mapping[str, Entry] = field(repr=False)
     start: int  # offset of the directory, which is the end of the members
     top: str  # top folder of the first member, which torch uses as the archive's name
-    headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
-    inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # total bytes so far
+    headers: LocalHeaders | None = field(repr=False, default=None)  # None for a local file
+    # The only item is the number of bytes decompressed so far.
+    inflated: list[int] = field(repr=False, default_factory=lambda: [0])
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -440,14 +451,14 @@ class ZipDirectory:
         return list(self.entries)
 
     def crc(self, name: str) -> int | None:
-        """Return the CRC-32 of a member's bytes, None if the file lacks it."""
+        """Return the CRC-32 of a member's bytes, or None if the file does not contain it."""
         entry = self.entries[name]
         return None if entry.crc == 0 and entry.size else entry.crc
 
     def record(self, name: str) -> tuple[Record, int | None]:
-        """Return the record of a member's bytes, and their CRC-32 as in `crc`.
+        """Return the record of a member's bytes, and the CRC-32 of the bytes as in `crc`.
 
-        A member of a remote file is located when its bytes are needed.
+        In a remote file, the local header of a member is read when its bytes are needed.
         """
         entry = self.entries[name]
         known = None if entry.crc == 0 and entry.size else entry.crc
@@ -458,7 +469,7 @@ class ZipDirectory:
         return self.locate(name), known
 
     def locate(self, name: str) -> Extent:
-        """Return the extent of a member's bytes; for a deflated member, its inflation."""
+        """Return the extent of a member's bytes. The bytes of a deflated member are inflated."""
         entry = self.entries[name]
         if isinstance(entry, StoredMember):
             return entry.locate()
@@ -472,7 +483,8 @@ class ZipDirectory:
     def read(self, name: str) -> bytes:
         """Return all bytes of a member.
 
-        Raises CorruptError if they contradict the directory, LimitError.
+        Raises CorruptError if the bytes do not match the CRC. Raises LimitError if the member is
+        too large.
         """
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
@@ -488,7 +500,7 @@ class ZipDirectory:
         return data
 
     def verify(self, name: str) -> None:
-        """Raise CorruptError if a member's bytes, of any size, do not match their CRC."""
+        """Raise CorruptError if the bytes of a member do not match their CRC."""
         total = 0
         for piece in stream(self.locate(name)):
             total = crc32(piece, total)
@@ -505,7 +517,7 @@ class ZipDirectory:
 
 
 class LocalHeaders:
-    """Offsets of the members' bytes in a remote file, from their local headers."""
+    """A reader of local headers in a remote file. Finds the offset of each member's bytes."""
 
     def __init__(self, source: ByteSource, entries: dict[str, ZipEntry]) -> None:
         self._source = source
@@ -514,14 +526,14 @@ class LocalHeaders:
         self._places: dict[str, int] = {}
 
     def place(self, name: str) -> int:
-        """Return the offset of a member's bytes. Raises if its header is invalid."""
+        """Return the offset of a member's bytes. Raises an InputError for an invalid header."""
         if name in self._places:
             return self._places[name]
         entry = self._entries[self._numbers[name]][1]
         return find_data(self._source.read, name.encode(), entry)
 
     def prefetch(self, name: str) -> None:
-        """Fetch the local header of a member, and its neighbors' in the same request."""
+        """Fetch the local headers of a member and of its neighbors in one request."""
         if name in self._places:
             return
         first = self._numbers[name] // _BATCH * _BATCH
@@ -532,7 +544,7 @@ class LocalHeaders:
             sorted((offset, min(length, limit - offset)) for offset, length in heads)
         )
         for name, entry in members:
-            with suppress(CkptkitError):  # raised again when this member itself is read
+            with suppress(CkptkitError):  # `place` raises the error again
                 self._places[name] = find_data(self._source.read, name.encode(), entry)
 
 
@@ -550,10 +562,10 @@ class Unlocated(NamedTuple):
 
 
 def read_directory(source: ByteSource) -> ZipDirectory:
-    """Return the directory of a zip file. In a local file, also check all local headers.
+    """Return the directory of a zip file. For a local file, also check all local headers.
 
-    Raises TruncatedError (no end record), FormatError, CorruptError, AmbiguousError,
-    UnsupportedError, LimitError.
+    Raises TruncatedError if the end record is missing. Also raises FormatError, CorruptError,
+    AmbiguousError, UnsupportedError, LimitError.
     """
     try:
         start, size, count = _find_end(source)
@@ -562,7 +574,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         top = texts[0].partition("/")[0] if texts else ""
         if source.remote:
             source.members = partial(_stored_members, start, size, count)
-            # Local headers are read later, when bytes of a member are needed.
+            # Local headers are read later, when the bytes of a member are needed.
             unread = {
                 text: _tuple(ZipEntry, (*row, -1)) for text, row in zip(texts, rows, strict=True)
             }
@@ -572,7 +584,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         error.at(source.name)
         raise
     source.members = partial(_stored_members, start, size, count)
-    # Inlined: a call for each member would be slow.
+    # This code is inlined, because a function call for each member would be slow.
     entries = {
         text: _tuple(ZipEntry, (*row, place))
         if row[4] == DEFLATED
@@ -583,10 +595,10 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 
 
 def _stored_members(start: int, size: int, count: int, source: ByteSource) -> Iterator[Member]:
-    """Yield the stored members that have a CRC-32; the directory begins at `start`.
+    """Yield the stored members that have a CRC-32. The directory begins at `start`.
 
-    The directory is read again, because keeping it would take too much memory. For arrays (.npy)
-    the local header is read, too: only the end of such a member consists of elements.
+    The directory is read again, because keeping it would take too much memory. For an .npy member,
+    the local header is read too, because the elements are only the last part of the member.
     """
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]
@@ -604,14 +616,14 @@ def _stored_members(start: int, size: int, count: int, source: ByteSource) -> It
 
 
 def _find_end(source: ByteSource) -> tuple[int, int, int]:
-    """Return offset, size and number of entries of the directory, as the end records state."""
+    """Return offset, size and number of entries of the directory, from the end records."""
     if source.read(0, min(4, source.size)) != MAGIC:
         raise FormatError("does not begin with a zip member")
     longest = _END.size + _U16 + _LOCATOR.size + _END64.size
     tail = source.read(max(0, source.size - longest), min(longest, source.size))
     at = _find_end_record(source, tail)
     _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
-    stop = source.size - len(tail) + at  # of the directory
+    stop = source.size - len(tail) + at  # end of the directory
     locator = max(0, at - _LOCATOR.size)
     if tail[locator:at].startswith(_LOCATOR_MAGIC):
         stop -= _LOCATOR.size + _END64.size
@@ -643,11 +655,14 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
 
 
 def _find_end_record(source: ByteSource, tail: bytes) -> int:
-    """Return the offset in `tail` of the only end record whose comment reaches the file's end."""
+    """Return the offset in `tail` of the end record whose comment ends at the end of the file.
+
+    Raises an InputError unless exactly one end record does.
+    """
     first = max(0, len(tail) - _END.size - _U16)
     found = [first + match.start() for match in re.finditer(_END_MAGIC, tail[first:])]
     exact: list[int] = []
-    own = 0  # end records, without those of archives inside the file
+    own = 0  # number of end records, except the end records of archives inside the file
     for at in found:
         if at + _END.size > len(tail):
             continue

@@ -1,16 +1,21 @@
 """Lay out zip files: stored members, no data descriptors, data aligned to 64 bytes.
 
-Layout (see zip_reader; every torch since 1.6 loads and memory-maps it):
+Every torch since 1.6 loads and memory-maps these files. :mod:`zip_reader` describes the structures.
+A member consists of:
 
     local header     flags 0x0800 (UTF-8), version 20 (45 with zip64), date 1980-01-01, the true
                      CRC-32 and sizes
     name
-    zip64 field      0x0001: size, stored size, for members of 4 GiB and more
+    zip64 field      field 0x0001 with size and stored size, for a member of 4 GiB or more
     ``FB`` field     padding (bytes Z) that aligns the data to 64 bytes
     data
-    directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
-    ends             always a zip64 end record and locator, as in torch's files; end record with
-                     capped values
+
+After the members follow:
+
+    directory        an entry for each member, with a zip64 field for each size or offset of more
+                     than 32 bits
+    zip64 end        a zip64 end record and its locator, always written, as in torch's files
+    end record       contains the maximum instead of a value that is too large
 """
 
 from __future__ import annotations
@@ -32,20 +37,20 @@ _END64 = struct.Struct("<4sQ2H2L4Q").pack
 _LOCATOR = struct.Struct("<4sLQL").pack
 _END = struct.Struct("<4s4H2LH").pack
 END_BYTES = 22  # size of the end record, by which readers find the directory
-_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offset of the CRC in a header
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offsets of the CRC in a local header and a directory entry
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
-_JOINED = 1 << 16  # maximum size of literal content to put in one segment with its header
+_JOINED = 1 << 16  # maximum size of literal content that shares a segment with its header
 
 
-# Extra fields ``FB``, by the size of their padding.
+# Extra fields ``FB``, by the number of bytes of padding.
 _PADDING = tuple(b"FB" + struct.pack("<H", size) + b"Z" * size for size in range(ALIGNMENT))
 
 
 class ZipMember(NamedTuple):
-    """A record to write.
+    """A member to write.
 
-    `crc` is the CRC-32 of an extent, None if it is computed during writing.
+    `crc` is the CRC-32 of the content. None means that it is computed while the file is written.
     """
 
     name: str
@@ -73,7 +78,8 @@ class _Text:
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Return the segments of a zip file that contains `members`, in order.
 
-    The checksum of a member without a CRC has the member's position as its number.
+    If `crc` of a member is None, the number of its checksum in the plan is the position of the
+    member in `members`.
     """
     segments: list[Segment] = []
     text, directory = _Text(), _Text()
@@ -108,14 +114,14 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
-    """Return a member at `offset` with its local header, and its directory entry."""
+    """Return the bytes of a member at `offset`, including its local header, and its entry."""
     raw, crc = name.encode(), zlib.crc32(content)
     header = _local_header(raw, offset, len(content), crc)
     return header + content, _central_entry(raw, offset, len(content), crc)
 
 
 def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
-    """Return a local header at `offset`, padded so that the data is aligned."""
+    """Return the local header of a member at `offset`, with padding that aligns the data."""
     version, wide, short = 20, b"", size
     if size >= _U32:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
@@ -148,7 +154,10 @@ def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
 
 
 def ends(offset: int, size: int, count: int) -> bytes:
-    """Return the three end records of a directory of `size` bytes at `offset`."""
+    """Return the zip64 end record, its locator and the end record.
+
+    The directory has `size` bytes at `offset`, and `count` entries.
+    """
     short = min(count, _U16)
     return (
         _END64(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)

@@ -243,8 +243,8 @@ def test_a_save_that_stopped_within_an_older_one(tmp_path: Path) -> None:
     assert 10 < len(check(path, layers(2))) < 50
     path.write_bytes(new[:half] + old[half : old.index(b"PK\1\2") - 200])
     (warning,) = recover(path).checkpoint.warnings
-    assert "nothing proves that its tensors are of one save" in warning
-    assert "tensors may be from that: model.layer" in warning
+    assert "nothing proves that its tensors come from one save" in warning
+    assert "tensors may come from that file: model.layer" in warning
 
 
 def test_the_serialization_id_proves_one_save_without_a_directory(tmp_path: Path) -> None:

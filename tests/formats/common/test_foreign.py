@@ -131,7 +131,7 @@ FILES = [
     ("x.ptl", b"\x18\0\0\0PTMF" + bytes(40), "PyTorch mobile", "inference"),
     ("x.pte", b"\x18\0\0\0ET12" + bytes(40), "ExecuTorch", "inference"),
     ("x.xml", b'<?xml version="1.0"?>\n<net name="torch-jit-export" version="11">\n', "OpenVINO model", "inference"),
-    ("x.weights", struct.pack("<iiiq", 0, 2, 5, 32013312) + bytes(40), "Darknet model", "no names"),
+    ("x.weights", struct.pack("<iiiq", 0, 2, 5, 32013312) + bytes(40), "Darknet model", "names or shapes"),
     ("x.mat", b"MATLAB 5.0 MAT-file, Platform: GLNXA64" + bytes(100), "MATLAB file", "scipy.io.loadmat"),
     ("x.parquet", b"PAR1\x15\4" + bytes(40), "Parquet table", "ckptkit formats"),
     ("x.arrow", b"ARROW1\0\0" + bytes(40), "Arrow table", "ckptkit formats"),

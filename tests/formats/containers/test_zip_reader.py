@@ -112,7 +112,7 @@ def refused() -> Iterator[Row]:
         made = build(Member("a/0", DATA, local=local), other)
         yield "ZP_02", made, AmbiguousError, "differ|overlap"
     made = build(one, Member("a/1", DATA, local={"magic": b"PK\3\5"}))
-    yield "ZP_02", made, CorruptError, "is not the start of record"
+    yield "ZP_02", made, CorruptError, "does not begin at byte"
     for flag in (0, 6, 13):
         yield "ZP_03", build(odd(flags=1 << flag)), UnsupportedError, "encrypted"
     for flag in (4, 5, 7, 8, 9, 10, 12, 14, 15):

@@ -76,7 +76,7 @@ def test_a_storage_of_broken_elements_cannot_be_saved() -> None:
 def test_a_part_of_a_storage_cannot_be_saved() -> None:
     shared = Storage(Range(Memory(bytes(16)), 0, 16))
     assert laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"], 0, 4)])).size
-    with pytest.raises(UnsupportedError, match="part of a storage"):
+    with pytest.raises(UnsupportedError, match="view of a storage"):
         laid_out(
             Checkpoint(
                 [
