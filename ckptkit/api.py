@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
-_OTHERS = "if no other machine is writing there"
+_OTHERS = "if no other machine is writing this file"
 Step = Callable[[Checkpoint], Checkpoint]
 
 
@@ -77,8 +77,8 @@ class Conversion:
 
             names = damaged_in(self.checkpoint, damaged)
             found.append(
-                f"damaged in the input, and copied unchanged with the old checksum: {names}; "
-                f"{_way_out(damaged[0])}"
+                "tensors are damaged in the input, and were copied unchanged with their old "
+                f"checksums: {names}; {_way_out(damaged[0])}"
             )
         return tuple(found)
 
@@ -213,7 +213,7 @@ def streamed(
             error.where = name if error.where == path else error.where
             raise
         if isinstance(done.plan, Plan) and done.plan.is_folder:
-            what = f"{done.format} is a folder, and a stream takes one file"
+            what = f"{done.format} writes a folder, but a stream is a single file"
             raise UsageError(what, where=name, hint="name a folder")
         if done.published is not None:
             with open(path, "rb") as file:
@@ -403,7 +403,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
         expected = formats.for_writing(name, None, checkpoint.format).name
         if format in (None, expected):
             return name
-        why = f"has the suffix of {expected}, but would contain {format}"
+        why = f"has the suffix of {expected}, but the output format is {format}"
     raise UsageError(why, where=name, hint=typed("name another output", "name a destination"))
 
 
@@ -491,6 +491,6 @@ def _way_out(damaged: Range) -> str:
     """Return a hint for a file with a damaged tensor."""
     path = damaged.source.name
     if formats.recoverable(Probe(damaged.source)) != RECOVER:
-        return "fetch it again from its source"
+        return "download or copy the file again"
     command = shell_command(("ckptkit", "recover", *argument(path), output_name(path, "recovered")))
     return f"to save the intact tensors: {command}"

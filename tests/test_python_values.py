@@ -296,8 +296,8 @@ def test_file_objects_that_nothing_is_saved_to(tmp_path: Path) -> None:
     for target, options, said in (
         (io.StringIO(), {"format": "safetensors"}, "destination: expected a binary file object"),
         (io.BytesIO(), {}, "<stream>: the suffix does not name a format"),
-        (io.BytesIO(), {"shard_size": 10}, "a stream takes one file"),
-        (io.BytesIO(), {"format": "dcp"}, "a stream takes one file"),
+        (io.BytesIO(), {"shard_size": 10}, "a stream is a single file"),
+        (io.BytesIO(), {"format": "dcp"}, "a stream is a single file"),
     ):
         with pytest.raises(ckptkit.CkptkitError, match=said):
             ckptkit.save(made, target, **options)

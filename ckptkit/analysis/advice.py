@@ -46,12 +46,12 @@ def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
     unused = summary.totals.unused_nbytes
     if unused > max(MIN_UNUSED, summary.totals.nbytes // 10):
         command = convert(path, "compact", *drop, "--compact", *summary.words)
-        yield f"{unused:,} bytes of its storages belong to no tensor; to drop them: {command}"
+        yield f"{unused:,} bytes of storages belong to no tensor; to drop these bytes: {command}"
     if number := packed(summary):
         command = convert(path, "float", *summary.chosen, *drop, "--dequantize")
         yield (
-            f"{number:,} quantized tensors are not in the state_dict; to dequantize them into it: "
-            f"{command}"
+            f"{number:,} quantized tensors are outside the state_dict; to add dequantized "
+            f"copies to the state_dict: {command}"
         )
 
 
@@ -166,8 +166,8 @@ def _others(summary: Summary) -> Iterator[str]:
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
         yield (
-            f"byte strings that contain whole files, not shown here: {some(places)}; "
-            f"to scan them: {shell_command(('ckptkit', 'scan', *path))}"
+            f"byte strings contain complete files, which are not listed here: {some(places)}; "
+            f"to scan these files: {shell_command(('ckptkit', 'scan', *path))}"
         )
     for key in map(join, summary.others[:NAMES]):
         command = shell_command(("ckptkit", "inspect", "--key", key, *path))

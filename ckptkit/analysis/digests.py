@@ -159,9 +159,7 @@ def digest(
     ]
     for _, why in summed(parts if sums else [], lambda count: None):
         if why is not None:
-            raise CorruptError(
-                why, hint="`ckptkit verify {where}` lists everything that is damaged"
-            )
+            raise CorruptError(why, hint="`ckptkit verify {where}` lists all damage")
     total = sum(tensor.nbytes for _, tensor in rows)
     ids: dict[str, str] = {}
     without: dict[str, str] = {}
@@ -289,7 +287,7 @@ class ManifestDifferences(NamedTuple):
 
     def findings(self) -> Iterator[Defect]:
         findings = (
-            "missing: only in the manifest",
+            "missing: the tensor is only in the manifest",
             "not in the manifest",
             "differs from the manifest",
         )

@@ -203,7 +203,7 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
         differs = "differs" if relative is None else f"differs by {_percent(relative)}"
         why = f"more than {each.type} explains ({_percent(each.limit)})" if each.limit else ""
         text = f"{name}: {differs}, {why or f'but {each.type} is a lossless type'}"
-        others.append(text + "; its rows agree in another order" * each.reordered)
+        others.append(text + "; its rows are equal in another order" * each.reordered)
     found = []
     for type, pairs in by_type.items():
         low, high = min(pairs)[0], max(pairs)[0]

@@ -222,8 +222,8 @@ class _Verifier:
                 notes.append(f"{known} has no checksums: only structure and lengths were checked")
             notes += (*self.remarks, *warnings)
             if self.records and self.unsummed and not coded(warnings, NO_CHECKSUM):
-                what = f"{self.unsummed:,} of its records have no checksum"
-                notes.append(f"{what}: damage to them cannot be seen")
+                what = f"{self.unsummed:,} records have no checksum"
+                notes.append(f"{what}: damage to these records cannot be detected")
         return Verdict(
             path=self.place.name,
             format=known,

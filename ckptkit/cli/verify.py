@@ -125,7 +125,7 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     from ckptkit.analysis.advice import recover
     from ckptkit.formats.format import UNVERIFIED
 
-    again = "fetch it again from its source"
+    again = "download or copy the file again"
     if not verdict.recoverable:
         hints = dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint)
         return hints or (again,)

@@ -105,7 +105,7 @@ EDITS = (
         (Option("dtype", "dtype", "--dequantize", "[DTYPE]",
                 "Dequantize weights to bfloat16, float16 or float32. Default: the dtype of the "
                 "model.", dest="dequantize"),),
-        "Dequantize weights; in a recipe, the file can contain none.",
+        "Dequantize weights; a recipe accepts a file without quantized weights.",
         in_convert=True, fixed={"missing_ok": True},
     ),
     Edit("weights", "edits.structure:bare", about="Keep only the weights.", public=False),
@@ -113,9 +113,9 @@ EDITS = (
         "ema", "edits.combine:ema",
         about="Extract the averaged (EMA) weights of a training run.",
         command="ema",
-        help="""Finds them under the names of common training loops (state_dict_ema, model_ema, ema,
-        shadow_params...). A list of tensors without names gets the names of the trained weights
-        in the same file.""",
+        help="""Finds these weights under the names of common training loops (state_dict_ema,
+        model_ema, ema, shadow_params...). A list of tensors without names gets the names of the
+        trained weights in the same file.""",
         examples=("last.pth ema.safetensors",),
     ),
     Edit(
@@ -146,7 +146,7 @@ EDITS = (
                 choices=("linear", "slerp", "task", "ties", "dare-ties", "dare-linear",
                          "passthrough"), recipe=None),
          Option("base", "text", "--base", "BASE",
-                "Base model of the fine-tuned models, whose differences are merged.",
+                "Base model to subtract from the fine-tuned models.",
                 recipe=None),
          Option("weight", "settings", "--weight", "W[,GLOB=W...]",
                 "Weight of each SRC, in order (repeatable), optionally by glob. Default: 1.",
@@ -158,16 +158,18 @@ EDITS = (
                 "Factor of the differences, or of all weights; for slerp, the fraction of the "
                 "second model. Default: 1, for slerp 0.5.", recipe=None),
          Option("normalize", "switch", "--normalize/--no-normalize", None,
-                "Divide by the sum of the weights. Default: for linear and ties.", recipe=None),
+                "Divide by the sum of --weight. Default: only for linear and ties.", recipe=None),
          Option("rescale", "switch", "--rescale/--no-rescale", None,
-                "Scale the kept differences to the sum of all magnitudes. Default: for dare-*.",
+                "Scale the kept differences to the L1 norm of all differences. Default: only for "
+                "dare-*.",
                 recipe=None),
          Option("layers", "strings", "--layers", "START:STOP",
-                "Layers of each SRC, in order (repeatable), for passthrough.", recipe=None),
+                "Range of layers of each SRC, in order (repeatable), for passthrough.",
+                recipe=None),
          Option("dtype", "text", "--dtype", "DTYPE",
-                "Compute in this dtype. Default: that of the tensors.", recipe=None),
+                "Compute in this dtype. Default: the dtype of the tensors.", recipe=None),
          Option("seed", "count", "--seed", "N",
-                "Seed of the random choice of dare-*. Default: 0.", recipe=None)),
+                "Seed of the random choices of dare-*. Default: 0.", recipe=None)),
         "Merge the values of several models of one architecture.",
         command="merge", several="first", has_key=True,
         help="""The methods are those of mergekit. linear is the weighted mean. slerp interpolates
@@ -198,7 +200,7 @@ EDITS = (
                 recipe="keep"),
          Option("drop", "strings", "--drop", "GLOB", "Drop weights that match (repeatable).",
                 recipe="drop")),
-        "Keep or drop weights; in a recipe, globs of `drop` need no match.",
+        "Keep or drop weights; in a recipe, globs of `drop` may match nothing.",
         in_convert=True, fixed={"missing_ok": True},
     ),
     Edit(
@@ -209,8 +211,8 @@ EDITS = (
          _KEYS),
         "Remove the leading 'module.' from the keys.",
         in_convert=True, command="strip-module",
-        help="""DataParallel and torch.compile add such prefixes. Removes one from each key and its
-        _metadata. If no key has it, exits with 1 and writes nothing.""",
+        help="""DataParallel and torch.compile add such prefixes. Removes one prefix from each key
+        and its _metadata. If no key has the prefix, exits with 1 and writes nothing.""",
         examples=("run.pth plain.pth",),
     ),
     Edit(
@@ -240,12 +242,12 @@ EDITS = (
     ),
     Edit(
         "tie", "edits.keys:tie", (Option("names", "map"),),
-        "Add names for weights: a mapping from new names to existing ones.",
+        "Add names for weights: a mapping from new names to existing names.",
         public=False,
     ),
     Edit(
         "untie", "edits.keys:untie", (Option("names", "map"),),
-        "Remove additional names of weights; both names must share the same memory.",
+        "Remove names of tied weights: a mapping from names to remove to names to keep.",
         public=False,
     ),
     Edit(
@@ -264,7 +266,7 @@ EDITS = (
     Edit(
         "compute", "edits.elements:compute",
         (Option("expressions", "map"),),
-        "Compute x - 1, x + 1, log(-x) or -exp(x) of weights: glob to expression.",
+        "Replace each element x of weights by x - 1, x + 1, log(-x) or -exp(x).",
         public=False,
     ),
     Edit(
@@ -276,7 +278,8 @@ EDITS = (
          Option("rows", "count", "--rows", "N", "Rows of the matrices.", required=True,
                 recipe="rows"),
          Option("fill", "choice", "--fill", None,
-                "New rows: the mean of the old rows, zeros, or random rows with their statistics.",
+                "Fill new rows with the mean of the old rows, with zeros, or with normal random "
+                "numbers.",
                 choices=("mean", "zeros", "normal"), recipe="fill"),
          Option("seed", "count", "--seed", "N", "Seed of the random rows. Default: 0.",
                 recipe="seed")),
@@ -289,22 +292,22 @@ EDITS = (
     Edit(
         "lora", "lora.merge:merged",
         (Option("adapter", "text", recipe="adapter"), Option("weight", "number", recipe="weight")),
-        "Add the changes of an adapter, such as LoRA.",
+        "Add the weight updates of an adapter, such as LoRA.",
         public=False,
     ),
     Edit(
         "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
-                "Cast floating-point weights that match, or all other ones (repeatable).",
+                "Cast floating-point weights that match GLOB, or all other weights (repeatable).",
                 dest="cast"),),
-        "Cast floating-point weights: a dtype, or glob to dtype.",
+        "Cast floating-point weights: one dtype, or a mapping from globs to dtypes.",
         in_convert=True,
     ),
     Edit(
         "quantize", "edits.quantized:quantize",
         (Option("kind", "text", "--quantize", "KIND",
-                "Quantize matrices: fp8-block or mxfp4.", dest="quantize"),),
-        "Quantize the matrices of layers: fp8-block or mxfp4.",
+                "Quantize matrices to fp8-block or mxfp4.", dest="quantize"),),
+        "Quantize the matrices of layers to fp8-block or mxfp4.",
         in_convert=True, public=False,
     ),
     Edit(
@@ -331,9 +334,10 @@ EDITS = (
     ),
     Edit(
         "wrap", "edits.structure:wrap",
-        (Option("key", "text", "--key", "NAME", "Path of the weights in DST: a new key.",
+        (Option("key", "text", "--key", "NAME", "Path of the weights in DST: the new key.",
                 required=True),
-         Option("beside", "json", "--set", "NAME=JSON", "Add an entry beside it (repeatable).",
+         Option("beside", "json", "--set", "NAME=JSON",
+                "Add an entry beside the checkpoint (repeatable).",
                 recipe=None)),
         "Put a checkpoint under a key of a new dict.",
         command="wrap",

@@ -131,7 +131,7 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     count = plural(len(rows) - len(taken), "tensor")
     notes = [f"averaged {count} of {plural(len(checkpoints), 'checkpoint')}"]
     if taken:
-        notes.append(f"took {quoted(taken)} from the last")
+        notes.append(f"took {quoted(taken)} from the last checkpoint")
     return last.with_root(rebuild(last.root, lambda leaf: new.get(id(leaf), leaf)), notes=notes)
 
 
@@ -198,8 +198,8 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
         if not last_wins:
             raise CollisionError(
                 f"{last} and {others} both have {names}",
-                hint=f"{typed('--last-wins', 'last_wins=True')} keeps the last of each; `rename` "
-                "changes names",
+                hint=f"{typed('--last-wins', 'last_wins=True')} keeps the last tensor of each "
+                "name; `rename` changes names",
             )
         notes.append(f"took {names} from {last}, not from {others}")
     state = versions_state(modules) if modules else None
@@ -232,7 +232,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
                 quantized_names.refuse(found, None, _NOT_AVERAGED)
                 return _unwrapped(found, ck)
     raise UsageError(
-        "has no averaged weights under any of the names that training loops use",
+        "has no averaged weights under any name that training loops use",
         where=ck.name,
         hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` extracts one",
     )
@@ -240,7 +240,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
 
 _NO_MEAN = "the mean of its factors is not the mean of the weight updates"
 _NO_MODEL = "`ema` extracts the weights of whole models"
-_NOT_AVERAGED = "training averages floats, so these are not its averaged weights"
+_NOT_AVERAGED = "training averages only floats, so these are not averaged weights"
 _COUNTER = "n_averaged"  # a buffer of torch.optim.swa_utils.AveragedModel
 
 
@@ -287,7 +287,7 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     odd = [name for name, tensor in pairs if tensor and tensor.shape != shapes[name]]
     if odd:
         raise UsageError(
-            f"{path} does not have the order of the weights: {quoted(odd)} would change shape",
+            f"{path} and the weights have different orders: {quoted(odd)} would change shape",
             where=ck.name,
         )
     new = {**weights.nodes, **dict(zip(names, tensors, strict=True))}
@@ -295,5 +295,5 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
         f"extracted {plural(len(tensors), 'tensor')} from {path!r} under the names of the weights"
     ]
     if len(new) > len(tensors):
-        notes.append(f"added {plural(len(new) - len(tensors), 'buffer')} of the weights")
+        notes.append(f"added {plural(len(new) - len(tensors), 'buffer')} from the trained weights")
     return ck.with_key(None).with_root(OrderedMapping(new), notes=notes)

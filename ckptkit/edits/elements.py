@@ -62,9 +62,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     weights = ck.required
     rules = _rules(dtypes, weights)
     hits = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
-    quantized_names.refuse(
-        ck, hits, "codes are not numbers to cast, and scales must keep their bits"
-    )
+    quantized_names.refuse(ck, hits, "codes and scales of quantized weights cannot be cast")
     targets: dict[int, DType] = {}  # id of a tensor -> new dtype
     left: list[str] = []
     for name, node in weights.nodes.items():
@@ -92,7 +90,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     if split := new.split:
         names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
         warnings.append(
-            f"no longer share memory with tensors that now have another dtype: {quoted(names)}"
+            f"these weights no longer share memory with tensors of another dtype: {quoted(names)}"
         )
     if new.frozen:
         warnings.append(
@@ -123,7 +121,7 @@ def _rules(
         if len(set(hits.values())) > 1:
             raise UsageError(
                 f"{name!r} matches {quoted(hits)}, which have different dtypes",
-                hint="make one of them narrower; a dtype without a glob is for all other weights",
+                hint="make a glob narrower; a dtype without a glob applies to all other weights",
             )
     others = re.compile(translate(DEFAULT))
     return [
@@ -252,9 +250,9 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
     for glob, pattern in _patterns(expressions, weights).items():
         for name in filter(pattern.match, weights.nodes):
             if name in chosen:
-                raise UsageError(f"{name!r} matches two globs", hint="make one of them narrower")
+                raise UsageError(f"{name!r} matches two globs", hint="make a glob narrower")
             chosen[name] = expressions[glob]
-    quantized_names.refuse(ck, chosen, "codes are not numbers to compute with")
+    quantized_names.refuse(ck, chosen, "expressions cannot compute with codes")
     swap: dict[int, Node] = {}
     views: dict[object, Tensor] = {}
     for name, expression in chosen.items():
@@ -404,7 +402,7 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
                 error.message = f"{name}: {error.message}"
                 raise
         swap[id(node)] = views[view]
-    skipped = "function not applied, because they are sparse, quantized or subclasses"
+    skipped = "function not applied to sparse or quantized tensors and subclasses"
     warnings = [f"{skipped}: {quoted(left)}"] if left else []
     root = rebuild(ck.root, swap=swap)
     notes = [f"mapped {plural(len(names) - len(left), 'weight')}"]

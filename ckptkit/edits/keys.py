@@ -556,7 +556,7 @@ def select(
             "this drops all weights", hint="`ckptkit inspect {where}` lists their names"
         )
     if not gone:
-        nothing = NoOpWarning("every weight is selected: none is dropped")
+        nothing = NoOpWarning("the globs keep every weight, so no weight is dropped")
         return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)

@@ -109,7 +109,7 @@ def _based(
 def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]]) -> Use:
     _check_keys(each, {"model", "parameters", extra}, "an input")
     if "model" not in each:
-        raise UsageError("an input has no model")
+        raise UsageError("an input lacks the key `model`")
     checkpoint = found(each["model"])
     numbers = _numbers([_table(each.get("parameters")), *tables])
     if "layer_range" not in each:

@@ -429,6 +429,6 @@ def _range(text: str, model: Checkpoint) -> tuple[int, int]:
         raise UsageError(
             f"{text!r} is not a valid layer range",
             where=model.name,
-            hint=f"it has {plural(have, 'layer')}: 0:{have} selects all",
+            hint=f"the model has {plural(have, 'layer')}; 0:{have} selects all layers",
         )
     return start, stop

@@ -181,7 +181,9 @@ def read(path: str, node: Node) -> Optimizer:
     if not all(isinstance(each, (int, str)) for each in optimizer.params):
         raise UsageError(f"{path} has parameters that are neither numbers nor names")
     if unknown := without(state, set(optimizer.params)):
-        raise UsageError(f"{path}.state has {some(map(str, unknown))}, which are in no group")
+        raise UsageError(
+            f"{path}.state has {some(map(str, unknown))}, which no parameter group contains"
+        )
     return optimizer
 
 
@@ -265,7 +267,7 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     if spare < 0:
         return "there are fewer weights than parameters"
     if (spare + 1) * len(states) > _MOST_PAIRS:
-        return f"{spare:,} more weights than parameters are too many to try"
+        return f"{spare:,} more weights than parameters allow too many combinations"
 
     def fits(i: int, skipped: int) -> bool:
         return not states[i] or shapes[i + skipped] in states[i]
@@ -370,7 +372,7 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
     if id(weights.node) not in fitting or (default in fitting and default != id(weights.node)):
         return None
     if len(fitting) > 1 and default not in fitting:
-        raise UsageError("it fits several state_dicts")
+        raise UsageError("the optimizer fits several state_dicts")
     return fitting[id(weights.node)]
 
 
@@ -419,7 +421,7 @@ def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
     made.swap[id(optimizer.state)] = like(optimizer.state, state)
     note = f"kept {len(keys):,} of {plural(len(optimizer.params), 'parameter')} of {optimizer.path}"
     if gone := len(optimizer.groups) - len(groups):
-        note += f", and dropped {plural(gone, 'empty group')}"
+        note += f", and dropped {plural(gone, 'empty parameter group')}"
     made.notes.append(note)
 
 

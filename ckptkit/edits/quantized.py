@@ -89,7 +89,7 @@ def target(name: DTypeLike) -> DType:
         raise UsageError(
             f"cannot dequantize to {name!r}",
             hint=f"use one of {', '.join(TARGETS)}; {typed('--cast', 'cast')} casts the result "
-            "to another",
+            "to another dtype",
         )
     return dtype
 
@@ -119,7 +119,7 @@ def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None
     parts = [name for name, group in found.by_member.items() if name != group.name]
     if parts:
         count = plural(len(parts), "tensor")
-        notes.append(f"dropped {count} with their codes and scales: {quoted(parts)}")
+        notes.append(f"dropped {count} with codes and scales: {quoted(parts)}")
     if found.serving:
         notes.append(f"dropped tensors that only quantized inference uses: {quoted(found.serving)}")
     # Drop the safetensors metadata that describes quantized tensors.
@@ -199,7 +199,7 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
             left.append(key)
             new[key] = node
     if not done:
-        raise UsageError(f"has no matrix whose shape fits the blocks of {kind}", where=ck.name)
+        raise UsageError(f"has no matrix that can be quantized to {kind}", where=ck.name)
     node = keys.with_paths(mapping_of(weights), new, lambda paths: paths)
     notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
@@ -304,7 +304,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     warnings = []
     if left:
         count = plural(left, "quantized tensor")
-        warnings.append(f"not dequantized, because they have no affine scheme: {count}")
+        warnings.append(f"not dequantized, because the quantization is not affine: {count}")
     if not swap:
         return ck.with_root(ck.root, warnings=warnings) if left else None
     return ck.with_root(rebuild(ck.root, swap=swap), notes=notes, warnings=warnings)

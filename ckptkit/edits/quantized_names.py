@@ -82,7 +82,9 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
 
 def _mixed(ck: Checkpoint, what: str) -> UsageError:
     return UsageError(
-        f"{what}: no configuration describes both", where=ck.name, hint=dequantize_hint(ck)
+        f"{what}: a configuration describes only one quantization",
+        where=ck.name,
+        hint=dequantize_hint(ck),
     )
 
 

@@ -50,7 +50,7 @@ def resize(
             hint = f"did you mean {quoted(close[:4])}?" if close else None
             raise UsageError(f"no weight matches {glob!r}", where=ck.name, hint=hint)
     chosen = {n: each for n, each in weights.items() if any(fnmatchcase(n, g) for g in globs)}
-    quantized_names.refuse(ck, chosen, "rows of codes cannot be added")
+    quantized_names.refuse(ck, chosen, "ckptkit cannot add or remove rows of codes")
     views = {each.elements_key for each in chosen.values()}
     tied = {name: each for name, each in weights.items() if each.elements_key in views}
     made: dict[object, Tensor] = {}
@@ -63,7 +63,9 @@ def resize(
         if tensor.elements_key not in made and tensor.shape[0] != rows:
             made[tensor.elements_key] = _resized(tensor, rows, fill, seed)
     if not made:
-        return ck.with_root(ck.root, warnings=[NoOpWarning(f"all already have {rows:,} rows")])
+        return ck.with_root(
+            ck.root, warnings=[NoOpWarning(f"all selected weights already have {rows:,} rows")]
+        )
     sizes = {each.shape[0] for each in tied.values() if each.elements_key in made}
 
     def leaf(node: Node) -> Node:

@@ -193,7 +193,7 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
                 has_layout = new is not None and new.layout is not None
                 if is_same and (has_layout or group.layout is None):
                     continue
-                problem = "separates codes and scales; each of them needs a rule"
+                problem = "separates codes and scales; the codes and the scales need a rule each"
             quantized_names.refuse(ck, group.parts, f"rule {target.rule} {problem}")
 
 
@@ -342,7 +342,7 @@ def step(
     if work.is_relaid:
         _check_optimizers(checkpoint)
         if is_beside(checkpoint.source):
-            note = f"{CONFIG_NAME} next to it describes the old layout"
+            note = f"{CONFIG_NAME} next to the source describes the old layout"
             if note not in made.notes:
                 made = made.with_root(made.root, notes=[note])
     return made

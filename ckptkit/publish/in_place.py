@@ -340,7 +340,7 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
         found = (_at(fd, s.offset, max(len(s.old), len(s.new)), s.places) for s in known.spans)
         state = known.state(os.fstat(fd).st_size, found)
         if state == "else":
-            raise _foreign(place, each, "another program has since written to the file")
+            raise _foreign(place, each, "another program has written to the file after the edit")
         states.add(state)
         members.append((place, fd, known))
     is_half = len(states) > 1 or "between" in states
@@ -360,14 +360,14 @@ def _trusted(journal: str, file: str, fd: int) -> Journal:
     info = os.fstat(fd)
     with closing(LocalFile(journal, follow=False)) as source:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
-            raise _foreign(journal, file, "it belongs neither to you nor to the file's owner")
+            raise _foreign(journal, file, "another user owns the journal")
         try:
             _header(source.read(0, min(HEAD, source.size)), source.size)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error
     if known.inode != info.st_ino:
-        raise _foreign(journal, file, "it was written for another file of that name")
+        raise _foreign(journal, file, "the journal belongs to another file of the same name")
     return known
 
 
@@ -375,7 +375,7 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
     return InputError(
         f"an edit in place was interrupted, and {os.path.basename(journal)} cannot undo it: {why}",
         where=file,
-        hint=f"if the file is as it should be, remove the journal: rm {shell_word(journal)}",
+        hint=f"if the file is correct, remove the journal: rm {shell_word(journal)}",
     )
 
 

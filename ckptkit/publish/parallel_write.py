@@ -167,7 +167,7 @@ def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
             future.cancel()
         wait(futures)
         if isinstance(error, BrokenExecutor):
-            hint = "it may have run out of memory, or its input file is another one"
+            hint = "the process may have run out of memory, or its input file has changed"
             raise OutputError("a worker process ended early", hint=hint) from error
         raise
 

@@ -43,7 +43,7 @@ from ckptkit.core.plan import Checksummed, OutputFile, Plan, extents
 from ckptkit.core.text import mismatch, shell_word, shown, typed
 from ckptkit.publish.copying import pieces
 
-NO_ROOM = "free some space, or write to another disk: `df -h` lists them"
+NO_ROOM = "free some space, or write to another disk (`df -h` lists the disks)"
 
 
 def check_destination(
@@ -57,7 +57,7 @@ def check_destination(
     """
     check_is_name(given)
     if given.endswith(os.sep) and not plan.is_folder:
-        hint = "give the name of a file in it"
+        hint = "give the name of a file in this folder"
         raise UsageError("ends in a slash, but the output is a file", where=given, hint=hint)
     there = set()
     for look in (os.lstat, os.stat):
@@ -71,7 +71,7 @@ def check_destination(
         check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
-        raise UsageError("is not a valid name of an output", where=path)
+        raise UsageError("is not a valid file name", where=path)
     if not os.path.isdir(folder):
         hint = f"mkdir -p {shell_word(folder)}"
         raise OutputError(f"the folder {folder} does not exist", where=path, hint=hint)
@@ -92,7 +92,7 @@ def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
     """
     if stat.S_ISDIR(mode):
         if not folder_wanted:
-            hint = "give the name of a file in it"
+            hint = "give the name of a file in this folder"
             raise UsageError("is a folder, but the output is a file", where=path, hint=hint)
         if os.listdir(path):
             hint = "give the name of a new folder"
@@ -138,7 +138,8 @@ def check_names(names: list[str]) -> None:
     )
     if len(set(names)) < len(names) or not are_inside:
         raise UsageError(
-            f"files of the output would share a name or be outside their folder: {names[:8]}"
+            "files of the output would have the same name or be outside the output folder: "
+            f"{names[:8]}"
         )
 
 

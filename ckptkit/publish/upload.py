@@ -47,13 +47,13 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     name = shown_url(url)
     if options.verify:
         raise UsageError(
-            "cannot verify an output at a URL before it appears",
+            "cannot verify an output at a URL before the output appears",
             where=name,
             hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
     fs, path = filesystem(url)  # file system object for this thread's transaction
     if is_web(fs):
-        hint = "write it to a local path, then copy it"
+        hint = "write the output to a local path, then copy it"
         raise UsageError("cannot write to a web server", where=name, hint=hint)
     if is_local(fs):
         raise UsageError("is on this machine", where=name, hint=f"give its path: {path}")

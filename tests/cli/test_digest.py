@@ -67,7 +67,7 @@ def test_a_manifest_and_its_check(ckptkit: Ckptkit, net: Path, tmp_path: Path) -
     assert found.exit_code == 1
     assert found.stdout.splitlines() == [
         f"{net}: 3 differences from the 3 tensors of the manifest",
-        "  missing: only in the manifest (odd\\nname)",
+        "  missing: the tensor is only in the manifest (odd\\nname)",
         "  not in the manifest (\\x1b[1m)",
         "  differs from the manifest (b)",
     ]

@@ -327,7 +327,7 @@ def test_standard_streams(run_pth: Path, ckptkit: Ckptkit) -> None:
         assert piped(*words.split()).exit_code in (0, 1), words
     for words, why in (
         ("convert - -", "the suffix does not name a format"),
-        ("convert - - --shard-size 5GB", "takes one file"),
+        ("convert - - --shard-size 5GB", "is a single file"),
         ("strip-module - - --json", "already contains the object of --json"),
         ("strip-module - --in-place", "cannot edit a folder or a remote file in place"),
     ):
@@ -384,7 +384,7 @@ def test_in_place_another_format_needs_another_name(ckptkit: Ckptkit, run_pth: P
     before = run_pth.read_bytes()
     result = ckptkit("convert", "--in-place", "--format", "safetensors", run_pth)
     assert result.exit_code == 2
-    assert "has the suffix of torch-zip, but would contain safetensors" in result.stderr
+    assert "has the suffix of torch-zip, but the output format is safetensors" in result.stderr
     assert run_pth.read_bytes() == before
 
 

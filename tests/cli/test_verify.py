@@ -52,7 +52,7 @@ def test_findings_with_their_tensors_and_what_to_type(ckptkit: Ckptkit, damaged:
     assert first.startswith(f"{damaged}: record 'net/data/0' is damaged: its CRC-32 is ")
     assert first.endswith(" (w)")
     command = f"ckptkit recover {damaged} {damaged.with_name('damaged-recovered.pth')}"
-    assert hint == f"hint: fetch it again from its source; to save the intact tensors: {command}"
+    assert hint == f"hint: download or copy the file again; to save the intact tensors: {command}"
     assert ckptkit(*command.split()[1:]).exit_code == 0
 
 
@@ -138,7 +138,7 @@ def test_a_manifest(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     done = ckptkit("verify", tmp_path / "less.pth", "--manifest", out)
     assert (done.exit_code, done.stdout) == (
         1,
-        f"{tmp_path / 'less.pth'}: missing: only in the manifest (\\x1b[2J)\n",
+        f"{tmp_path / 'less.pth'}: missing: the tensor is only in the manifest (\\x1b[2J)\n",
     )
     assert ckptkit("verify", tmp_path / "less.pth", "--manifest", out, "--keys", "w").exit_code == 0
     assert ckptkit("verify", net, net, "--manifest", out).exit_code == 2

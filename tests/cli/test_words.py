@@ -303,7 +303,7 @@ def test_help_is_as_wide_as_the_terminal(columns: int, least: int, most: int, al
         ("strip-module SRC DST --key model --key optimizer", "no key of optimizer starts with"),
         ("convert SRC DST --cast float32", "nothing to cast"),
         ("convert SRC DST --compact", "nothing to compact"),
-        ("convert SRC DST --keep *", "none is dropped"),
+        ("convert SRC DST --keep *", "no weight is dropped"),
         ("convert SRC DST --optimizer-keys numbers", "is already keyed by numbers"),
         ("convert SRC DST --strip module. --to cpu", "not on another device"),
     ],

@@ -288,7 +288,7 @@ def test_ema_without_names(tmp_path: Path, run: Run) -> None:
     done = run("ema", "--json", path, tmp_path / "out.pth")
     assert json.loads(done.stdout)["done"] == [
         "extracted 4 tensors from 'ema.shadow_params' under the names of the weights",
-        "added 3 buffers of the weights",
+        "added 3 buffers from the trained weights",
     ]
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert [found[name].unique().item() for name, _ in net.named_parameters()] == [0, 1, 2, 3]
@@ -298,4 +298,4 @@ def test_ema_that_is_not_there(tmp_path: Path, run: Run) -> None:
     (path,) = saved(tmp_path, {"state_dict": state(1)})
     done = run("ema", path, tmp_path / "out.pth")
     assert done.code == 2
-    assert "has no averaged weights under any of the names that training loops use" in done.stderr
+    assert "has no averaged weights under any name that training loops use" in done.stderr

@@ -141,7 +141,7 @@ def test_cast_splits_a_storage_whose_tensors_differ_and_says_so() -> None:
     assert same(to_torch(done.weights["a"]), base[:2].half())
     assert same(to_torch(done.weights["b"]), base[2:])
     assert done.weights["b"].storage is ck.weights["b"].storage
-    assert "no longer share memory with tensors that now have another dtype: 'a', 'b'" in lines(
+    assert "these weights no longer share memory with tensors of another dtype: 'a', 'b'" in lines(
         done
     )
 

@@ -191,7 +191,7 @@ def test_other_schemes_stay() -> None:
         Checkpoint({"odd": odd, "even": quantised(Global("torch", "per_tensor_affine"), 0.5, 0)})
     )
     assert [each.dtype.name for each in ck.weights.values()] == ["qint8", "float32"]
-    assert "no affine scheme: 1 quantized tensor" in lines(ck)
+    assert "the quantization is not affine: 1 quantized tensor" in lines(ck)
 
 
 @pytest.mark.parametrize("scheme", [("0.5", 0), (0.5, 1 << 40), (None, None), (0.5, 0.5)])

@@ -73,7 +73,7 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"vocab_size": 20, "hidden_size": 30}
     done = run("resize", "model", "same", *words[3:], "--rows", "30", cwd=tmp_path)
-    assert "all already have 30 rows" in done.stderr
+    assert "all selected weights already have 30 rows" in done.stderr
 
 
 @pytest.mark.parametrize(

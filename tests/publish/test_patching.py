@@ -535,12 +535,12 @@ def test_somebody_else_wrote_to_it_since(interrupted: Path) -> None:
         torch.save(values(), file)
     saved = interrupted.read_bytes()
     with pytest.raises(
-        InputError, match="another program has since written to the file"
+        InputError, match="another program has written to the file after the edit"
     ) as refused:
         ckptkit.open(interrupted)
     assert (
         refused.value.hint
-        == f"if the file is as it should be, remove the journal: rm {journal_path(interrupted)}"
+        == f"if the file is correct, remove the journal: rm {journal_path(interrupted)}"
     )
     assert interrupted.read_bytes() == saved
 
@@ -551,7 +551,7 @@ def test_a_journal_of_another_file(interrupted: Path, tmp_path: Path) -> None:
     for each in (interrupted, Path(journal_path(interrupted))):
         shutil.copy(each, other.parent)
     left = other.read_bytes()
-    with pytest.raises(InputError, match="it was written for another file of that name"):
+    with pytest.raises(InputError, match="the journal belongs to another file of the same name"):
         ckptkit.open(other)
     assert other.read_bytes() == left
 
@@ -570,7 +570,7 @@ def test_a_journal_of_a_stranger(interrupted: Path, monkeypatch: pytest.MonkeyPa
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     os.chown(journal_path(interrupted), 12345, 12345)
-    with pytest.raises(InputError, match="neither to you nor to the file's owner"):
+    with pytest.raises(InputError, match="another user owns the journal"):
         ckptkit.open(interrupted)
 
 

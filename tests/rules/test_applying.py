@@ -105,7 +105,7 @@ def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> 
         (tmp_path / "run" / "config.json").write_text('{"heads": 3, "limit": Infinity}')
         done = command("run", path, tmp_path / "run" / name, tmp_path / "out.pth", "--force")
         assert done.exit_code == 0, done.stderr
-        assert "config.json next to it describes the old layout" in done.stdout
+        assert "config.json next to the source describes the old layout" in done.stdout
         expected = weight.reshape(3, 2, 2, 4).transpose(1, 2).reshape(12, 4)
         assert_same(ckptkit.load(tmp_path / "out.pth"), {"q2": expected})
         (tmp_path / "run" / "config.json").unlink()

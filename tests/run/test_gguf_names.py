@@ -162,7 +162,7 @@ def test_what_no_type_explains(
     assert done.exit_code == 1
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": differs" in line}
     assert set(lines) == {q, k, norm, up}
-    assert "more than Q8_0 explains (1.2 %); its rows agree in another order" in lines[q]
+    assert "more than Q8_0 explains (1.2 %); its rows are equal in another order" in lines[q]
     assert "another order" not in lines[k]
     assert "but F32 is a lossless type" in lines[norm]
     assert "but F16 is a lossless type" in lines[up]

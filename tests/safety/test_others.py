@@ -416,7 +416,7 @@ def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
     assert not ours.exists() and not journal.exists()
     assert {*os.listdir(tmp_path)} == {"out.pth", old.name, *kept.values()}
     assert done.warnings == (
-        f"{old.name} is a stale temporary file; delete it if no other machine is writing there",
+        f"{old.name} is a stale temporary file; delete it if no other machine is writing this file",
     )
 
 
