@@ -112,7 +112,7 @@ FILES = [
     ("x.rar", b"Rar!\x1a\7\1\0" + bytes(30), "RAR archive", "unpack"),
     ("x.zip", b"PK\5\6" + bytes(18), "empty zip archive", "download"),
     ("x.zip", b"PK00PK\3\4" + bytes(30), "spanned zip archive", "join"),
-    *(("ggml.bin", struct.pack("<I", magic) + bytes(40), "GGML model", "look for the checkpoint")
+    *(("ggml.bin", struct.pack("<I", magic) + bytes(40), "GGML model", "find the checkpoint")
       for magic in (0x67676D6C, 0x67676D66, 0x67676A74, 0x67676C61)),
     ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5 file", "numpy.savez"),
     ("x.keras", keras(), "Keras model", "numpy.savez"),
@@ -121,7 +121,7 @@ FILES = [
     ("model.bin", onnx(), "ONNX model", "onnx.numpy_helper"),
     ("graph.pb", graph_def(), "TensorFlow graph", "numpy.savez"),
     ("saved_model.pb", saved_model(), "TensorFlow graph", "numpy.savez"),
-    ("x.mlmodel", b"\x08\x04" + field(2, b"\x0a\x05input"), "Core ML model", "look for the checkpoint"),
+    ("x.mlmodel", b"\x08\x04" + field(2, b"\x0a\x05input"), "Core ML model", "find the checkpoint"),
     ("x.caffemodel", field(1, b"AlexNet") + field(100, b"data"), "Caffe model", "numpy.savez"),
     ("model.ckpt.index", tensorflow_index(), "index of a TensorFlow checkpoint", "numpy.savez"),
     ("checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n', "TensorFlow", "numpy.savez"),
