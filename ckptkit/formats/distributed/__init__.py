@@ -1,8 +1,8 @@
 """Read a folder of rank files as one checkpoint. Each rank wrote its own shards of the tensors.
 
-In rank files of FSDP and tensor parallelism, the pickles contain the offset and size of each shard.
-:mod:`rank_files` reads these files. For the other layouts, :mod:`table` describes how each tensor
-was split over the files. A single rank's file is not a complete checkpoint.
+The module :mod:`rank_files` reads rank files of FSDP and tensor parallelism, whose pickles contain
+the offset and size of each shard. For all other layouts, the module :mod:`table` describes how each
+tensor was split over the files. A single rank's file is not a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
-# Matches the names of rank files. It also matches some names in other folders. If it matches no
-# name in a folder, ckptkit does not import the layout modules.
+# This expression matches the names of rank files, and some names in other folders. If no name in a
+# folder matches, ckptkit does not import the layout modules.
 _SIGN = re.compile(
     r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 
-# Modules of the layouts. `_layout` imports and tries one module after the other, in this order.
+# Names of the layout modules. `_layout` imports and tries these modules in this order.
 _LAYOUTS = ("parts", "megatron", "llama", "pipeline", "fsdp_flat", "rank_files")
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder has one of the layouts of rank files."""
+    """Return whether the folder has a supported layout of rank files."""
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 
 def _layout(probe: Probe) -> ModuleType | None:
-    """Return the module of the folder's layout. If `parts` is set, this is :mod:`table`."""
+    """Return the module that reads the folder. If the option `parts` is set, return `table`."""
     if probe.options.parts is not None:
         return import_module(f"{__name__}.table")
     if PARALLEL not in probe.kept:
@@ -52,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the zip records to verify, from every file that the layout reads."""
+    """Yield the zip members of every rank file, so that `verify` checks their CRC-32."""
     from ckptkit.formats import whats_inside
 
     read(probe)

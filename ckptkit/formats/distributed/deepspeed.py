@@ -7,8 +7,9 @@ A folder contains a subfolder ``<tag>``, such as ``global_step2``:
 * ``<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt`` contains the model of rank r (stage 3).
 * ``<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` contains the weights and the
   optimizer of rank r (stages 1 to 3).
-* ``<tag>/zero/<name>/`` belongs to a universal checkpoint. It contains one complete parameter as
-  ``fp32.pt``, and its optimizer state as ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``.
+* ``<tag>/zero/<name>/`` is the folder of one complete parameter in a universal checkpoint. The file
+  ``fp32.pt`` contains the weights. The files ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``
+  contain the optimizer state.
 * ``<tag>/zero/optimizer_state.pt`` contains the optimizer settings of a universal checkpoint.
 
 All .pt files are torch.save files. With model, pipeline or expert parallelism, the files have other
@@ -16,11 +17,10 @@ names: ``mp_rank_01``, ``layer_*``, ``expert_*``.
 
 A model_states file contains these fields:
 
-* ``module`` is a state_dict with the dtype of the run. In stage 3, all its tensors except buffers
-  are empty.
+* ``module`` is a state_dict with the dtype of the run. In stage 3, all tensors in ``module`` except
+  buffers are empty.
 * ``buffer_names`` is a list of names in ``module``.
-* ``param_shapes`` is a list that contains a dict {name: torch.Size} for each group. In stage 0 it
-  is None.
+* ``param_shapes`` is a list with one dict {name: torch.Size} for each group (None in stage 0).
 * ``frozen_param_shapes`` is a dict {name: torch.Size} or None.
 * ``frozen_param_fragments`` is a dict {name: tensor} or None.
 * ``shared_params`` maps a name to the name of the same parameter.
@@ -34,7 +34,7 @@ An optim_states file contains ``optimizer_state_dict`` with these fields in stag
 * ``partition_count`` is a list of integers.
 * ``base_optimizer_state`` is the optimizer state.
 
-In stage 3, it contains these fields:
+In stage 3, ``optimizer_state_dict`` contains these fields:
 
 * ``fp32_flat_groups`` is a list of one 1-D tensor for each group.
 * ``partition_count`` is an integer or a list of integers.
@@ -43,32 +43,32 @@ In stage 3, it contains these fields:
 The optimizer state is a list with the state of each group, or {"state": {group: {"exp_avg": 1-D
 tensor, ..., "step"}}, "param_groups"}.
 
-``fp32.pt`` and the files of its optimizer state contain {"param": tensor, ...}, or only the tensor.
-After stage 3, the tensor is flat.
+``fp32.pt`` and the optimizer files of a parameter contain {"param": tensor, ...}, or only a tensor.
+If the checkpoint was converted from stage 3, this tensor is flat.
 
-Let W be the number of ranks.
+To read stages 1 and 2, :func:`read` concatenates all ranks' tensors of one group. The concatenated
+tensor contains the parameters of the group in order. ``param_alignment_paddings`` gives the number
+of padding elements after each parameter. Fewer than 2 * ranks padding elements may follow at the
+end.
 
-- In stages 1 and 2, concatenate the ranks' tensors of one group. The result contains the parameters
-  of the group in order. ``param_alignment_paddings`` gives the number of padding elements after
-  each parameter. Fewer than 2 W padding elements may follow at the end.
-- In stage 3, concatenate the tensors of one rank. The result contains ceil(elements / W) elements
-  of each parameter in order. To assemble a parameter, concatenate its elements from all ranks, and
-  remove the padding. Fragments of frozen parameters are split in the same way.
+To read stage 3, :func:`read` concatenates all tensors of one rank. The concatenated tensor contains
+ceil(elements / ranks) elements of each parameter in order. A parameter consists of its elements on
+all ranks, without the padding at the end. Fragments of frozen parameters are split in the same way.
 
-The optimizer's tensors are split like the weights. They may lack the padding.
+The optimizer's tensors are split like the weights, but may lack the padding.
 
 Sources: deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py and
-checkpoint/ds_to_universal.py of 0.19.8.
+checkpoint/ds_to_universal.py of DeepSpeed 0.19.8.
 
-:func:`read` returns rank 0's model_states, and replaces or adds these entries:
+The function :func:`read` returns rank 0's model_states, and replaces or adds these entries:
 
 * ``module`` is the state_dict in full precision.
 * ``module_<dtype>`` is the 16-bit state_dict of the run, if the folder contains one (stages 1, 2).
 * ``optimizer`` is {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups"}, and the
   optimizer settings.
 
-It drops the fields that describe the split (param_shapes, paddings, slices), and reads no tensor
-bytes. :mod:`zero_ranks` finds the files and assembles the tensors of the ranks.
+The fields that describe the split (param_shapes, paddings, slices) are dropped. Reading needs no
+tensor bytes. The module :mod:`zero_ranks` finds the files and assembles the ranks' tensors.
 """
 
 from __future__ import annotations
@@ -112,12 +112,13 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
 _GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-# Fields that `read` drops. They describe the split, or `read` moves their tensors to `module`.
+# Fields that `read` drops. These fields describe the split, or their tensors become part of
+# `module`.
 _DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)
 
 
 class Model:
-    """The model_states of rank 0. They contain names and shapes of parameters, and `module`."""
+    """The model_states of rank 0: names and shapes of parameters, and the state_dict `module`."""
 
     def __init__(self, states: Fields) -> None:
         self.states = states
@@ -153,8 +154,8 @@ class Model:
         for name, same in self.states.names(SHARED).items():
             if isinstance(same, str) and same in found:
                 found[name] = _alias(found[same])
-        # These entries are only in `module`. They are aliases of a parameter, frozen parameters of
-        # stage 1, or values that are not tensors.
+        # The other entries of `module` are aliases of a parameter, frozen parameters of stage 1, or
+        # values that are not tensors.
         tensors = {name: as_tensor(node) for name, node in module.items()}
         known = {_place(each): name for name in found if (each := tensors.get(name)) is not None}
         taken, missing = [], []
@@ -196,7 +197,7 @@ class Model:
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU. Assembled tensors are also on the CPU."""
+        """Return the tensor with a storage on the CPU, because assembled tensors are on the CPU."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -209,10 +210,9 @@ class Model:
         )  # fmt: skip
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """Return the frozen parameters by name.
+        """Join the ranks' fragments of each frozen parameter. Return the parameters by name.
 
-        Each of `ranks` ranks has a fragment of each parameter. If `ranks` is 0, the only fragment
-        is the complete parameter.
+        If `ranks` is 0, the only fragment is the complete parameter.
         """
         parts = list(fragments)
         made = {}
@@ -237,9 +237,9 @@ class Model:
         return made
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """Return ``{"module_<dtype>": state_dict}`` with the dtype of the run.
+        """Return ``{"module_<dtype>": state_dict}``, where <dtype> is the dtype of the run.
 
-        If the parameters have the same dtype, return an empty dict.
+        If the assembled parameters have this dtype, return an empty dict.
         """
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {
@@ -252,7 +252,7 @@ class Model:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for two tensors if they view the same elements of one storage."""
+    """Return a key for the elements that a tensor views. Equal keys mean the same elements."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
@@ -273,9 +273,9 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """Read the headers of the training state that ``latest`` names.
 
-    Without ``latest``, the folder must contain only one training state; otherwise, this function
-    raises AmbiguousError. Raises UnsupportedError for model, pipeline and expert parallelism.
-    Raises CorruptError if files are missing or contradict each other.
+    Without ``latest``, read the only training state in the folder. Raises AmbiguousError if there
+    are several. Raises UnsupportedError for model, pipeline and expert parallelism. Raises
+    CorruptError if files are missing or contradict each other.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -350,7 +350,7 @@ def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
 
 
 def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) -> Parts:
-    """Read a universal checkpoint. Its files contain complete parameters."""
+    """Read a universal checkpoint, whose files contain complete parameters."""
     shapes = {} if files.parallel else merge_all(model.groups)
     zero = folder.sub(UNIVERSAL)
     skip = {*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
@@ -362,7 +362,7 @@ def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) 
 
 
 def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
-    """Return the frozen parameters by name. In stage 3, each rank has a fragment of each one."""
+    """Return the frozen parameters by name. In stage 3, join the fragments of all ranks."""
     if not model.frozen_shapes:
         return {}
     if -1 in files.models:
@@ -390,7 +390,7 @@ def _groups(groups: Node, model: Model) -> list[Node]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the zip records to verify, from every file of the training state.
+    """Yield the zip members of every file, so that `verify` checks their CRC-32.
 
     Raises the errors of `zero_ranks.find`.
     """

@@ -9,16 +9,15 @@ The optimizer of FSDP1 contains shards of parameters, without names or shapes:
 
 The model's rank files contain the names and shapes of the parameters, in the same order. No file
 records which parameters belong to which unit. The first unit contains the parameters of the root
-module. The next units are the wrapped modules. ckptkit tries the likely units. It reads the
-optimizer only if exactly one division into units matches the sizes.
+module. The next units are the wrapped modules. To find the units, ckptkit tries likely divisions of
+the parameters. If exactly one division matches the sizes, ckptkit reads the optimizer. Otherwise,
+ckptkit drops the optimizer.
 
-fairscale and metaseq (OPT) split a model into model parts. Each model part is a set of shards of
-fully sharded data parallelism:
-
-    <stem>-model_part-<M>-shard<S>.pt, <stem>-shard<S>.pt
+A checkpoint of fairscale or metaseq (OPT) consists of model parts. Each model part consists of
+shards. File names are ``<stem>-model_part-<M>-shard<S>.pt`` or ``<stem>-shard<S>.pt``.
 
 Each file contains ``model`` and ``shard_metadata``, a dict with ``param_metadata`` and
-``buffer_names``. ``param_metadata`` is a list of dicts, one for each wrapped module:
+``buffer_names``. The entry ``param_metadata`` contains one dict for each wrapped module:
 
 * ``fsdp_path`` is the path of the module.
 * ``params`` maps the name of a flat parameter to {"names", "shapes", "numels", "padding"}.
@@ -29,9 +28,9 @@ Each file contains ``model`` and ``shard_metadata``, a dict with ``param_metadat
 Until fairscale 0.4.0, the dict contains ``is_flat``, ``param_names``, ``param_shapes``,
 ``param_numels`` and ``num_padded`` in place of ``params``.
 
-To restore the parameters, remove the padding of each shard and concatenate the shards. The result
-contains the parameters in the recorded order. Then ckptkit merges the model parts by metaseq's
-rules.
+To restore the parameters, ckptkit removes the padding of each shard and concatenates the shards.
+The concatenated tensor contains the parameters in the recorded order. Then ckptkit merges the model
+parts, as metaseq does.
 
 Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
 fully_sharded_data_parallel.py.
@@ -73,7 +72,7 @@ _LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # path of an item in a ModuleList
 
 
 class UnknownError(Exception):
-    """ckptkit cannot determine how the optimizer state was split. The argument is the reason."""
+    """The optimizer state was split in an unknown way. The exception's argument is the reason."""
 
 
 State = dict[Node, Node]
@@ -96,7 +95,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
             path = f"optimizer.{_STATE}.{number}.{key}"
-            # If a rank has no elements of a parameter, it has no entry for the parameter.
+            # A rank without elements of a parameter has no entry for this parameter.
             values = [
                 each._replace(root=entry.get(key))
                 for each, entry in zip(first, entries, strict=True)
@@ -117,7 +116,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
 
 def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
-    """Return the value that all ranks have in common. Raises CorruptError if the values differ."""
+    """Return a value that must be equal on all ranks. Raises CorruptError if the values differ."""
     rooted = [each._replace(root={path: each.root}) for each in values]
     merged = Merger(rooted, joiner, {}).merged()
     return merged[path] if isinstance(merged, dict) else None
@@ -126,8 +125,8 @@ def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
     """Return the shape of each parameter, and a list of ranks for each replica of the model.
 
-    Only the first of several tied parameters is included. The ranks of a replica are in the order
-    of their shards.
+    The shapes include only the first of several tied parameters. The ranks of a replica are in the
+    order of their shards.
     """
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
@@ -202,8 +201,8 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
 def _ways(names: list[str]) -> Iterator[list[Unit]]:
     """Yield possible divisions of the parameters into FSDP units.
 
-    The first division is a single unit. In the others, each item of a ModuleList is a unit, and the
-    root module is another unit.
+    In the first division, all parameters form a single unit. In all further divisions, each item of
+    a ModuleList is a unit, and the other parameters form the unit of the root module.
     """
     yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
@@ -222,7 +221,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """Split an optimizer entry of an FSDP unit. Yield (parameter name, value)."""
+    """Split the optimizer state of an FSDP unit. Yield (parameter name, value)."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -240,7 +239,7 @@ def _cut(
 
 
 def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
-    """Return the param_groups. Replace numbers by parameter names in the order of the model."""
+    """Replace the parameter numbers in param_groups by names, in the order of the model."""
     if not isinstance(node, list):
         return node
     made = []
@@ -384,9 +383,9 @@ def _prefix(module: Fields) -> str:
 
 
 def _share(made: dict[str, Node], module: Fields) -> None:
-    """Add a module's shared parameters under their second names.
+    """Add each shared parameter of a module to `made` under the parameter's second name.
 
-    Raises CorruptError if `made` lacks a shared parameter.
+    Raises CorruptError if `made` lacks the first name.
     """
     prefix = _prefix(module)
     for pair in module.node.get("shared_param_info") or ():

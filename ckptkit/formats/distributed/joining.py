@@ -40,9 +40,9 @@ class Replica(NamedTuple):
 class Copies:
     """Compares replicas and counts the results. The policy is one of these:
 
-    * ``compare`` compares checksums. If checksums are missing, it compares the bytes of tensors
-      until 16 MiB were read.
-    * ``check`` compares checksums. If checksums are missing, it compares the bytes of all tensors.
+    * ``compare`` compares checksums. Tensors without checksums are compared byte for byte, up to a
+      total of 16 MiB.
+    * ``check`` compares checksums. Tensors without checksums are compared byte for byte.
     * ``first`` is like ``compare``, but raises no error for differences.
     """
 
@@ -54,9 +54,9 @@ class Copies:
         self._read = 0
 
     def same(self, copy: Replica, *, always: bool = True) -> bool | None:
-        """Return whether two replicas are equal. Return None if they were not compared.
+        """Return whether two replicas are equal. Return None if the replicas were not compared.
 
-        If checksums are missing and `always` is set, compare the bytes of tensors of any size.
+        If checksums are missing, `always` compares the bytes of tensors of any size.
         """
         found = _by_checksum(copy.first, copy.other)
         if found is None and not always:
@@ -112,7 +112,7 @@ class Copies:
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
     """Return whether two tensors of the same shape are equal, according to their checksums.
 
-    Return None if the checksums cannot tell.
+    Return None if a checksum is missing, or if the checksums also cover bytes of other tensors.
     """
     one, other = a.storage, b.storage
     if one is None or other is None or one is other:
@@ -181,7 +181,7 @@ class Joiner:
     ) -> Tensor:
         """Return the tensor that `copies` assemble from the bytes of `tensors`.
 
-        If the only copy copies a complete tensor, return that tensor.
+        If the result would equal one of `tensors`, return this tensor.
         """
         if len(copies) == 1:
             (copy,) = copies
@@ -202,7 +202,7 @@ class Joiner:
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its storage on the CPU. Joined tensors are also on the CPU."""
+        """Return the tensor with a storage on the CPU, because joined tensors are on the CPU."""
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             return tensor
@@ -288,8 +288,8 @@ class Merger:
             return self._mapping(path, nodes)
         if isinstance(first, (list, tuple)):
             return self._sequence(path, nodes)
-        # Strings, bytes and numbers must be equal on all ranks. Other objects only need the same
-        # type: the first rank's object is used.
+        # Strings, bytes and numbers must be equal on all ranks. All other objects must have the
+        # same class. The merged tree contains the first rank's object.
         plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
         for ranked, node in zip(self.ranks, nodes, strict=True):
             equal = type(node) is type(first) and (not plain or repr(node) == repr(first))

@@ -3,8 +3,8 @@
 Llama 1 and 2 split the embedding along its second dimension. A shard of this embedding has fewer
 than ``dim`` columns. Since Llama 3, the embedding is split along its first dimension. Llama 4 has
 fused projections, all experts in one tensor, and an image encoder. Each file is one shard. The
-``wq`` tensors of all shards together have ``dim`` rows. :func:`layout` splits a model with Meta's
-tensor names into such shards.
+``wq`` tensors of all shards together have ``dim`` rows. The function :func:`layout` splits a model
+with Meta's tensor names into such shards.
 
 Sources:
 
@@ -58,7 +58,7 @@ _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
     """Return the layout of all versions of Llama.
 
-    Set `by_rows` if the embedding is split along its first dimension, as since Llama 3.
+    Set `by_rows` if the embedding is split along its first dimension (since Llama 3).
     """
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
@@ -215,8 +215,8 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
-    # Split the embedding along the same dimension as the input. If the dimension is unknown, use
-    # vocab_size: it is -1 in Llama 1 and 2, and at least 100,000 since Llama 3.
+    # Split the embedding along the same dimension as in the input. If this dimension is unknown,
+    # infer it from vocab_size: -1 in Llama 1 and 2, and 100,000 or more since Llama 3.
     recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
     by_rows = recorded != "1"
     if recorded not in ("0", "1"):

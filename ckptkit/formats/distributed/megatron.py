@@ -7,15 +7,15 @@ There is a folder for each combination of tensor, pipeline and expert rank:
 
 ``TT`` is the tensor-parallel rank. If there are several pipeline stages, the name contains the
 number ``PPP`` of the stage. If there are several expert ranks, the name contains the rank ``EEE``.
-A name with two numbers is ambiguous. The arguments in the file show what its second number means.
+If a name has two numbers, the second is ``PPP`` or ``EEE``, depending on the training arguments.
 
 A file contains ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and ``model``.
-With virtual pipeline stages, it contains ``model0``, ``model1`` and so on in place of ``model``.
-Each rank numbers its layers and experts from 0.
+With virtual pipeline stages, a file contains ``model0``, ``model1`` and so on in place of
+``model``. Each rank numbers its layers and experts from 0.
 
-The merged model is a flat dict with Megatron's own tensor names. It includes the padding rows of
-the vocabulary. The rows of query_key_value are sorted by head, as since checkpoint_version 2.
-:func:`layout` splits a model for tensor parallelism.
+The merged model is a flat dict with Megatron's own tensor names. The embedding includes the padding
+rows of the vocabulary. The rows of query_key_value are sorted by head (the order of files since
+checkpoint_version 2). The function :func:`layout` splits a model for tensor parallelism.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Runs = tuple[tuple[int, int], ...]  # sorted ranges (begin, end) of indices in o
 
 
 class LocalShard(NamedTuple):
-    """A rectangular block of a tensor, and a tensor with the elements of this block.
+    """A rectangular block of a complete tensor, and a tensor that contains this block.
 
     ``offsets`` and ``sizes`` give the block's location in each dimension of the complete tensor.
     """
@@ -82,8 +82,8 @@ class _OfRank:
     """The shards of a tensor in one rank's file. `shape` is the shape of the complete tensor.
 
     ``rank`` is None if the pickle omits the rank (DTensor until torch 2.9). ``ranks`` lists the
-    ranks that have shards of the tensor. ``world`` is the total number of ranks. If that number is
-    unknown, ``world`` is the length of ``ranks``.
+    ranks that have shards of the tensor. ``world`` is the total number of ranks, or the length of
+    ``ranks`` if the total number is unknown.
     """
 
     dtype: DType
@@ -97,9 +97,9 @@ class _OfRank:
 class MeshPiece(_OfRank):
     """The shard of a DTensor in one rank's file.
 
-    ``order`` maps a tensor dimension to the mesh dimensions that shard it, in the order of the
-    splits. ``ordered`` is True if the pickle has ``shard_order``. If it has, dimensions that
-    ``shard_order`` omits were split in the order of the mesh dimensions.
+    ``order`` maps a tensor dimension to the mesh dimensions that shard this dimension, in the order
+    of the splits. ``ordered`` is True if the pickle has ``shard_order``. In this case, all tensor
+    dimensions that ``shard_order`` omits were split in the order of the mesh dimensions.
     """
 
     tensor: Tensor
@@ -113,7 +113,7 @@ class MeshPiece(_OfRank):
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the blocks of a rank. By default, use the rank in the pickle.
+        """Return the blocks of a rank. The default is the rank that the pickle contains.
 
         The list is empty if the rank has no elements. Raises CorruptError if the shape of the local
         tensor contradicts the placements. Raises UnsupportedError for Partial placements, and if
@@ -149,9 +149,9 @@ class MeshPiece(_OfRank):
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
         """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
 
-        For FSDP with tensor parallelism, the last mesh dimension splits the tensor first. This is
-        the case if the split factor of each _StridedShard equals the number of shards along the
-        mesh dimensions after it. Otherwise, the indices are split as documented for torch's
+        If the split factor of each _StridedShard equals the number of shards along all later mesh
+        dimensions, the tensor was split along the last mesh dimension first. FSDP with tensor
+        parallelism writes such tensors. Otherwise, the indices are split as documented for torch's
         _StridedShard.
         """
         placed = enumerate(self.placements)

@@ -7,7 +7,7 @@ A file is from a single rank if it contains one of these:
 * The metadata of a fairscale shard.
 * Projections that are narrower than the model.
 
-ckptkit recognizes other rank files by their names. Examples are layers of a DeepSpeed pipeline,
+All other rank files are recognized by their names. Examples are layers of a DeepSpeed pipeline,
 partitions of ZeRO, and optimizers of FSDP.
 
 Sources of the refused layouts:
@@ -96,9 +96,10 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a single rank's file as a checkpoint, with a warning that it is not complete.
+    """Prepare the checkpoint of a single rank's file for writing.
 
-    Replace each DTensor and ShardedTensor by its local tensor.
+    Replace each DTensor and ShardedTensor by its local tensor. Warn that the output is not a
+    complete checkpoint.
     """
     made = plain(checkpoint)
     if checkpoint.part is None:
@@ -158,7 +159,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
 def extent(piece: Piece, rank: int | None = None) -> str:
     """Describe the elements of the complete tensor that `piece` contains ("rows 0 to 7 of 16").
 
-    Return "" if they are unknown.
+    Return "" if these elements are unknown.
     """
     try:
         boxes = piece.boxes(piece.rank if piece.rank is not None else rank)

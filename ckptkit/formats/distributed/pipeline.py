@@ -47,8 +47,8 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-# Matches the regular expressions that ckptkit accepts from a file. Other expressions are refused,
-# because matching them could take very long.
+# This expression matches the regular expressions that ckptkit accepts from a file. ckptkit refuses
+# all other regular expressions, because a hostile expression can take very long to match.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"
@@ -204,10 +204,10 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     The lists are used in the same order as in DeepSpeed's merge script. A pattern matches the
     beginning of a tensor name. The first pattern that matches is used.
 
-    A SubparamShape describes fused parameters. It has patterns, a shape, and the dimension that is
-    split. In this dimension, the shape contains a tuple with the size of each fused parameter. If
-    all sizes are equal, it can contain the number of fused parameters in place of the tuple.
-    ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
+    A SubparamShape describes fused parameters: patterns, a shape, and ``partition_dim``, the
+    dimension that is split. The shape contains a tuple at this dimension, with the size of each
+    fused parameter. In place of the tuple, the shape may contain the number of fused parameters of
+    equal size. ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
@@ -257,7 +257,7 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Yield the regular expressions in a list. Extend each one to match the rest of a name.
+    """Compile the regular expressions in a list, so that they match complete names.
 
     Raises UnsupportedError for expressions that could take very long to match.
     """

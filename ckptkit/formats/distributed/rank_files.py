@@ -1,4 +1,4 @@
-"""Read rank files of FSDP and tensor parallelism. ``<R>`` is the rank in these file names:
+"""Read rank files of FSDP and tensor parallelism. File names contain the rank ``<R>``:
 
 * verl writes ``model_world_size_<W>_rank_<R>.pt``, ``optim_...`` and ``extra_state_...``.
 * accelerate writes ``pytorch_model_fsdp_<i>_rank<R>.bin`` and ``optimizer_<i>_rank<R>.bin``.
@@ -140,7 +140,7 @@ class _Reading:
         return found[0] if found else None
 
     def _ranked(self, group: RankGroup) -> list[Ranked]:
-        """Read the files of a group, and check the ranks in their names. Return them by rank."""
+        """Read the files of a group, sorted by rank. Check the ranks in the file names."""
         found = []
         for number, name in group.files.items():
             root = self.reader.read(name).root
@@ -237,7 +237,7 @@ def _pieces(root: Node, known: Known) -> Iterator[Piece]:
 def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> World:
     """Return the ranks and the world size that the shards record.
 
-    Raises CorruptError if a file name contradicts them.
+    Raises CorruptError if a file name contradicts the recorded ranks.
     """
     every: set[int] = set()
     count = 0

@@ -48,7 +48,7 @@ class RankReader:
         self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
-        """Read one file. Every error names the file."""
+        """Read one file. If reading fails, the error contains the name of the file."""
         place = folder or self.folder
         if (place.name, name) in self._read:
             return self._read[place.name, name]
@@ -95,7 +95,7 @@ class Fields:
         return self.node.get(key) is not None
 
     def get(self, key: str) -> Node:
-        """Return an entry. Raises FormatError if it is missing."""
+        """Return an entry. Raises FormatError if the entry is missing."""
         if key not in self.node:
             raise FormatError(f"{self.place} has no {key}")
         return self.node[key]
@@ -148,9 +148,9 @@ class Fields:
         return found
 
     def integers(self, key: str) -> list[int]:
-        """Return an entry as a list of non-negative integers.
+        """Return an entry as a list of integers.
 
-        The entry must be such a list, or a single integer.
+        The entry must be a non-negative integer, or a list of non-negative integers.
         """
         node = self.get(key)
         nodes = node if isinstance(node, (list, tuple)) else (node,)
@@ -209,9 +209,9 @@ class FlatRow:
 class Shares:
     """The bytes of a parameter that is split over the ranks' flat tensors.
 
-    Each FlatRow contains `share` elements of the parameter, at element `start`. These elements,
-    concatenated, are the parameter. Elements after the first `numel` are padding. There may be
-    thousands of ranks, so :meth:`locate` computes the byte ranges only when it is called.
+    Each FlatRow contains `share` elements of the parameter, at element `start`. The parameter is
+    the concatenation of these elements, without padding after the first `numel` elements. The byte
+    ranges are computed only when :meth:`locate` is called, because there may be thousands of ranks.
     """
 
     rows: tuple[FlatRow, ...]

@@ -1,22 +1,22 @@
 """Describe a parallel layout as a table. Each row maps tensor names to how the tensors were split.
 
-A row has a pattern for names, and one of these verbs or a line:
+A row consists of a pattern for names and one of these instructions:
 
-* ``same``: the tensor is replicated on all ranks.
-* ``sum``: the merged tensor is the sum of the ranks' tensors.
-* ``mean``: the merged tensor is the mean of the ranks' tensors.
-* ``drop: reason``: the tensor is not written.
-* ``refuse: reason``: ckptkit cannot join the tensor.
-* ``[o i] -> [o (tp i)]``: the elements of a shard are arranged like this in the complete tensor.
-  Such a line has the notation of rules, with the rank as axis ``tp``.
+* ``same`` means that the tensor is replicated on all ranks.
+* ``sum`` means that the merged tensor is the sum of the ranks' tensors.
+* ``mean`` means that the merged tensor is the mean of the ranks' tensors.
+* ``drop: reason`` means that the tensor is not written.
+* ``refuse: reason`` means that ckptkit cannot join the tensor.
+* A line such as ``[o i] -> [o (tp i)]`` describes how the dimensions of a shard become dimensions
+  of the complete tensor. The line has the notation of rules. The axis ``tp`` is the rank.
 
 The size of the axis after ``tp`` may differ from rank to rank. To split a complete tensor, ckptkit
-applies the line in reverse. The first row that matches a name is used. A name without a row is an
-error.
+applies the line in reverse. ckptkit uses the first row that matches a name, and raises an error if
+no row matches.
 
-:func:`merge` renumbers layers globally, then checks that the ranks have the same names, replicas,
-dtypes and shapes. If all shards of a tensor are equal although its row has a line, the table is
-wrong, and :func:`merge` raises an error.
+The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
+and shapes on all ranks match. If a row splits a tensor, but all shards of this tensor are equal,
+the table must be wrong, and :func:`merge` raises an error.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, an
 def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
     """Return the line for tensors that are split along dimension `dim`.
 
-    A tensor can consist of several blocks, such as [gate; up]. Then each block is split, and a
-    shard consists of one part of each block. `blocks` is the number of blocks if they have the same
-    size. `sizes` contains the sizes of the complete blocks if they differ.
+    A tensor can consist of several blocks, such as [gate; up]. Each block is split over the ranks,
+    and a shard contains one part of each block. For blocks of the same size, `blocks` is the number
+    of blocks. For other blocks, `sizes` contains the size of each complete block.
     """
     before = "".join(f"a{n} " for n in range(dim))
     block, given = ("g ", f" with g={blocks}") if blocks > 1 else ("", "")
@@ -93,8 +93,8 @@ def cut_in_ratio(*sizes: int) -> str:
 class LayoutRow(NamedTuple):
     """A regular expression that matches complete tensor names, and how these tensors were split.
 
-    If the checkpoint lists the width of each block on each rank, ``widths`` contains these widths.
-    In this case, ``how`` describes the split of one block.
+    If the checkpoint lists the width of each block on each rank, ``widths`` contains these widths,
+    and ``how`` describes the split of a single block.
     """
 
     pattern: re.Pattern[str]
@@ -116,7 +116,7 @@ def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Numbers of layers or experts in tensor names. Each rank counts them from 0.
+    """A rule for the numbers of layers or experts in tensor names, which each rank counts from 0.
 
     Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers, which
     increase along the axes `by`. The first axis varies slowest. ``total`` is the expected number of
@@ -364,10 +364,10 @@ def _renumbered(
 
 
 def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
-    """Return the row of a tensor. Return None if the tensor has no row, but also only one shard.
+    """Return the row of a tensor. Return None if the tensor has a single shard and needs no row.
 
-    `count` is the number of ranks, and `held` the number of files of rank 0 that contain the
-    tensor. Raises UnsupportedError if the tensor has several shards, but no row or a refusal.
+    `count` is the number of ranks. `held` is the number of files of rank 0 that contain the tensor.
+    Raises UnsupportedError if a tensor with several shards has no row, or its row is a refusal.
     """
     try:
         row = table.row(name)
@@ -397,8 +397,8 @@ def _whole(
 ) -> Tensor:
     """Join the shards of a tensor.
 
-    If the elements of all shards have the same value, the table could be wrong. In this case, add
-    the name to `constant`.
+    If all elements of all shards are equal, add the name to `constant`, because the shards do not
+    show whether the table is right.
     """
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
@@ -447,7 +447,7 @@ def _whole(
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
-    """Split each shard into blocks. Return the first block of each rank, then the second, etc."""
+    """Split each shard into its blocks. Sort the blocks by their number, then by rank."""
     starts = [0] * len(parts)
     found = []
     for rank, (tensor, file) in enumerate(parts):
@@ -563,10 +563,10 @@ def file(name: str, root: Node, options: Options) -> OutputFile:
     return replace(plan.files[0], name=name)
 
 
-# A user's table in YAML (``--parts FILE``)
+# A user's table is a YAML file (``--parts FILE``) with these entries.
 #
-# * ``files`` is a regular expression that matches paths in the folder. Its named groups are the
-#   axes. Tensors are split along the axis ``tp``.
+# * ``files`` is a regular expression that matches paths in the folder. The named groups of the
+#   expression are the axes. Tensors are split along the axis ``tp``.
 # * ``root`` is the key of the state_dict in each file.
 # * ``layers`` describes layer numbers in names that each rank counts from 0.
 #

@@ -1,6 +1,6 @@
 """Find the files of a ZeRO training state, and assemble the tensors of all ranks.
 
-:mod:`deepspeed` describes the files.
+The module :mod:`deepspeed` describes these files.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
 
 
 def find(folder: Folder, names: Collection[str]) -> Folder:
-    """Return the folder that contains the files of the training state.
+    """Find the folder that contains the files of the training state.
 
-    This is `folder` itself, the subfolder that ``latest`` names, or the only tag folder. Raises
-    AmbiguousError if there are several tag folders.
+    Return `folder` itself, the subfolder that ``latest`` names, or the only tag folder. Raises
+    AmbiguousError if several subfolders are tag folders and ``latest`` is missing.
     """
     if is_tag(names):
         return folder
@@ -125,8 +125,9 @@ class RankFiles:
     """The files of a training state by rank.
 
     ``models`` maps ranks to the model files of stage 3. The only model file of stages 0 to 2 has
-    the rank -1. ``optims`` maps ranks to optimizer files. Files of other model-parallel ranks than
-    rank 0 raise UnsupportedError. If `merged` is set, such files set ``parallel`` instead.
+    the rank -1. ``optims`` maps ranks to optimizer files. The constructor raises UnsupportedError
+    if there are several model-parallel ranks. With `merged`, the constructor sets ``parallel``
+    instead, and omits files of all model-parallel ranks except rank 0.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -293,8 +294,8 @@ class ZeroRank:
                 f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
                 f"file {first:,}"
             )
-        # The optimizer state of each group. It is empty if it was not saved, or before the first
-        # step.
+        # The optimizer state of each group. The state is empty before the first training step, or
+        # if DeepSpeed did not save the optimizer.
         states: Mapping[Node, Node] = {}
         inner = f"{place}: {self.state_key}"
         if isinstance(fields.node.get(self.state_key), (list, tuple)):  # elastic_checkpoint
@@ -307,9 +308,9 @@ class ZeroRank:
         return Rank(flats, cut, list(found))
 
     def _check_parts(self, group: int) -> None:
-        """Raise CorruptError unless the ranks' shards of a group have the same size.
+        """Raise CorruptError unless all ranks' shards of a group have the same size.
 
-        The sizes may include the padding, or not.
+        The shards of some ranks may lack the padding at the end.
         """
         sizes = [rank.flats[group].numel for rank in self.ranks]
         cut = [rank.cut[group] for rank in self.ranks]
@@ -327,11 +328,11 @@ class ZeroRank:
     def slots(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slot]:
         """Return the location of each parameter in the concatenated flat tensors.
 
-        In stages 1 and 2, concatenate the flat tensors of a group over the ranks. The result
-        contains the parameters of the group in order, with padding after each. In stage 3,
-        concatenate the flat tensors of a rank. The result contains the same number of elements of
-        each parameter as on the other ranks. Raises CorruptError if the parameters do not fill the
-        concatenated tensors. Up to 2 * ranks - 1 padding elements may follow in stages 1 and 2.
+        In stages 1 and 2, the flat tensors of a group are concatenated over the ranks. The
+        concatenated tensor contains the parameters of the group in order, with padding after each
+        parameter. Fewer than 2 * ranks padding elements may follow at the end. In stage 3, the flat
+        tensors of a rank are concatenated. All ranks have the same number of elements of a
+        parameter. Raises CorruptError if the parameters do not fill the concatenated tensors.
         """
         gaps = [[0] * len(shapes) for shapes in groups]
         flats = len(self.ranks[0].flats)
@@ -386,8 +387,8 @@ class ZeroRank:
     ) -> dict[int, tuple[FlatRow, ...]]:
         """Return the concatenated flat tensors (FlatRow) of each group.
 
-        `parts` contains a list of tensors for each rank, by group. If a tensor is missing, the
-        result omits its group. In stage 3, the result is then empty.
+        `parts` contains a list of tensors for each rank, by group. If the tensor of a group is
+        missing on a rank, the group is omitted. In stage 3, all groups are omitted.
         """
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         rows = [
