@@ -1,8 +1,9 @@
 """Make, apply, combine and verify deltas. A delta is the difference between two checkpoints.
 
-To apply a delta, ckptkit plans the byte ranges of the output. It computes the changed tensors from
-their old bytes and the delta while it writes a temporary file. It verifies the checksums before it
-renames the temporary file to the output. This package uses core, compute, formats, publish and api.
+To apply a delta, ckptkit plans the byte ranges of the output, and writes a temporary file. While
+writing, ckptkit computes changed tensors from their old bytes and the delta. If all checksums
+match, the temporary file becomes the output. This package uses core, compute, formats, publish and
+api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta

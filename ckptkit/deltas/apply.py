@@ -121,7 +121,10 @@ def _kinds(checkpoint: Checkpoint) -> dict[str, tuple[object, ...]]:
 
 
 def version_of(checkpoint: Checkpoint) -> int | None:
-    """Return the version that the folder of a checkpoint records. Return None without a version."""
+    """Return the version that the folder of a checkpoint records.
+
+    Return None if the folder records no version.
+    """
     source = checkpoint.source
     folder = source if isinstance(source, Folder) else checkpoint.folder
     if folder is None or STATE[0] not in folder.folders():
@@ -153,7 +156,7 @@ def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
     raise UsageError(
         f"applies to version {expected:06d}, but {base.name or 'the base'} is at version {at:06d}",
         where=delta.name,
-        hint="apply the versions between the two first" if expected > at else _VERIFY,
+        hint="first apply the versions in between" if expected > at else _VERIFY,
     )
 
 
@@ -172,7 +175,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
         tensor = tensors[name]
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
-            raise UnsupportedError(f"{shown(name)} has no bytes of its own", where=base.name)
+            raise UnsupportedError(f"{shown(name)} is not a strided tensor", where=base.name)
         if tensor.is_contiguous and not (tensor.conj or tensor.neg or storage.big_endian):
             start, length = tensor.extent
             if length:
@@ -222,7 +225,7 @@ def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
             continue
         if last is not None and span.start < at:
             what = f"{shown(last.name)} and {shown(span.name)} overlap in memory"
-            raise UnsupportedError(f"{what}: ckptkit changes only equal views", where=delta.name)
+            raise UnsupportedError(f"{what}, which deltas do not support", where=delta.name)
         if span.start > at:
             records.append(RecordSlice(storage.record, at, span.start - at))
         length = span.stop - span.start
@@ -290,7 +293,7 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
     """
     found = [each for each in read_all(deltas) if each.encoding != WHOLE]
     if not found or any(each.version is None or not each.is_proven for each in found):
-        raise UsageError("verifying a version needs deltas with versions and checksums")
+        raise UsageError("ckptkit can verify only deltas with versions and checksums")
     with open_checkpoint(base) as checkpoint:
         tensors = checkpoint.required.tensors
         names = dict.fromkeys(name for each in found for name in each.changes)
@@ -308,7 +311,8 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
     """Return the versions in which a tensor has its current bytes."""
     digests: dict[str, str] = {}
     found: list[int] = []
-    # True if the tensor's last change results in its current bytes. None before the first change.
+    # `latest` is True if the tensor's last change results in its current bytes. Before the first
+    # change, `latest` is None.
     latest: bool | None = None
     for delta in deltas:
         change = delta.changes.get(name)
@@ -331,7 +335,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
 
 
 def _is_proven(record: Record) -> bool:
-    """Read all bytes. Return whether they match the checksum in the delta."""
+    """Read all bytes of a changed tensor. Return whether the checksum matches."""
     try:
         for _ in stream_reusing_buffer(record.locate()):
             pass

@@ -51,7 +51,7 @@ class _Adler32:
 
 
 def zstandard() -> Any:
-    """Import the package zstandard. Raises MissingPackageError if it is not installed."""
+    """Import the package zstandard. Raises MissingPackageError if the package is missing."""
     try:
         import zstandard
     except ImportError as error:
@@ -105,8 +105,8 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Decompress zstd frames, and yield pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Continue after the first frame. Extra bytes then are an invalid frame, or result in too much
-    # data.
+    # Continue after the first frame. Then bytes after the frame raise an error: they are an invalid
+    # frame, or the result is too long.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
@@ -147,8 +147,8 @@ class Overwrite(Operation):
     """Replace elements of the first input. Each element has `unit` bytes.
 
     The second input contains the positions of these elements in increasing order, as unsigned
-    integers of `width` bytes. With `gaps`, it contains the number of unchanged elements before each
-    position instead. The third input contains the new elements.
+    integers of `width` bytes. With `gaps`, the second input contains the number of unchanged
+    elements before each position instead. The third input contains the new elements.
     """
 
     unit: int

@@ -7,11 +7,12 @@ A folder of slime, such as ``weight_v000007``, contains these files:
 * ``model.safetensors.index.json`` contains version, base_version, delta_encoding, checksum_format
   and so on.
 
-With the encoding `xor`, a zstd frame contains ``new ^ old``. With the encoding `overwrite`, it
-contains the number of changed bytes as u4, their positions as u4, and their new values. A folder is
-a complete checkpoint if it has no index, or if its index has no ``delta_encoding``.
+With the encoding `xor`, a zstd frame contains ``new ^ old``. With the encoding `overwrite`, a zstd
+frame contains the number of changed bytes (4 bytes), the position of each changed byte (4 bytes
+each), and the new bytes. If the index or its entry ``delta_encoding`` is missing, the folder is a
+complete checkpoint.
 
-A folder of SkyRL contains ``manifest.json`` in place of the index. Its frames are `xor` frames.
+A folder of SkyRL contains ``manifest.json`` in place of the index. Frames have the encoding `xor`.
 
 A file of TRL contains two tensors for each changed tensor, and no checksums:
 
@@ -90,7 +91,7 @@ class Change:
         return sum(int(np.count_nonzero(np.frombuffer(each, np.uint8))) for each in pieces)
 
     def decompressed(self, length: int) -> Derived:
-        """Decompress the frame. Its contents must have `length` bytes."""
+        """Decompress the frame, whose contents must have `length` bytes."""
         return Derived(Unzstd(self.name), (self.frame,), length)
 
     def places_and_values(self) -> tuple[Extent, Extent]:
@@ -151,7 +152,7 @@ class Delta:
     def title(self) -> str:
         """Versions and encoding of the delta, as text."""
         if self.encoding == WHOLE:
-            return "a whole version"
+            return "a complete checkpoint"
         if self.version is None:
             return f"a delta ({self.form}, {self.encoding})"
         base = "" if self.base_version is None else f" of {self.base_version:06d}"
@@ -261,7 +262,7 @@ def _of_manifest(folder: Folder) -> Delta:
     for row in rows:
         name, file, key = (row.get(word) for word in ("name", "payload_file", "payload_key"))
         if not (isinstance(name, str) and isinstance(file, str) and isinstance(key, str)):
-            raise FormatError(f"{MANIFEST} has a row without name, payload_file or payload_key")
+            raise FormatError(f"{MANIFEST} has a tensor without name, payload_file or payload_key")
         if file not in files:
             files[file], _ = _file(folder.open(file))
         if name in changes or key not in files[file]:

@@ -33,11 +33,11 @@ def can_change(before: Checkpoint) -> bool:
 def change(
     before: Checkpoint, after: Checkpoint, then: tuple[str, str] | None, options: Options
 ) -> tuple[Patch, Published]:
-    """Replace the tensors of `before` by those of `after` in the files of `before`, atomically.
+    """Write the tensors of `after` into the files of `before`, atomically.
 
-    ckptkit computes all new bytes and verifies their checksums before it writes the first byte.
-    `then` is the name and contents of the file that records the version of a folder. Returns the
-    edits of all files as one patch. Raises UnsupportedError if the journal would be too large.
+    All new bytes are computed and their checksums are verified before ckptkit writes the first
+    byte. `then` is the name and contents of the file that records the version of a folder. Returns
+    the edits of all files as one patch. Raises UnsupportedError if the journal would be too large.
     """
     patches: list[Patch] = []
     room = LARGEST // _PER_BYTE
@@ -46,7 +46,7 @@ def change(
         room -= sum(len(edit.data) for edit in edits)
         if room < 0:
             raise UnsupportedError(
-                f"more than {size(LARGEST // _PER_BYTE)} would change: too much for a journal",
+                f"more than {size(LARGEST // _PER_BYTE)} would change: the journal is too large",
                 where=before.name,
                 hint=typed("write to another output", "pass a path"),
             )

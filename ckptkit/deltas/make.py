@@ -137,7 +137,7 @@ def delta(
         if encoding == "auto":
             encoding = OVERWRITE if largest < _MOST_PLACES else XOR
         if encoding == OVERWRITE and largest >= _MOST_PLACES:
-            what = "a tensor has 4 GiB or more, but overwrite has 32-bit positions"
+            what = "a tensor has 4 GiB or more, which the encoding overwrite does not support"
             raise UsageError(what, hint=f"use {typed('--encoding xor', 'encoding=xor')}")
 
         def work(name: str, spool: _Spool) -> _Frame | int:
@@ -173,7 +173,7 @@ def _paired(
         raise UsageError(
             f"a delta cannot express {plural(len(odd), 'difference')}: {'; '.join(odd[:8])}"
             + ("..." if len(odd) > 8 else ""),
-            hint=f"{typed('--whole', 'whole=True')} writes all of the new checkpoint as a version",
+            hint=f"{typed('--whole', 'whole=True')} writes the complete new checkpoint",
         )
     pairs: dict[tuple[object, ...], str] = {}
     for name, tensor in new.items():
@@ -365,12 +365,12 @@ def squash_delta(
     """
     found = read_all(deltas)
     if not found:
-        raise UsageError("no deltas to join")
+        raise UsageError("no deltas to combine")
     first, last = found[0], found[-1]
     for one, other in pairwise(found):
         if other.base_version != one.version:
             raise UsageError(
-                f"applies to version {other.base_version}, but {one.name} makes {one.version}",
+                f"applies to version {other.base_version}, but {one.name} is version {one.version}",
                 where=other.name,
             )
     if first.version is None or last.version is None or first.base_version is None:
@@ -385,7 +385,7 @@ def squash_delta(
             )  # fmt: skip
     if odd := [each for each in found if each.encoding != XOR]:
         raise UsageError(
-            f"is {odd[0].encoding}: without the base, only {XOR} deltas can be joined",
+            f"has the encoding {odd[0].encoding}; only {XOR} deltas can be combined without a base",
             where=odd[0].name,
             hint=f"pass the base: {typed('--base BASE', 'base=...')}",
         )
@@ -400,12 +400,12 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
             changes.setdefault(name, []).append(change)
     algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
     if len(algorithms) > 1 or any(each[-1].checksum is None for each in changes.values()):
-        what = f"have several checksum algorithms: {some(sorted(algorithms))}"
+        what = f"the deltas have several checksum algorithms: {some(sorted(algorithms))}"
         raise UsageError(what, hint=f"pass the base: {typed('--base BASE', 'base=...')}")
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
     def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all changes of a tensor. If they cancel each other, write nothing."""
+        """Write one frame for all changes of a tensor. If no byte changes, write nothing."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
         streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]

@@ -1,7 +1,7 @@
 """Load checkpoints as torch tensors or into a model, and compare checkpoints with models.
 
-This package never imports or calls a class that a file names. It uses core, compute, quantized,
-edits, formats, api, analysis and lora.
+Loading never imports or calls a class that a file names. This package uses core, compute,
+quantized, edits, formats, api, analysis and lora.
 """
 
 from ckptkit.loading.model import LoadReport, diff, load_into

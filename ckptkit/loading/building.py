@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
     """Import the class ``package.module:Class`` or ``path/to/file.py:Class``, and build the model.
 
-    This runs the user's code. The model is built on the meta device, which needs no memory for
-    weights. If the constructor fails on the meta device, the model is built on the CPU. Raises
-    ModelError if the import or the constructor fails.
+    The import and the constructor run the user's code. The model is built on the meta device, which
+    needs no memory for weights. If the constructor fails on the meta device, the model is built on
+    the CPU. Raises ModelError if the import or the constructor fails.
     """
     import torch
 
@@ -163,8 +163,8 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
     """Return ``module.name`` for each (module, name) that the installed torch lacks.
 
-    This function imports only torch, and calls nothing in torch. It skips names in modules that
-    `import torch` does not load. If torch is not installed, return an empty list.
+    This function imports only torch, and calls nothing in torch. Names in modules that `import
+    torch` does not load are skipped. If torch is not installed, return an empty list.
     """
     if torch_or_none() is None:
         return []

@@ -192,7 +192,7 @@ class LoadReport:
     ``stripped`` is the prefix that was removed from the names in the file, and ``added`` the prefix
     that was added. ``mismatched`` maps a name to the shape in the file and the shape in the model.
     ``narrowed`` maps a name to a description of values that the cast to the model's dtype would
-    lose. Rounding is not included.
+    lose by more than rounding.
     """
 
     loaded: tuple[str, ...]
@@ -270,7 +270,7 @@ def load_into(
     if not assign and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         raise ModelError(
             "the model is on the meta device",
-            hint="assign=True puts the tensors of the file into it; "
+            hint="assign=True puts the tensors of the file into the model; "
             "model.to_empty(device='cpu') allocates memory",
         )
     ck = open_checkpoint(source, key=key)
@@ -360,9 +360,9 @@ def _rehearsed(
     """Load `nodes` into a copy of the model. Return the missing and unexpected keys.
 
     Load hooks of the model may accept other names, so only torch can find these keys. The copy is
-    on the meta device, and loads tensors without bytes. If this fails because hooks need values, a
-    copy on the CPU loads the tensors. Return None if torch cannot load the tensors, or if the model
-    cannot be copied.
+    on the meta device, and loads tensors without bytes. If hooks need the values of tensors, a copy
+    on the CPU loads the tensors instead. Return None if torch cannot load the tensors, or if the
+    model cannot be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -471,7 +471,7 @@ def _place(value: Any) -> tuple[object, ...] | None:
 def _changed(ck: Checkpoint, way: PrefixChange, theirs: Shapes) -> Checkpoint:
     """Rename the weights to names of the model.
 
-    Change prefixes, and undo renamings by torch (such as weight_norm).
+    Change prefixes, and undo renamings by torch, such as those of weight_norm.
     """
     ck = strip_prefix(ck, way.strip) if way.strip else ck
     ck = add_prefix(ck, way.add) if way.add else ck

@@ -102,7 +102,7 @@ class TorchTensors:
     def device(self, tag: str) -> torch.device:
         """Return the device that `map_location` selects for a device tag.
 
-        To find the device, torch restores an empty storage. This happens once for each device.
+        To find the device, torch restores an empty storage, once for each device.
         """
         where = self._map_location
         if callable(where):
@@ -153,7 +153,7 @@ class TorchTensors:
         except _FAILURES as error:
             why = str(error).strip().split("\n")[0]
             raise TensorError(
-                f"the arguments of {node.global_} do not fit together: {why}"
+                f"the arguments of {node.global_} contradict each other: {why}"
             ) from error
         raise UnsupportedError(
             f"cannot rebuild a tensor of {node.global_ or 'a tensor subclass'} without its class",
@@ -162,7 +162,7 @@ class TorchTensors:
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Move a storage to a location, like `torch.load`. Raises DeviceError if this fails."""
+    """Move a storage to a location, like `torch.load`. Raises DeviceError if torch fails."""
     import torch
 
     try:

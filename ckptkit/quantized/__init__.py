@@ -1,8 +1,8 @@
-"""Find quantized weights in a checkpoint, and dequantize them.
+"""Find and dequantize the quantized weights of a checkpoint.
 
-The input is a Checkpoint. The output is a `Quantization`, which contains a group of tensors for
-each weight. A group has a layout, or the reason why ckptkit cannot dequantize the weight. Finding
-the weights reads no quantized values. This package uses core and compute.
+The function :func:`find` returns a `Quantization`, which contains a group of tensors for each
+weight. A group has a layout, or the reason why ckptkit cannot dequantize the weight. `find` reads
+no quantized values. This package uses core and compute.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -
 def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Dequantize the weights of two checkpoints for a comparison.
 
-    If a weight has floats in one checkpoint, the weight in the other is dequantized to that dtype.
+    If a weight is quantized in one checkpoint and floats in the other, the quantized weight is
+    dequantized to the dtype of these floats.
     """
     if not find(a) and not find(b):
         return a, b

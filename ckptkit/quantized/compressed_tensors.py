@@ -1,8 +1,9 @@
 """Recognize weights of compressed-tensors: FP8, int8, packed integers, NVFP4 and MX formats.
 
-A product of a code and a scale has the dtype of the scale, except in NVFP4 and MX formats, where
-it is bfloat16. ``config_groups`` in the configuration lists strategies and group sizes. It selects
-layers by their class. Classes are unknown here, so the shape of the scales selects the strategy.
+The product of a code and a scale has the dtype of the scale. In NVFP4 and MX formats, the product
+has the dtype bfloat16. ``config_groups`` in the configuration lists strategies and group sizes for
+classes of layers. A checkpoint does not contain the classes of its layers, so ckptkit selects the
+strategy by the shape of the scales.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
 def _integers(
     group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
 ) -> QuantizedWeight:
-    """Complete a group of packed integers. Half of their range is subtracted from the integers."""
+    """Set the layout of packed integers. Dequantizing subtracts half of the range (8 for int4)."""
     name = group.name
     shape, zero = view.integers(f"{name}_shape"), view.get(f"{name}_zero_point")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:

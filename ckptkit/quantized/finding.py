@@ -30,7 +30,7 @@ METHODS_OF = (
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
 )  # fmt: skip
-# Last name components of tensors that only quantized inference uses. They belong to no weight.
+# Last name components of tensors that only quantized inference uses. No weight needs these tensors.
 SERVING = frozenset(
     {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
 )

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# FP8 with a scale for each block or tensor
+# DeepSeek-V3 and the method ``fp8`` of transformers have FP8 codes with a scale for each block, or
+# for each tensor.
 #
-# DeepSeek-V3 and the method ``fp8`` of transformers use this format. Experts may be FP4. Despite
-# its name, ``X.weight_scale_inv`` is not an inverse: codes are multiplied by this scale. The
-# product is computed in float32 and rounded once.
+# Experts may be FP4. Despite its name, ``X.weight_scale_inv`` is not an inverse: codes are
+# multiplied by this scale. The product is computed in float32 and rounded once.
 
 
 _NOT_FP8_BLOCK = (".activation_scale", ".input_scale", ".qscale_act", ".input_scale_ub")
@@ -60,9 +60,9 @@ FP8_BLOCK = QuantizationMethod(
 )  # fmt: skip
 
 
-# ComfyUI: FP8, int8, NVFP4 and MXFP8
+# ComfyUI writes FP8, int8, NVFP4 and MXFP8.
 #
-# Only some layers are quantized. JSON in a tensor or in the header describes each of these layers.
+# JSON in a tensor or in the header describes each quantized layer.
 # Codes and scales are multiplied in the target dtype. In NVFP4, the high 4 bits of a byte are the
 # first code, and scales are stored in tiles. The file does not contain the shape before padding, so
 # the dequantized weight includes the padding.
@@ -148,8 +148,8 @@ COMFY = (
 )  # fmt: skip
 
 
-# Methods that ckptkit recognizes but does not support. Their weights use codebooks, are rotated, or
-# are packed for a GPU kernel.
+# Quantization methods that ckptkit recognizes but does not support. The weights of these methods
+# use codebooks, are rotated, or are packed for a GPU kernel.
 
 
 class UnreadMethod(NamedTuple):

@@ -128,8 +128,8 @@ class QuantizedWeight:
     ) -> QuantizedWeight:  # fmt: skip
         """Set a layout with blocks along the rows. Refuse the weight if the scales do not match.
 
-        By default, codes have the order of the elements, with two 4-bit codes in a byte. In this
-        case, ``shape`` is the shape of the stored codes before the call.
+        By default, codes have the order of the elements, with two 4-bit codes in a byte, and
+        ``shape`` must be the shape of the stored codes before the call.
         """
         if packing is None:
             packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)
@@ -170,9 +170,9 @@ class QuantizationMethod:
     """A quantization method, and the function that recognizes its weights.
 
     `recognize` is called with a view of the checkpoint and the name of a tensor. This name must
-    have one of ``marks`` as its last component, or end with one of ``endings``. With
-    ``subclasses``, `recognize` is also called for pickled tensor subclasses. ``written`` is the
-    value of `--quantize` that writes this method, or "".
+    have one of ``marks`` as its last component, or end with one of ``endings``. If ``subclasses``
+    is True, `recognize` is also called for pickled tensor subclasses. ``written`` is the value of
+    `--quantize` that selects this method, or "" if ckptkit cannot write this method.
     """
 
     name: str
@@ -198,7 +198,7 @@ class TensorView:
         self._source = ck.source
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:
-        """Return the tensor `name`, or None if it is missing or has none of `dtypes`.
+        """Return the tensor `name`. Return None if the tensor is missing or has none of `dtypes`.
 
         Without `dtypes`, any dtype is allowed.
         """
@@ -236,7 +236,7 @@ class TensorView:
         return None if data is None else data.decode("utf-8", "replace")
 
     def json(self, name: str) -> dict[str, Any]:
-        """Parse the bytes of a small tensor as a JSON object. Return {} if this is impossible."""
+        """Parse the bytes of a small tensor as a JSON object. Return {} for invalid bytes."""
         return parsed(self.read(name) or b"")
 
     @cached_property
@@ -246,10 +246,7 @@ class TensorView:
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """The entry ``quantization_config`` of config.json.
-
-        If the entry is missing, this is the contents of the file ``hf_quant_config.json``.
-        """
+        """The entry ``quantization_config`` of config.json, or else hf_quant_config.json."""
         found = quantization_of(self.config)
         if found:
             return found
@@ -358,8 +355,8 @@ def grid_for(
 ) -> tuple[ScaleGrid, str] | None:
     """Return the grid for scales of shape `scale`, and its name.
 
-    There may be one scale for the tensor, one for each row, or one for each block of a size in
-    `sizes`. Return None if the shape of the scales does not match.
+    There may be one scale for the tensor, one scale for each row, or one scale for each block.
+    `sizes` contains possible block sizes. Return None if the shape of the scales does not match.
     """
     if all(n == 1 for n in scale):
         return single_block(shape), "tensor"
@@ -373,7 +370,7 @@ def grid_for(
 
 
 def block_size(given: object) -> tuple[int, int] | None:
-    """Return (height, width) of blocks from a configuration. Return None if they are invalid."""
+    """Return (height, width) of blocks from a configuration. Return None for an invalid value."""
     if isinstance(given, (list, tuple)) and len(given) == 2:
         height, width = given
         if type(height) is int and type(width) is int and height > 0 and width > 0:
@@ -392,7 +389,7 @@ def is_scale(tensor: Tensor | None) -> bool:
 
 
 def dtype_named(text: object) -> str | None:
-    """Parse a dtype such as ``torch.bfloat16``. Return None if it is no dtype for weights."""
+    """Parse a dtype such as ``torch.bfloat16``. Return None unless the dtype is floating-point."""
     name = str(text).removeprefix("torch.")
     return name if name in FLOATS and name in BY_NAME else None
 

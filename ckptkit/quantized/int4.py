@@ -8,7 +8,7 @@ from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoi
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# GPTQ: integers of 2, 3, 4 or 8 bits
+# GPTQ has integer codes of 2, 3, 4 or 8 bits.
 #
 # The codes are a transposed matrix [in, out]. Consecutive codes of a column are packed into an
 # int32 element. ``g_idx`` contains the group of each input. Each zero point is stored minus 1,
@@ -18,7 +18,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-# If all zero points are equal, maps their byte to the number that must be added to zero points.
+# If all bytes of the zero points are equal, this dict maps the byte to the number that must be
+# added to each zero point.
 _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
@@ -56,7 +57,7 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
         add = _SYMMETRIC.get(bytes(set(data)))
     if add is None:
         return group.refused(
-            "config.json is needed: zero points are stored minus 1 in gptq, but not in gptq_v2",
+            "its checkpoint_format is unknown: gptq stores zero points minus 1, gptq_v2 does not",
             g.NEEDS_CONFIG,
         )
     width = _group_size(view, columns, groups)
@@ -108,7 +109,7 @@ GPTQ = QuantizationMethod(
 )
 
 
-# AWQ in AutoAWQ's ``gemm`` format
+# AWQ in the ``gemm`` format of AutoAWQ has integer codes of 4 bits.
 #
 # The codes are a transposed matrix [in, out]. An int32 element contains eight codes of consecutive
 # outputs, in a special order.
@@ -156,7 +157,7 @@ AWQ = QuantizationMethod(
 )
 
 
-# HQQ: codes of 1, 2, 3, 4 or 8 bits, groups along one of two axes, and zero points that are floats
+# HQQ has codes of 1, 2, 3, 4 or 8 bits, in groups along one of two axes. Zero points are floats.
 
 
 _SETTINGS = (
@@ -205,7 +206,7 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
 HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hqq 0.2.8.post1")
 
 
-# bitsandbytes: 4-bit codes (nf4, fp4), or int8 codes
+# bitsandbytes has 4-bit codes (nf4, fp4) or int8 codes.
 #
 # 4-bit codes have a scale for each block, which may extend over several rows. int8 codes have a
 # scale for each row. The shape of a 4-bit weight is stored only as JSON in a small tensor. Scales
@@ -295,10 +296,10 @@ BITSANDBYTES = (
 )  # fmt: skip
 
 
-# MXFP4 of gpt-oss, with the names of gpt-oss or of transformers
+# MXFP4 of gpt-oss. Tensors have the names of gpt-oss, or of transformers.
 #
-# A block of 32 codes has 16 bytes and an exponent. The exponent is added as by ldexp, so 0.5 times
-# 2**128 is finite. transformers stores transposed weights: [experts, in, out].
+# A block of 32 codes has 16 bytes and an exponent. Codes and exponents are combined by ldexp, so
+# 0.5 times 2**128 is finite. transformers stores transposed weights: [experts, in, out].
 
 
 _MXFP4 = g.BlockForm("mxfp4 1x32", 32, ("uint8",), "ldexp")

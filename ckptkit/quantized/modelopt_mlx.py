@@ -9,7 +9,7 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# NVIDIA ModelOpt (FP8, NVFP4 and MXFP8), and FBGEMM (FP8)
+# NVIDIA ModelOpt writes FP8, NVFP4 and MXFP8. FBGEMM writes FP8.
 #
 # ModelOpt and FBGEMM use the same tensor names. ModelOpt rounds the scale of FP8 weights to the
 # target dtype before the multiplication. All other products are computed in float32.
@@ -41,17 +41,13 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
             return None
         if method not in ("modelopt", "modelopt_fp4"):
             group.label, group.shape = "nvfp4", g.doubled(shape)
-            return group.refused(
-                "ModelOpt or another library packed it, and they differ", _NEEDS_CONFIG
-            )
+            return group.refused("the library that packed it is unknown", _NEEDS_CONFIG)
         return group.in_blocks(_NVFP4, weight, scale, second)
     if method == "fbgemm_fp8":
         return _fbgemm(group, weight, scale)
     if scale.dtype.name in g.EXPONENTS:
         if method != "modelopt":
-            return group.refused(
-                "ModelOpt or another library made it, and they differ", _NEEDS_CONFIG
-            )
+            return group.refused("the library that quantized it is unknown", _NEEDS_CONFIG)
         return group.in_blocks(g.MX, weight, scale)
     if not g.is_scale(scale):
         return None
@@ -120,7 +116,7 @@ MODELOPT = (
 )  # fmt: skip
 
 
-# MLX: codes packed into uint32 elements, with scales for each group of codes
+# MLX packs codes into uint32 elements. Each group of codes has a scale.
 #
 # The first code is in the lowest bits of an element. The mode ``affine`` has a scale and a bias for
 # each group. The modes ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte and no biases.

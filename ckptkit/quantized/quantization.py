@@ -18,8 +18,8 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 if TYPE_CHECKING:
     from ckptkit.quantized.group import QuantizedWeight, TensorView
 
-# The marks of all quantization methods. The methods define the same marks. They are repeated here
-# because an import of all methods takes time. A test compares both.
+# The union of ``marks`` of all quantization methods, repeated here because an import of all methods
+# takes time. A test compares these marks with the methods.
 MARKS = frozenset({
     "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
     "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",

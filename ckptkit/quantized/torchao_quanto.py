@@ -10,7 +10,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# torchao: a weight is an object of a tensor subclass, which contains several tensors
+# A weight of torchao is an object of a tensor subclass, and contains several tensors.
 #
 # In a safetensors file, the header contains the class and attributes of each weight.
 
@@ -122,7 +122,7 @@ def _dtype(dtype: Any) -> str:
 def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     """Return the grid for a block size. Return None if the scales do not match the grid.
 
-    `block` contains the block size along each dimension. It may be larger than the dimension.
+    `block` contains the block size along each dimension. A block may be larger than the dimension.
     """
     size = g.block_size(block)
     if size is None or len(shape) != 2:
@@ -147,13 +147,13 @@ TORCHAO = QuantizationMethod(
 )  # fmt: skip
 
 
-# optimum-quanto: int8 and FP8 codes, or packed codes of 4 or 2 bits in groups of 128
+# optimum-quanto has int8 codes, FP8 codes, or packed codes of 4 or 2 bits in groups of 128.
 #
 # The file does not contain the shape of weights with 4 or 2 bits. The number of rows is the size of
 # the bias.
 
 
-# Name components that wrapper modules insert. Names in quanto_qmap.json do not contain them.
+# Name components that wrapper modules insert. Names in quanto_qmap.json lack these components.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _BITS = {"qint4": 4, "qint2": 2}
 

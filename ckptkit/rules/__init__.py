@@ -1,6 +1,6 @@
-"""Tensor rules: a language in which each line maps source tensors to target tensors.
+"""The language of tensor rules. Each rule maps source tensors to target tensors.
 
-The input is a list of rules, and the names and shapes of the source tensors. The output is a list
-of strided copies of elements for each target tensor. This package reads no checkpoints. It uses
+This package takes a list of rules, and the names and shapes of the source tensors. For each target
+tensor, it returns a list of strided copies of elements. This package reads no checkpoints, and uses
 core and compute.
 """

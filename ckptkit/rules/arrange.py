@@ -1,8 +1,8 @@
 """Compute how the elements of source tensors are copied to target tensors.
 
-The input is a rule and the shapes of a group of source tensors. Each copy moves a block of
+A rule and the shapes of a group of source tensors determine the copies. Each copy moves a block of
 elements. A copy has a start in the source and a start in the target. For each axis inside the
-block, it has a size, a source stride and a target stride.
+block, a copy has a size, a source stride and a target stride.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layout:
 
 
 class Arrangement:
-    """A rule, and the sizes that are given for it. :meth:`solve` infers the other sizes."""
+    """A rule and the given sizes. The method :meth:`solve` infers the other sizes."""
 
     def __init__(
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
@@ -104,9 +104,10 @@ class Arrangement:
         return (word, None) if variable is None else (word, indices[variable])
 
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
-        """Return the product of the sizes of some axes of a dimension.
+        """Return the number of elements along some axes of a dimension.
 
-        If the size of an axis depends on a label, add the sizes for all labels.
+        This is the product of the sizes of these axes. If the size of an axis depends on a label,
+        the sizes for all labels are added.
         """
         total = 1
         for position, word in enumerate(axes):
@@ -389,7 +390,7 @@ T = TypeVar("T")
 
 
 def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
-    """Call a function. If it raises RuleError, prefix the message with the number of the rule."""
+    """Call a function. Prefix the message of a RuleError with the number of the rule."""
     try:
         return function(*given)
     except RuleError as error:
@@ -399,7 +400,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
 
 
 class BoundRule:
-    """A rule whose given sizes were evaluated. Matches keys and solves groups."""
+    """A rule whose given sizes were evaluated. It matches keys, and solves groups of keys."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words
@@ -510,7 +511,8 @@ class Digits:
     """Splits a number in a name into the values of several variables, as for ``{(m e)}``."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        # Maps a rule and the values of its other loop variables to the highest number.
+        # This dict maps a rule and the values of the rule's other loop variables to the highest
+        # number.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:

@@ -13,7 +13,7 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, owners
 from ckptkit.rules.planner import REST, RuleSet
 
-# Reading the registry of conversions in transformers
+# Reading the registry of conversions in transformers.
 #
 # ckptkit builds the model on the meta device, without weights. Then it converts the keys of the
 # model to the keys in its files, as `save_pretrained` does. ckptkit runs no code from checkpoints.
@@ -340,7 +340,7 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 
 
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
-    """Return the sizes of parts that are concatenated or split, if the sizes differ.
+    """Return the sizes of the parts of a concatenated or split tensor, if these sizes differ.
 
     If the sizes do not follow from the shapes, return "_" for each part.
     """
@@ -492,9 +492,10 @@ def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
-    """Map the position of each number in the new name to the position of this number in the old.
+    """Find the numbers that the old name and the new name have in common.
 
-    Return None if a number changes between the old name and the new name.
+    Map the position of each of these numbers in the new name to its position in the old name.
+    Return None if other numbers in the names vary.
     """
     carried: dict[int, int] = {}
     for n in range(len(new[0])):
@@ -517,7 +518,7 @@ def _bare(name: str) -> str:
 
 
 def _numbered(name: str, words: list[str | None]) -> str:
-    """Replace each number in a name by the variable in `words`. Keep a number if this is None."""
+    """Replace numbers in a name by the variables in `words`. None in `words` keeps a number."""
     pieces = re.split(r"(\{[^}]*\})", name)
     numbers = iter(words)
 

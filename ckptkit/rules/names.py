@@ -201,7 +201,10 @@ class _Evaluation:
 
 
 def checked(word: str, value: int, least: int = 1, origin: str | None = None) -> int:
-    """Return `value` if it is a valid size. Raises RuleError with the place `origin` otherwise."""
+    """Return `value` if it is a valid size. Otherwise, raise RuleError.
+
+    `origin` is the place that gives the size, for the error message.
+    """
     if not least <= value <= MOST:
         place = f" ({origin})" if origin else ""
         raise RuleError(f"the size {word} is {value}{place}", hint="a size is at least 1")
@@ -241,7 +244,7 @@ def _words_of_given(given: Given) -> set[str]:
     return found
 
 
-# Matching a key with the name in a rule, and rendering a name from values
+# Matching a key with the name in a rule, and rendering a name from values.
 #
 # A match assigns a value to each variable in the name. The value is a number, the position of a
 # label, or a string. The search backtracks. The number of steps is limited, because hostile names
@@ -298,7 +301,10 @@ class Pattern:
         return tuple(part for part in self.parts if isinstance(part, Index))
 
     def may_match(self, family: str) -> bool:
-        """Return False if no key of this family can match. A family is a key with 0 for numbers."""
+        """Return False if no key of a family can match.
+
+        The name of a family is a key in which 0 replaces each number.
+        """
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
@@ -570,7 +576,7 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError if a size is 0. The size for the label `-` may be 0, as for no padding."""
+    """Raise RuleError if a size is 0, unless the size belongs to the label `-` (no padding)."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))

@@ -31,7 +31,7 @@ from ckptkit.rules.notation import (
     parse_rule,
 )
 
-REST = "rest"  # in `keep`, matches every key that no rule matches
+REST = "rest"  # value of `keep` that keeps every key that no rule matches
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ REFUSALS = {
     "v1 or v2": Refusal(GPTQ, "gptq_v2"),
     "the group size of awq": Refusal(AWQ, "group_size", method("awq", version="gemm")),
     "the bits of packed integers": Refusal(PACKED, "bits", method("compressed-tensors")),
-    "who packed nvfp4": Refusal(NVFP4, "ModelOpt or another"),
+    "who packed nvfp4": Refusal(NVFP4, "the library that packed it"),
     "in which dtype fp8 is multiplied": Refusal(
         {f"{L}.weight": row("F8_E4M3", [8, 16]), f"{L}.weight_scale": ones([])}, "dtype"
     ),
@@ -186,7 +186,7 @@ REFUSALS = {
     ),
     "the group size of gptq": Refusal(without(GPTQ, ".g_idx"), "group_size", method("gptq", bits=4)),
     "who made mxfp8": Refusal(
-        {f"{L}.weight": row("F8_E4M3", [8, 32]), f"{L}.weight_scale": row("U8", [8, 1])}, "ModelOpt or another"
+        {f"{L}.weight": row("F8_E4M3", [8, 32]), f"{L}.weight_scale": row("U8", [8, 1])}, "the library that quantized it"
     ),
     "mlx without biases": Refusal(
         {f"{L}.weight": row("U32", [4, 8]), f"{L}.scales": ones([4, 1])}, "biases",

@@ -293,7 +293,7 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
         raise AmbiguousError(
             f"contains a universal checkpoint ({UNIVERSAL}) and files of ranks: "
             f"{some(files.optims.values())}",
-            hint="move either of them into another folder",
+            hint="move the folder `zero` or the files of ranks into another folder",
         )
     states = reader.fields(files.model)
     if MODULE not in states and not universal:

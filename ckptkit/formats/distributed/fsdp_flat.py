@@ -172,7 +172,9 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
     """Return the FSDP unit of each entry in the optimizer state."""
     count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
-        raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
+        raise UnknownError(
+            f"its state has {count:,} entries, but the model has {len(shapes):,} parameters"
+        )
     elements = {name: prod(shape) for name, shape in shapes.items()}
     sizes = []  # number of elements of each flat shard, by entry and rank; 0 for scalars
     for number in range(count):
@@ -190,10 +192,10 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
         ):
             found.append(units)
     if len(found) != 1:
-        why = "no way" if not found else "several ways"
+        why = "no division" if not found else "more than one division"
         raise UnknownError(
-            f"{why} to group {len(shapes):,} parameters into the {count:,} flat parameters of its "
-            "state matches their sizes"
+            f"{why} of {len(shapes):,} parameters into the {count:,} flat parameters of its state "
+            "matches their sizes"
         )
     return found[0]
 

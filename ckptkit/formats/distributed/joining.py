@@ -101,12 +101,12 @@ class Copies:
             nbytes = sum(copy.first.nbytes for copy in self.left)
             check = typed("--check-copies", "copies='check'")
             yield (
-                f"{len(self.left):,} replicas ({size(nbytes)}) were not compared, the first of "
-                f"each is used: {check} reads them"
+                f"{len(self.left):,} replicas ({size(nbytes)}) were not compared, and ckptkit used "
+                f"the first of each: {check} compares them"
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))
-            yield f"replicas differ, the first of each was used: {some(names)}"
+            yield f"replicas differ, and ckptkit used the first of each: {some(names)}"
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:

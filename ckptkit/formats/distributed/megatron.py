@@ -209,7 +209,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     for name, root in roots.items():
         if arguments_of(root).sizes != sizes:
             raise CorruptError(
-                f"{name} has the sizes {arguments_of(root).sizes}, {names[0]} has {sizes}",
+                f"{name} has the parallel sizes {arguments_of(root).sizes}, {names[0]} has {sizes}",
                 hint="the files are from two runs: move the files of one run to another folder",
             )
         for key in ("iteration", "checkpoint_version"):
@@ -248,7 +248,9 @@ def read(probe: Probe, format: str) -> Checkpoint:
 def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
     inner = folder.sub(name)
     if FILE not in inner:
-        raise CorruptError(f"{name} has no {FILE}", hint="copy it from the same source as the rest")
+        raise CorruptError(
+            f"{name} has no {FILE}", hint="copy it from the same source as the other files"
+        )
     root = reader.read(FILE, inner).root
     if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
         raise FormatError("contains no Megatron-LM model", where=f"{inner.name}/{FILE}")

@@ -506,7 +506,7 @@ def _integer(node: Node) -> int:
     return node
 
 
-# The kind of parallelism that sharded a tensor: FSDP, tensor parallelism or expert parallelism
+# The kind of parallelism that sharded a tensor: FSDP, tensor parallelism or expert parallelism.
 #
 # The names of mesh dimensions ("fsdp", "tp") show the kind of parallelism. If dimensions have no
 # names, ckptkit infers the kind from the placements. FSDP shards all tensors along a mesh

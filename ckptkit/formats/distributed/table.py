@@ -342,7 +342,7 @@ def _renumbered(
         if counts.setdefault(point, len(numbers)) != len(numbers):
             raise CorruptError(
                 f"{part.file} has {len(numbers):,} {offset.what}, another file of the same stage "
-                f"{counts[point]:,}"
+                f"has {counts[point]:,}"
             )
     starts, total = {}, 0
     for point in product(*(range(axes.get(axis, 1)) for axis in offset.by)):
@@ -350,7 +350,7 @@ def _renumbered(
         total += counts.get(point, 0)
     if offset.total is not None and total not in (0, offset.total):
         raise CorruptError(
-            f"its files have {total:,} {offset.what} in all, but its arguments {offset.total:,}"
+            f"its files have {total:,} {offset.what}, but its arguments have {offset.total:,}"
         )
     made: list[dict[str, Node]] = []
     for point, entries in zip(points, named, strict=True):
@@ -536,7 +536,7 @@ def cut_all(
         if row.word in (DROP, REFUSE):
             raise UsageError(f"{name[:80]!r} cannot be split: {row.how.partition(': ')[2]}")
         if row.word in (SUM, MEAN) or row.widths:
-            raise UsageError(f"{name!r} cannot be split: merging its shards would not return it")
+            raise UsageError(f"{name!r} cannot be split: ckptkit cannot reverse its rule")
         if row.word == SAME or count == 1:
             for part in parts:
                 part[name] = tensor
@@ -696,7 +696,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
             at = {axis: int(number or 0) for axis, number in found.groupdict().items()}
         except ValueError as error:
             raise UsageError(
-                f"the groups of files match other characters than digits: {place!r}"
+                f"the groups of `files` match characters other than digits: {place!r}"
             ) from error
         root = reader.read(name, folder).root
         if own.root:

@@ -100,7 +100,7 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     tags = [named[1]] if named else tag_folders(folder)
     if len(tags) != 1:
         raise AmbiguousError(
-            f"contains {len(tags)} training states, no file names the latest: {some(tags)}",
+            f"contains {len(tags)} training states, but no file `latest`: {some(tags)}",
             hint=f"name one, e.g. {shell_word(os.path.join(folder.name, tags[0]))}",
         )
     if named and not _holds_states(folder, named[1]):
@@ -209,7 +209,7 @@ def _incomplete(missing: Collection[str], total: int = 1) -> CorruptError:
     names = some(missing) + and_more(total - len(missing))
     return CorruptError(
         f"is incomplete: {names} {'is' if total == 1 else 'are'} missing",
-        hint="copy the missing files; every rank wrote its own, perhaps on its own machine",
+        hint="copy the missing files; each rank wrote a file, perhaps on another machine",
     )
 
 
@@ -292,7 +292,7 @@ class ZeroRank:
         if not len(flats) == len(cut) == first:
             raise CorruptError(
                 f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
-                f"file {first:,}"
+                f"file has {first:,}"
             )
         # The optimizer state of each group. The state is empty before the first training step, or
         # if DeepSpeed did not save the optimizer.

@@ -244,9 +244,9 @@ RANKS = {
     "flat parameters": Row(local_state, UnsupportedError, "LOCAL_STATE_DICT"),
     "quantized parts": Row(quantized, UnsupportedError, "cannot join shards"),
     "a flat optimizer by name": Row(flat_optimizer({"w": FLAT}), None, "are not numbers"),
-    "a flat optimizer of more": Row(flat_optimizer(dict.fromkeys(range(3), FLAT)), None, "3 entries, the model 1"),
+    "a flat optimizer of more": Row(flat_optimizer(dict.fromkeys(range(3), FLAT)), None, "3 entries, but the model has 1"),
     "a flat optimizer of other sizes": Row(
-        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no way to group 1 parameters"
+        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no division of 1 parameters"
     ),
     "a flat optimizer of which a rank has none": Row(
         ranks(optimizer=lambda rank: {"state": {0: {"step": torch.tensor(1.0), "a": torch.ones(6),
@@ -516,8 +516,8 @@ MEGATRON = {
         CorruptError, "not numbered from 0: [0, 2]"),
     "more layers on a rank": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)})),
-        CorruptError, "has 2 layers, another file of the same stage 1"),
-    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "its arguments 3"),
+        CorruptError, "has 2 layers, another file of the same stage has 1"),
+    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "its arguments have 3"),
     "no tensor": Row(megatron(lambda held: held["model"].update({NORM: [1.0]})), UnsupportedError, "not a plain tensor"),
     "a tied head that is no tensor": Row(
         megatron(lambda held: held["model"].update({"output_layer.weight": 3}), every=True, made={"tied": True},
@@ -785,7 +785,7 @@ ZERO = {
         UnsupportedError, "expert parallelism"),
     "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
     "its stage differs": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
-    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file 1"),
+    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file has 1"),
     "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
     "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
     "other gaps": Row(
