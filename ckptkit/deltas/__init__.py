@@ -1,9 +1,8 @@
 """Make, apply, combine and verify deltas. A delta is the difference between two checkpoints.
 
-To apply a delta, ckptkit plans the byte ranges of the output, and writes a temporary file. While
-writing, ckptkit computes changed tensors from their old bytes and the delta. If all checksums
-match, the temporary file becomes the output. This package uses core, compute, formats, publish and
-api.
+ckptkit computes changed tensors from their old bytes and the delta while it writes the output. If
+a checksum does not match, ckptkit writes no output. This package uses core, compute, formats,
+publish and api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta
