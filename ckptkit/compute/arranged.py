@@ -54,8 +54,10 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 
-SMALL = 1 << 20  # maximum number of bytes of a tensor that may be much larger than its storage
-RUN = 128 << 10  # minimum number of contiguous bytes that become a separate byte range
+# Maximum number of bytes of a tensor that may be much larger than its storage.
+SMALL = 1 << 20
+# Minimum number of contiguous bytes that become a separate byte range.
+RUN = 128 << 10
 RUNS = 50_000  # maximum number of contiguous byte ranges in one target
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
@@ -147,7 +149,7 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
 
 
 def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
-    """Return the copy from a storage that puts the elements of `tensor` in row-major order."""
+    """Return a copy that reads the elements of `tensor` from its storage, in row-major order."""
     return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
 
 
@@ -161,7 +163,7 @@ def _outside(extent: Extent) -> Extent:
     return Range(*in_file(extent.source, extent.offset), extent.length)
 
 
-# From copies to extents
+# Conversion of copies to extents
 
 Piece = tuple[Extent, StridedCopy]  # an extent, and a copy that reads this extent
 

@@ -38,11 +38,10 @@ class Difference:
 
     * ``count`` is the number of elements that differ.
     * ``first`` is the row-major position of the first element that differs.
-    * ``largest`` is the largest absolute difference. It is None if only bytes were compared.
+    * ``largest`` is the largest absolute difference, or None if only bytes were compared.
     * ``distance`` is the norm of the difference.
-    * ``relative`` is `distance` divided by the norm of the first tensor. It is None if this norm is
-      zero.
-    * ``cosine`` is the cosine of the angle between the tensors. It is None if a tensor is zero.
+    * ``relative`` is `distance` divided by the norm of the first tensor, or None if the norm is 0.
+    * ``cosine`` is the cosine of the angle between the tensors, or None if a tensor is zero.
     """
 
     count: int
@@ -69,7 +68,7 @@ def compare(
     NaN equals NaN.
 
     If `measured` is set, the result also contains the distances between tensors of numeric dtypes.
-    They are computed from the finite elements. Raise TensorError if the shapes differ. Without
+    Only finite elements count for these distances. Raise TensorError if the shapes differ. Without
     tolerances, raise TensorError also if the dtypes differ.
     """
     exact = atol is None and rtol is None
@@ -168,7 +167,7 @@ class _Measure:
 
 
 def _same(left: Extent, right: Extent) -> bool:
-    """Return True for two equal ranges, and for two equal operations whose inputs are equal."""
+    """Return True if both extents are the same range, or the same operation on equal inputs."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
     alike = left.operation == right.operation and left.length == right.length
@@ -179,7 +178,7 @@ def _same(left: Extent, right: Extent) -> bool:
 
 
 def _equal(left: Extent, right: Extent) -> bool:
-    """Return True if the bytes of `left` and `right` are equal. Both have the same length."""
+    """Return True if the bytes of two extents are equal. The extents have the same length."""
     if left == right:
         return True
     return all(
@@ -205,7 +204,7 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # the code below measures the equal blocks before
+        if measure is not None and count:  # the code below measures the equal blocks at the start
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize
@@ -267,7 +266,10 @@ def _compare_values(
 
 
 def _distances(x: Array, y: Array) -> Array:
-    """Return absolute differences. The difference of two NaN is 0, that of NaN and a number inf."""
+    """Return absolute differences.
+
+    The difference of two NaN is 0. The difference of a NaN and a number is infinite.
+    """
     import numpy as np
 
     distance: Array = np.subtract(x, y)

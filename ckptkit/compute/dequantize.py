@@ -59,7 +59,7 @@ _LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Operation):
-    """Dequantizes a weight. The inputs are its codes, scales and zero points."""
+    """Dequantizes a weight. The inputs are the codes, scales and zero points of the weight."""
 
     blocks: Blocks
     expands: ClassVar[bool] = True
@@ -223,8 +223,8 @@ class Dequantizer:
     def _numbers(self, span: Span, values: Array, scale: Array) -> bool:
         """Fill `values` with the numbers of the codes.
 
-        Return True if no product with a scale is NaN or halfway between two bfloat16 numbers. Then
-        a simple addition to the bits rounds the products to bfloat16.
+        Return True if no product with a scale is NaN or halfway between two bfloat16 numbers. In
+        this case, an addition to the bits of the products rounds them to bfloat16.
         """
         import numpy as np
 
@@ -267,8 +267,8 @@ class Dequantizer:
     def _two(self, bits: int) -> Array:
         """Return a table that contains two float32 numbers for each pair of codes.
 
-        With this table, the number of lookups is half the number of codes. To compute the numbers
-        from the bits of the codes would be slower: intermediate results for the smallest codes are
+        With this table, the number of lookups is half the number of codes. A computation from the
+        bits of the codes would be slower. Its intermediate results for the smallest codes would be
         subnormal, and many processors take 100x as long for subnormal numbers.
         """
         import numpy as np
@@ -375,9 +375,10 @@ class TabledDequantizer(Dequantizer):
         transposed_copy(made, found.view(self.unit).reshape(len(data), -1).T)
 
     def _computed(self, span: Span) -> Array:
-        """Return a table of elements. Index [scale * 256 + byte] contains the element of a code.
+        """Return a table of elements, with the index ``scale * 256 + byte``.
 
-        If a byte contains two codes, an item of the table contains two elements.
+        The item at this index is the element for the scale and the code in the byte. If the byte
+        contains two codes, the item contains two elements.
         """
         import numpy as np
 

@@ -24,10 +24,10 @@ FILLS = ("mean", "zeros", "normal")
 
 @dataclass(frozen=True, slots=True)
 class MoreRows(Operation):
-    """New rows for the matrix that is the input. A row has `columns` elements of `dtype`.
+    """Computes new rows for the input matrix. A row has `columns` elements of `dtype`.
 
     `fill` is one of `FILLS`. The random numbers of a column have the mean and the standard
-    deviation of this column. They depend only on `seed` and their position.
+    deviation of this column. A random number depends only on `seed` and its position.
     """
 
     dtype: str

@@ -241,7 +241,7 @@ def _looked_up(name: str, nibbles: Array) -> Array:
 
 @cache
 def _grid(name: str) -> Array:
-    """Return the vectors of a grid in ascending order. Each vector is an integer."""
+    """Return the vectors of a grid in ascending order. Each vector is stored as one integer."""
     import numpy as np
 
     lines = Path(__file__).with_name("ggml_grids.txt").read_text().splitlines()
@@ -258,7 +258,7 @@ def _grid(name: str) -> Array:
 def _signs() -> tuple[Array, Array]:
     """Return two tables that map a byte of signs to a word: a word to xor, and a word to add.
 
-    Together they negate each code of a word whose bit in the byte is set.
+    The xor and the addition negate each code of a word whose bit in the byte is set.
     """
     import numpy as np
 
@@ -267,7 +267,7 @@ def _signs() -> tuple[Array, Array]:
 
 @cache
 def _parity() -> Array:
-    """Return a table that maps seven sign bits to eight. The number of set bits is always even."""
+    """Return a table that maps seven sign bits to eight sign bits, with an even number of ones."""
     import numpy as np
 
     seven = np.arange(128)
@@ -376,7 +376,7 @@ def _q3_k(b: Array) -> Parts:
 
 
 def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
-    """Return the 8 scales and the 8 minimums of Q4_K and Q5_K. Together they have 12 bytes."""
+    """Return the 8 scales and the 8 minimums of Q4_K and Q5_K, which a block stores in 12 bytes."""
     import numpy as np
 
     first, second, third = np.ascontiguousarray(b.view("<u4")[:, 1:4].T)

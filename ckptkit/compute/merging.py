@@ -36,7 +36,8 @@ SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (s
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
 _COLLINEAR = 0.9995  # for a larger cosine, slerp interpolates linearly
 _SMALLEST = 1e-7  # if a sum of magnitudes is smaller, its differences are not rescaled
-# Number of elements per step. They fit the caches, and numpy calls are long enough for threads.
+# Number of elements per step. The elements fit the caches. The numpy calls are long enough that
+# threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
 _SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
 _FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
@@ -73,7 +74,8 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    seekable: ClassVar[bool] = False  # the first `ties` differences are kept, so order matters
+    # The operation keeps the first of several equal differences, so the order matters.
+    seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         import numpy as np
@@ -177,15 +179,15 @@ class Merge(Operation):
         wide = np.float64 if self.dtype == "float64" else np.float32
         return wide(shares[0]), wide(shares[1])
 
-    # Methods of differences from a base
+    # Methods that add differences to a base
 
     def _differences(
         self, extent: Derived, start: int = 0, stop: int | None = None, *, is_rounded: bool = True
     ) -> Iterator[tuple[Array, Array]]:
         """Yield blocks of the base, and the differences between the other inputs and the base.
 
-        The differences are an array of shape (inputs, elements). The next array has the same
-        memory.
+        The differences are an array of shape (inputs, elements). Each array overwrites the previous
+        array.
         """
         import numpy as np
 
@@ -301,7 +303,7 @@ class Merge(Operation):
         return count
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Read all differences. Return the rule for each input that selects differences to keep."""
+        """Read all differences. For each input, return a rule that selects differences to keep."""
         import numpy as np
 
         if self.method == TIES:
@@ -329,7 +331,7 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
-        """Return, for each input, the magnitude that differences to keep reach or exceed."""
+        """For each input, find the lowest magnitude at which differences are kept."""
         import numpy as np
 
         length = extent.length // BY_NAME[self.dtype].itemsize
@@ -380,7 +382,7 @@ class _Chances:
         self.rest: Array = np.empty(0, "<u2")  # random numbers for the next elements
 
     def kept(self, count: int) -> Array:
-        """Return a bool for each of the next `count` elements. True means that it is kept."""
+        """Return a bool for each of the next `count` elements. True means "keep the element"."""
         import numpy as np
 
         if missing := max(count - len(self.rest), 0):
@@ -417,9 +419,9 @@ class _MagnitudeSearch:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # The codes of elements before rounding whose rounded values may be in `interval`. Adjacent
-        # 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for subnormal
-        # float16 numbers.
+        # Interval of codes of unrounded elements. Only these elements may round into `interval`.
+        # Adjacent 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for
+        # subnormal float16 numbers.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)

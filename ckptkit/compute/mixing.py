@@ -77,10 +77,10 @@ def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
 def mean_record(
     records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
 ) -> Record:
-    """Return the elementwise mean of `records`, weighted by `shares`. `types` are their dtypes.
+    """Return the elementwise mean of `records`, weighted by `shares`.
 
-    The mean has the dtype of the last record. The real and imaginary parts of complex numbers are
-    averaged separately.
+    `types` contains the dtype of each record. The mean has the dtype of the last record. The real
+    and imaginary parts of complex numbers are averaged separately.
     """
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
     operation = WeightedSum(names[-1], names, shares, fsum(shares))

@@ -90,8 +90,9 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return as_bytes(_float16(single))
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
-        # Look up the code by the upper 16 bits of each number. These have 7 bits of mantissa, but
-        # an 8-bit code has at most 3. The last bit is therefore set if the lower 16 bits are not 0.
+        # Look up the code by the upper 16 bits of each number. The upper 16 bits contain 7 bits of
+        # mantissa, but an 8-bit code has at most 3. Therefore the last of the 16 bits can be set to
+        # 1 if the lower 16 bits are not 0.
         bits = single.view("<u4")
         halves = (bits >> 16).astype(np.uint16)
         halves |= (bits & 0xFFFF) != 0
@@ -169,7 +170,8 @@ def _between_halves(codes: Array, target: DType, table: Array) -> Array:
 
     sizes = codes & 0x7FFF
     if target.name == "bfloat16":
-        odd = np.flatnonzero(sizes - 0x400 >= 0x7800)  # smaller numbers wrap around
+        # The subtraction wraps around for smaller numbers.
+        odd = np.flatnonzero(sizes - 0x400 >= 0x7800)
         made = sizes >> 3
         made &= 1  # rounds ties to even
         made += sizes
@@ -269,7 +271,10 @@ def _table(source: DType, target: DType) -> Array:
 
 
 def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
-    """Convert elements with torch. Raise UnsupportedError if the installed torch cannot."""
+    """Convert elements with torch.
+
+    Raise UnsupportedError if the installed torch does not support the conversion.
+    """
     import torch
 
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 Pieces = Iterator[Piece]
 
-HELD = 64 << 20  # maximum number of output bytes of a non-seekable operation to keep in memory
+# Maximum number of output bytes of a non-seekable operation that stay in memory.
+HELD = 64 << 20
 PIECE = 4 << 20  # number of bytes per block; divisible by every element size
 # Number of bytes per read of a local file. Input and results must fit the caches. The numpy calls
 # must last longer than threads wait for the interpreter lock.
@@ -502,7 +503,8 @@ class Flip(Rows):
         if dtype.kind == "int":
             return as_bytes(np.negative(values))
         sign = 1 << (8 * dtype.component - 1)
-        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # for two adjacent numbers
+        # For complex numbers, the mask alternates between real and imaginary part.
+        mask = np.array((0 if self.conj else sign, sign), values.dtype)
         return as_bytes(values ^ np.resize(mask, values.shape))
 
 

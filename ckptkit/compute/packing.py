@@ -76,18 +76,18 @@ class Numbers:
 class Packing:
     """The layout of codes of `bits` bits in an input. `kind` is one of these names:
 
-    * ``flat``: The codes are in the order of the elements. The first of two 4-bit codes is in the
+    * ``flat``: the codes are in the order of the elements. The first of two 4-bit codes is in the
       low half of a byte, or in the high half if `high_first` is set.
-    * ``rows``: Each row of codes has `stride` bytes. The codes have no gaps and start at the low
-      bits of a byte.
-    * ``words``: Each row of codes has `stride` bytes. Each 32-bit word contains 32 // bits codes.
-    * ``columns``: The input is an array of 32-bit words, [batch, `stride`, rows]. The words of
+    * ``rows``: each row of codes has `stride` bytes, without gaps between the codes. A row starts
+      at the low bits of its first byte.
+    * ``words``: each row of codes has `stride` bytes. Each 32-bit word contains 32 // bits codes.
+    * ``columns``: the input is an array of 32-bit words, [batch, `stride`, rows]. The words of
       column n contain the codes of row n without gaps.
-    * ``interleaved``: The input is an array of 32-bit words, [columns, rows / 8]. Code number i of
+    * ``interleaved``: the input is an array of 32-bit words, [columns, rows / 8]. Code number i of
       word number w is an element of row 8 * w + order[i].
-    * ``turned``: The input is an array of bytes, [batch, columns, rows / 2]. A byte contains the
-      codes of two rows. The first of these rows is in the low half.
-    * ``parts``: The codes are split into 8 / bits parts of equal length. Part number n is in field
+    * ``turned``: the input is an array of bytes, [batch, columns, rows / 2]. A byte contains the
+      codes of two adjacent rows. The code of the first row is in the low half of the byte.
+    * ``parts``: the codes are split into 8 / bits parts of equal length. Part number n is in field
       number n of the bytes. Codes of 3 bits are split into ten parts, for the fields of 32-bit
       words.
     """
@@ -176,9 +176,10 @@ class Span(NamedTuple):
         return self.bottom - self.top, self.right - self.left
 
     def blocks_of(self, grid: ScaleGrid) -> tuple[int, int, int, int]:
-        """Return the first row, end row, first column and end column of blocks in this rectangle.
+        """Return the ranges of rows and columns of the blocks that overlap this rectangle.
 
-        Rows and columns count blocks of `grid`.
+        The result is (first row, end row, first column, end column). The numbers count blocks of
+        `grid`.
         """
         return (
             self.top // grid.height, -(-self.bottom // grid.height),
@@ -189,7 +190,7 @@ class Span(NamedTuple):
 def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
     """Return the first `count` codes of each row, one code per byte.
 
-    The codes of a row have no gaps. They start at the low bits of a byte.
+    A row starts at the low bits of its first byte. There are no gaps between its codes.
     """
     import numpy as np
 
@@ -393,7 +394,7 @@ def table_of(name: str) -> Array:
 
 
 class Scale:
-    """Reads an array of scales. If `whole` is set, it reads the scales of all columns at once."""
+    """Reads an array of scales. If `whole` is set, each read returns the scales of all columns."""
 
     def __init__(
         self, numbers: Numbers, reads: Sequence[Reader], sizes: Sequence[int], whole: bool

@@ -37,8 +37,8 @@ _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 class Quantize(Operation):
     """Quantizes a floating-point matrix.
 
-    The output are the codes or the scales of the matrix, as `part` selects. `name` is the name of
-    the weight for error messages.
+    The output contains the codes or the scales of the matrix, as `part` selects. `name` is the name
+    of the weight for error messages.
     """
 
     kind: str
@@ -83,7 +83,10 @@ class Quantize(Operation):
 def quantized_records(
     record: Record, kind: str, source: DType, rows: int, columns: int, name: str
 ) -> tuple[Record, Record]:
-    """Return the codes and the scales of a matrix of dtype `source`. `name` is for messages."""
+    """Return the codes and the scales of a matrix of dtype `source`.
+
+    `name` is the name of the matrix for messages.
+    """
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
         "mxfp4": (rows * columns // 2, rows * columns // GROUP),
@@ -97,7 +100,10 @@ def quantized_records(
 
 @dataclass(frozen=True, slots=True)
 class Q8_0(Rows):  # noqa: N801  # the name of the type
-    """Quantizes blocks of 32 floating-point elements to ggml's Q8_0. `name` is for messages."""
+    """Quantizes blocks of 32 floating-point elements to ggml's Q8_0.
+
+    `name` is the name of the weight for messages.
+    """
 
     dtype: str
     name: str

@@ -2,7 +2,7 @@
 
 ckptkit uses strided copies for the chunks of DCP, the shards of ranks, views of tensors, and
 tensor rules. :func:`composed` combines two copies into a list of copies. A box is a rectangular
-region of an array. It has one range of indices along each axis.
+region of an array: one range of indices along each axis.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StridedCopy(NamedTuple):
     """A copy of elements from a source to a target."""
 
     source: int  # index of the source, or ZEROS
-    start: int  # position of the first element in the source, counted in elements
-    place: int  # position of the first element in the target, counted in elements
+    start: int  # Position of the first element in the source, counted in elements.
+    place: int  # Position of the first element in the target, counted in elements.
     dims: Dims
 
     @property
@@ -62,7 +62,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def normal(dims: Iterable[tuple[int, int, int]]) -> Dims:
-    """Merge dimensions where possible. Return them in descending order of their target strides."""
+    """Merge dimensions where possible. Return dimensions in descending order of target strides."""
     found: list[tuple[int, int, int]] = []
     for n, read, written in sorted((d for d in dims if d[0] != 1), key=lambda d: -d[2]):
         if found and found[-1][1] == n * read and found[-1][2] == n * written:
@@ -174,7 +174,7 @@ class Axes:
         counts: list[int],
         others: list[int],
     ) -> bool:
-        """Assign a dimension to its axis. If it is larger than the axis, use outer axes too.
+        """Assign a dimension to its axis. If the dimension is larger, use outer axes too.
 
         Return False if this is not possible.
         """

@@ -49,7 +49,8 @@ LARGE = 64 << 20  # number of bytes per tile of a large transpose: each tile rea
 LEAST = 16 << 20
 BLOCK = 48 << 20  # number of bytes of a block
 COLUMNS = 4096  # maximum number of columns of a block: a strip must fit the cache of a core
-PAGE = 4 << 10  # number of bytes of a page; a partial write makes the system read the page first
+# Number of bytes of a page. Before a write to a part of a page, the system must read the page.
+PAGE = 4 << 10
 _AT_ONCE = 1024  # number of adjacent rows that one call writes
 
 # Number of bytes of a cache line. If the distance between rows is a power of two, the rows compete
@@ -117,7 +118,7 @@ class Arrange(Operation):
 def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
     """Return the number of bytes per tile.
 
-    Tiles are larger for outputs with many boxes. They are also larger for a transpose that would
+    Tiles are larger for outputs with many boxes. Tiles are also larger for a transpose that would
     otherwise read less than `EXACT` bytes of each row.
     """
     if len(boxes) > 1:
@@ -197,7 +198,7 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
 
 
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
-    """Fill `made` with elements. `offset` and `strides` locate them in the source, in bytes."""
+    """Fill `made` with the elements at `offset` and `strides` in the source, in bytes."""
     import numpy as np
 
     itemsize = made.itemsize
@@ -329,7 +330,7 @@ def _transpose_into(target: Array, rows: Array) -> None:
 
 
 # Large transposes
-#
+
 # An output row of a transpose has one element of every input row. A tile of complete output rows
 # therefore covers only a few input columns, and reads a few bytes of every input row. If ckptkit
 # may write the output in any order, it reads a block of rows and columns in long reads, transposes
@@ -337,11 +338,14 @@ def _transpose_into(target: Array, rows: Array) -> None:
 
 
 class Matrix(NamedTuple):
-    """A matrix. Its rows are contiguous in the source, its columns are contiguous in the target."""
+    """A matrix whose rows are contiguous in the source.
+
+    Its columns are contiguous in the target.
+    """
 
     source: Extent
-    start: int  # offset of the first element in the source, in bytes
-    place: int  # offset of the first element in the target, in bytes
+    start: int  # Offset of the first element in the source, in bytes.
+    place: int  # Offset of the first element in the target, in bytes.
     rows: int
     columns: int
     pitch: int  # distance between rows in the source, in bytes

@@ -1,8 +1,9 @@
 """Statistics of tensor elements, computed in one pass.
 
-ckptkit computes statistics for blocks of elements, and merges them. Mean and sum of squared
-deviations are float64. They take two passes over each block while the block is in the cache. The
-formula of Chan, Golub and LeVeque (1979) merges blocks accurately, even if the mean is large.
+ckptkit computes statistics for blocks of elements, and merges these statistics. Mean and sum of
+squared deviations are float64. Their computation takes two passes over each block while the block
+is in the cache. The formula of Chan, Golub and LeVeque (1979) merges blocks accurately, even if the
+mean is large.
 Numbers whose squares overflow float64 are scaled by a power of two.
 
 Each task computes a part of a tensor. The boundaries of the parts and the order in which ckptkit
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MOST = sys.float_info.max  # maximum for absolute values of complex numbers; larger ones are clipped
+MOST = sys.float_info.max  # absolute values of complex numbers are clipped to this maximum
 BINS = 64  # maximum number of bins of a histogram
 _SCALES = 126  # maximum n for which float32 represents 2**n and 2**-n
 FINE = 40  # the width of a bin is at least the largest number divided by 2**40
@@ -445,7 +446,7 @@ def _count(bins: Array) -> Array:
     """Return the number of occurrences of each bin, up to the last bin that occurs.
 
     The function joins two bins to one 12-bit number and counts these numbers, because numpy needs
-    the same time for any number. It counts every second pair in a separate table. With one table,
+    the same time for any number. Every second pair is counted in a separate table. With one table,
     equal bins would be slow, because each increment would wait for the previous increment.
     """
     import numpy as np

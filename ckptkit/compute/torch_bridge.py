@@ -291,9 +291,9 @@ class MappedFiles:
     def torch_storage(self, storage: Storage, component: int) -> torch.UntypedStorage | None:
         """Return the bytes of a storage as a part of a memory-mapped file.
 
-        Return None if the storage cannot be mapped: the storage is not a byte range of a local
-        file, or its byte order differs, or its offset is not divisible by `component`, or the
-        operating system cannot map the file.
+        Return None if the storage is not a byte range of a local file, or if the operating system
+        cannot map the file. Return None also if the storage has the other byte order, or if its
+        offset is not divisible by `component`.
         """
         import torch
 
@@ -318,7 +318,7 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Apply(Operation):
-    """Calls a user's function with a tensor. The output are the elements of the result.
+    """Calls a user's function with a tensor. The output contains the elements of the result.
 
     The tensor is contiguous. `made_dtype` and `made_shape` are the dtype and shape that the first
     call of the function returned.

@@ -1,10 +1,10 @@
 """Process many tensors in several threads or forked processes.
 
 Long computations and reads release the interpreter lock, so threads run in parallel. If calls are
-short, threads would wait for the lock. In this case ckptkit forks processes instead. They inherit
-the tensors and open files, so nothing is pickled and no file is opened again. A worker process
-receives the number of a call through a pipe, and returns the result as JSON. When the parent
-process ends, for any reason, the pipes close and the workers end too.
+short, threads would wait for the lock. In this case ckptkit forks processes instead. Forked
+processes inherit the tensors and open files, so nothing is pickled and no file is opened again. A
+worker process receives the number of a call through a pipe, and returns the result as JSON. When
+the parent process ends, for any reason, the pipes close and the workers end too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def in_any_order(
 ) -> None:
     """Call `function` for all items, in one thread per processor.
 
-    `in_any_order` discards the results. It has less overhead than `ordered`. The calling thread is
+    `in_any_order` discards the results and has less overhead than `ordered`. The calling thread is
     one of the threads, and does a small amount of work alone. If a call fails, no other call
     starts, and `in_any_order` waits until the running calls end.
     """

@@ -75,8 +75,8 @@ READING = _Thread()
 class Member(NamedTuple):
     """`length` contiguous bytes of a file, such as a zip member, whose CRC-32 the file contains.
 
-    The bytes are somewhere between `offset` and `stop`. If `length` is `stop - offset`, they start
-    at `offset`.
+    The bytes are somewhere between `offset` and `stop`. If `length` is `stop - offset`, the bytes
+    start at `offset`.
     """
 
     name: str
@@ -89,9 +89,10 @@ class Member(NamedTuple):
 class ByteSource(ABC):
     """Random access to a fixed number of bytes."""
 
-    name: str  # for messages
-    size: int  # in bytes
-    identity: Identity  # differs after a change of the bytes, if the file system reports the change
+    name: str  # Name for messages.
+    size: int  # Number of bytes.
+    # This value changes when the bytes change, if the file system reports the change.
+    identity: Identity
     # True if each read is a network request. Then a few large reads are faster than many small
     # reads.
     remote = False
@@ -99,7 +100,7 @@ class ByteSource(ABC):
     # True if forked processes can read at the same time, because they do not share a file position.
     is_shared = False
     whole: ByteSource | None = None  # the archive or compressed file that contains this source
-    # A function that yields the members of a source for which the source contains a CRC-32.
+    # A function that yields the members of a source. It omits members without a CRC-32.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
@@ -129,9 +130,10 @@ class ByteSource(ABC):
             offset += step
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """Announce small ranges (offset, length) in ascending order.
+        """Prepare for reads of small ranges.
 
-        A remote source fetches these ranges together. Local sources ignore the announcement.
+        `ranges` contains pairs (offset, length) in ascending order. A remote source fetches all
+        ranges together. A local source does nothing.
         """
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
@@ -216,9 +218,9 @@ class Section(ByteSource):
 class LocalFile(ByteSource):
     """A regular file that ckptkit opens once.
 
-    All reads use the same open file, even if another file replaces it under the same path. A pickle
-    of this object contains its path and identity. When a worker process unpickles the object, it
-    opens the file again and rejects a changed file.
+    All reads use the same open file, even if another file replaces this file at the same path. A
+    pickle of a LocalFile contains the path and the identity. When a worker process unpickles a
+    LocalFile, the process opens the file again and rejects a changed file.
     """
 
     is_shared = hasattr(os, "pread")
@@ -380,7 +382,7 @@ class LocalFile(ByteSource):
     def close(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
-            with suppress(OSError):  # no read can fail afterwards
+            with suppress(OSError):  # ignore the error, because no read follows
                 os.close(fd)
 
 
@@ -481,7 +483,7 @@ class Record(Protocol):
 
 
 class Range(NamedTuple):
-    """`length` bytes of `source` from `offset`."""
+    """`length` bytes of `source`, from byte `offset` on."""
 
     source: ByteSource
     offset: int
@@ -508,9 +510,8 @@ class Operation:
     """A computation of output bytes from input bytes. An operation is frozen and can be pickled.
 
     The output depends only on the inputs, the fields of the operation and the requested byte range.
-    :mod:`ckptkit.compute.operation` contains the simplest operations. A new operation overrides
-    `read`. It also overrides the other attributes and methods of this class if their defaults do
-    not apply.
+    :mod:`ckptkit.compute.operation` contains the simplest operations. A subclass overrides `read`.
+    It also overrides other attributes and methods of this class whose defaults do not apply.
     """
 
     __slots__ = ()
@@ -524,7 +525,10 @@ class Operation:
     expands: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the bytes of `extent` from `start` to `stop`. `extent` has this operation."""
+        """Yield the bytes of `extent` from `start` to `stop`.
+
+        This object is the operation of `extent`.
+        """
         raise NotImplementedError
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
@@ -542,7 +546,10 @@ class Operation:
         return ()
 
     def needed(self, extent: Derived, number: int) -> int:
-        """Return the number of bytes that `read` reads from input `number` without verification."""
+        """Return the number of bytes that `read` uses from the input with the index `number`.
+
+        Do not count bytes whose checksum `read` verifies.
+        """
         return extent.inputs[number].length
 
 
@@ -599,7 +606,7 @@ def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
 
 
 def leaves(extent: Extent) -> Iterator[Range]:
-    """Yield the byte ranges of all files that are needed for `extent`.
+    """Yield all byte ranges of files that are needed to compute `extent`.
 
     If a file is inside an archive, yield the ranges of the archive.
     """
@@ -707,7 +714,7 @@ class ReadSums:
     """CRC-32s of the bytes that a thread reads from some sources.
 
     A run is a list of four integers: index of the source, offset, length and CRC-32. If a read
-    starts at the end of a run, it extends this run.
+    starts at the end of a run, the bytes of the read are added to this run.
     """
 
     def __init__(self, identities: Sequence[object]) -> None:
@@ -775,7 +782,7 @@ def open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def check_is_name(path: str) -> None:
-    """Raise UsageError if `path` is "-". The command cannot write to standard output."""
+    """Raise UsageError if `path` is "-", for commands that cannot write to standard output."""
     if path == STREAM:
         raise UsageError(
             "cannot write this output to standard output",
@@ -822,13 +829,16 @@ def plain_name(name: str, folder: str) -> str:
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Return the path that a journal of the file `path` has. Resolve links in `path`."""
+    """Return the path of the journal of the file `path`. The journal may not exist.
+
+    Symbolic links in `path` are resolved.
+    """
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{JOURNAL}")
 
 
 def file_of(journal: str) -> str:
-    """Return the path of the file that the edit with this journal changes."""
+    """Return the path of the file to which the journal at the path `journal` belongs."""
     folder, name = os.path.split(journal)
     return os.path.join(folder, name[1 : -len(JOURNAL)])
 
@@ -845,7 +855,7 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
 
 
 class FileObject(ByteSource):
-    """A binary file object. Offset 0 is its beginning. The caller closes the file object."""
+    """A binary file object. Offset 0 is the beginning of the file. The caller closes the object."""
 
     def __init__(self, file: BinaryIO) -> None:
         given = getattr(file, "name", None)

@@ -45,7 +45,7 @@ class PartOf:
 
     @property
     def hint(self) -> str:
-        """The command to use instead."""
+        """A hint that names the command to use for the complete checkpoint."""
         complete = "put the files of all ranks into one folder and pass the folder"
         if self.folder:
             command = shell_command(
@@ -204,7 +204,7 @@ class Checkpoint:
     def with_root(
         self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()
     ) -> Checkpoint:
-        """Return this checkpoint with the tree `root`, and with more notes and warnings."""
+        """Return this checkpoint with the tree `root` and additional notes and warnings."""
         return replace(
             self,
             root=root,

@@ -37,7 +37,7 @@ class DType:
     safetensors: str | None = None
     numpy: str | None = None
     packed: int = 1  # safetensors counts this number of elements where torch counts one
-    block: int = 1  # number of elements in a block of `bits`
+    block: int = 1  # number of elements in a block of `bits` bits
 
     @property
     def itemsize(self) -> int:
@@ -45,7 +45,7 @@ class DType:
         return self.bits // 8 or 1
 
     def nbytes(self, elements: int) -> int:
-        """Return the number of bytes of `elements` elements, rounded up to complete blocks."""
+        """Return the number of bytes of `elements` elements, rounded up to a byte or a block."""
         if self.block > 1:
             return -(-elements // self.block) * self.bits // 8
         return (elements * self.bits + 7) // 8
@@ -93,8 +93,9 @@ TABLE: tuple[DType, ...] = (
     DType("float8_e5m2fnuz", 8, "float", None, "F8_E5M2FNUZ"),
     DType("float8_e8m0fnu", 8, "float", None, "F8_E8M0"),
     DType("float4_e2m1fn_x2", 8, "float", None, "F4", packed=2),
-    DType("float6_e2m3", 6, "float", None, "F6_E2M3"),  # safetensors only; torch has no such type
-    DType("float6_e3m2", 6, "float", None, "F6_E3M2"),  # likewise
+    # These two types exist in safetensors, but not in torch.
+    DType("float6_e2m3", 6, "float", None, "F6_E2M3"),
+    DType("float6_e3m2", 6, "float", None, "F6_E3M2"),
     DType("int64", 64, "int", "LongStorage", "I64", "int64"),
     DType("int32", 32, "int", "IntStorage", "I32", "int32"),
     DType("int16", 16, "int", "ShortStorage", "I16", "int16"),
@@ -131,8 +132,8 @@ BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
 
-# The types of tensors in GGUF files, by their number in ggml.h. Types that ggml removed and unused
-# numbers are missing. `formats.gguf` contains the numbers of types that exist in torch.
+# The types of tensors in GGUF files, by their number in ggml.h. Removed types are missing.
+# `formats.gguf` contains the numbers of types that exist in torch.
 GGML: dict[int, DType] = {
     number: DType(name, 8 * nbytes, "blocks", block=block)
     for number, name, block, nbytes in (

@@ -307,14 +307,14 @@ DELTA = "delta"  # the file contains only the frames of a delta, but no weights
 LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it
 NO_CHECKSUM = "no-checksum"  # ckptkit cannot verify some storages, because they have no checksum
 NO_VERSION = "no-version"  # torch rejects the zip file, because it contains no version
-RUNS_CODE = "runs-code"  # a program that loads a value calls a function that is not allowlisted
+RUNS_CODE = "runs-code"  # to load a value, a program would call a function outside the allowlist
 WRONG_TOTAL = "wrong-total"  # the total size in a shard index does not match the tensors
 
 
 class Notice(str):
     """A warning with a stable `code` and its `facts`.
 
-    A Notice is a string. A copy, and the result of unpickling, have the same code and facts.
+    A Notice is a string. Copies and pickles of a Notice contain its code and facts.
     """
 
     code: str

@@ -20,7 +20,8 @@ PREFIX = "CKPTKIT_LIMIT_"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    pickle_bytes: int = 256 << 20  # size of one pickle stream; large byte strings do not count
+    # Size of one pickle stream. Large byte strings do not count.
+    pickle_bytes: int = 256 << 20
     pickle_stack: int = 1_000_000  # number of values on the stack of a pickle at one time
     pickle_marks: int = 10_000  # number of open MARK opcodes in a pickle
     memo_entries: int = 5_000_000
@@ -36,7 +37,7 @@ class Limits:
     line_bytes: int = 1 << 20  # size of the argument of a text opcode
     name_bytes: int = 64 << 10  # size of the name of a module, class, zip member or tensor
     int_bytes: int = 1 << 10  # size of one integer
-    revisits: int = 100_000  # number of times that values are visited again, at another path
+    revisits: int = 100_000  # number of repeated visits of values that occur at several paths
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
     # Size of a zip member other than a storage, and of a byte string in a pickle.
@@ -83,12 +84,12 @@ INFLATED = 8
 UNPACKED = 20
 # Maximum values of some limits. Above the maximum, Python or numpy would raise an error.
 CEILINGS = {
-    "key_depth": 1_000,  # hash() recurses in C
-    "int_bytes": 1_780,  # str() and int() of 4,300 digits
+    "key_depth": 1_000,  # CPython's hash() recurses.
+    "int_bytes": 1_780,  # Python limits str() and int() to 4,300 digits.
     "json_depth": 256,  # json.loads
     "rank": 64,  # numpy
-    "rule_variables": 100,  # ckptkit matches names recursively
-    "rule_terms": 200,  # ckptkit parses and computes a size recursively
+    "rule_variables": 100,  # The function that matches names recurses.
+    "rule_terms": 200,  # The functions that parse and compute a size recurse.
 }
 
 

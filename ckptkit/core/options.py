@@ -129,7 +129,7 @@ class Options:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command-line options that make a command read the folder with these options."""
+        """The command-line options that are equivalent to `parts` and `copies`."""
         parts = () if self.parts is None else ("--parts", self.parts)
         return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
 

@@ -153,9 +153,9 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Patch:
-    """New bytes for some positions of the file `base`, and its new size. ckptkit edits it in place.
+    """An edit in place: new bytes for some positions of the file `base`, and the new file size.
 
-    ckptkit writes in an order in which no reader accepts a half-written file. First, ``breaks``
+    The order of the writes ensures that readers reject a half-written file. First, ``breaks``
     makes the file invalid. Then ckptkit writes ``edits``, in ascending order of their offsets.
     Last, ``seal`` makes the file valid again. ``edits`` and ``seal`` do not overlap. A patch
     without a ``seal`` is a no-op.
@@ -170,7 +170,7 @@ class Patch:
 
     @property
     def written(self) -> int:
-        """Number of bytes written."""
+        """Number of bytes that the patch writes."""
         return sum(len(edit.data) for edit in (*self.edits, self.seal) if edit is not None)
 
     def __repr__(self) -> str:

@@ -49,7 +49,6 @@ class Storage:
 
     record: Final[Record]
     device: Final[str] = "cpu"
-    # CRC-32 of the bytes in their source. It is None if the source does not contain a CRC-32.
     crc32: Final[int | None] = None
     big_endian: Final[bool] = False
 

@@ -2,8 +2,8 @@
 
 `fold` joins names that differ only in an index into one line, ``layers.{0..31}.attn.weight``. An
 index is a number between two dots. Each folded line lists the exact indices of its names. `fold`
-joins along one index at a time, from the last index to the first. Two lines join only if all their
-other columns are equal.
+joins along one index at a time, from the last index to the first. It joins two lines only if all
+other columns of these lines are equal.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ _COMPARED = 200  # maximum number of characters of a name to compare
 # URLs
 
 
-# The start of a URL, scheme://. fsspec chains several, as in simplecache::s3://...
+# The start of a URL. In fsspec, a URL can have several protocols, as in simplecache::s3://...
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _WEB_USER = re.compile(r"(?i)(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
 _PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
@@ -409,8 +409,9 @@ def fold(
         items = list(items)
         kind_of = Modules((label, part(columns)) for label, columns, _ in items)
     found: list[tuple[int, Folded]] = []
-    # Maps all columns except the last index to an array. The array contains, for each line, its
-    # position and its last index. An array needs less memory than a list of a million pairs.
+    # Lines that differ only in their last index have the same key. For each line, the array of the
+    # key contains the position of the line, then the last index. An array needs less memory than a
+    # list of a million pairs.
     runs: defaultdict[tuple[Any, ...], array[int]] = defaultdict(partial(array, "q"))
     for position, (label, columns, nbytes) in enumerate(items):
         if (last := _last_index(label)) is None:
@@ -473,7 +474,7 @@ def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
 
 
 def _ranges(values: tuple[int, ...]) -> str:
-    """Format numbers as ``7``, ``{0..31}`` or ``{0..3,5}``. If too long, omit ranges (``..``)."""
+    """Format numbers as ``7``, ``{0..31}`` or ``{0..3,5}``. Shorten a list of many ranges."""
     ordered = sorted(set(values))
     if len(ordered) == 1:
         return str(ordered[0])

@@ -165,7 +165,7 @@ class SetNode:
 class Pairs:
     """A mapping that a Python dict cannot represent.
 
-    Keys are unhashable, or two keys are equal, or a hostile file chose keys with equal hashes.
+    A key is unhashable, or two keys are equal, or a hostile file chose keys with equal hashes.
     ckptkit shows such a mapping, but refuses to write it.
     """
 
@@ -361,7 +361,7 @@ def collector_paused() -> Iterator[None]:
     gc.disable()
     try:
         yield
-        # Move all objects to the oldest generation. The collector does not scan them.
+        # gc.freeze() and gc.unfreeze() move all objects to the oldest generation without a scan.
         if enabled and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
@@ -469,7 +469,7 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
-    seen: set[tuple[int, int]] = set()  # ensures that a cycle ends
+    seen: set[tuple[int, int]] = set()  # ensures that the search ends if the tree contains a cycle
     while waiting:
         path, node, rest = waiting.pop()
         if (place := (id(node), len(rest))) in seen:
@@ -510,12 +510,13 @@ class _Rebuild:
     """State of `rebuild`: the copies of nodes, and a queue of empty copies.
 
     The copy of a mutable node is empty at first. `rebuild` takes the copy from the queue and fills
-    it. The copy of a tuple is created after the copies of its items. This always ends, because a
-    tuple can contain itself only through a mutable node.
+    it. The copy of a tuple is created after the copies of its items. Such an order always exists,
+    because a tuple can contain itself only through a mutable node.
     """
 
     def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
-        # Contains a node, then its copy, then the next node, and so on. Pairs need more memory.
+        # The list contains a node, its copy, the next node, and so on. A list of pairs would need
+        # more memory.
         self.queue: list[Node] = []
         self._leaf = leaf
         self._swap = swap

@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 class Watched(ByteSource):
-    """A source that reports the number of bytes read. The total never exceeds its size."""
+    """A source that reports the number of bytes read. The sum of these never exceeds its size."""
 
     def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
         self._source, self._report, self._left = source, report, source.size
@@ -101,9 +101,11 @@ def scan_all(
     """Yield a verdict on each file, in order. For a folder, yield a verdict on each file in it.
 
     For a file that cannot be read, yield a Failure. `workers` is the number of processes. For 16
-    files or more, the default is the number of cores, but at most 8. ckptkit calls `progress` with
-    a path and the number of bytes read from that file. The numbers for a file add up to its size.
-    If a worker process scans a file, `progress` is called once, after the scan.
+    files or more, the default is the number of cores, but at most 8.
+
+    Calls of `progress` have two arguments: a path, and a number of bytes read from this file. The
+    sum of these numbers is the size of the file. If a worker process scans a file, `progress` is
+    called once, after the scan.
     """
     trust = tuple(trust)
     files = _files(paths)
@@ -204,7 +206,7 @@ def _walked(path: str) -> Iterator[str | Failure]:
 
 
 def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
-    """Yield every file inside the folder at a URL and its subfolders."""
+    """Yield the URL of every file in `folder` and its subfolders. `url` is the URL of `folder`."""
     check("scan_depth", depth, "folders inside folders")
     inner = folder.folders()
     yield from (in_folder(url, name) for name in folder.list() if name not in inner)

@@ -1,8 +1,8 @@
-"""Find every pickle in a file, also in places that a reader of its format ignores.
+"""Find every pickle in a file, also in places that readers of the file ignore.
 
 Programs may disagree about the format of a file. The search covers all formats that the file can
-have. It also searches members of archives, compressed streams, and byte strings in pickles. A limit
-bounds the nesting.
+have. It also searches members of archives, compressed streams, and byte strings in pickles. The
+number of nested files is limited.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
 
 
 class _Search:
-    """The search of one file. It counts parts and bytes, and compares these with the limits."""
+    """The search of one file. It counts the parts and bytes of the file, and checks the limits."""
 
     def __init__(self, source: ByteSource) -> None:
         self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size
@@ -103,7 +103,7 @@ class _Search:
             yield Remark(where, refusal)
         if found is not None:
             yield from self._all(found, where, depth, sure)
-        # From here on, search content that no format recognizes or that other readers would find.
+        # Search for content that no format recognizes, or that only other programs would find.
         head, claimed = probe.head, found is not None
         is_zip = head.startswith(MAGIC)
         two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
@@ -161,7 +161,7 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        # If the bytes look like compressed data by chance, the result has few bytes or none.
+        # Bytes that look like compressed data by chance decompress to a few bytes, or to none.
         is_noise = part.packed in WEAK_HEADS.values() and (
             not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
         )
@@ -191,8 +191,8 @@ class _Search:
     ) -> Iterator[Seen]:  # fmt: skip
         """Yield the pickles of a stream, also pickles that no reader would load.
 
-        If `maybe`, skip bytes that begin like a pickle but are probably something else. If `alone`,
-        the stream is a complete file, and torch.load may read it as a legacy file.
+        If `maybe` is set, skip bytes that begin like a pickle but probably are no pickle. If
+        `alone` is set, the stream is a complete file, and torch.load may read it as a legacy file.
         """
         inside = joined(where, stream.where)
         if stream.packed is not None:
@@ -210,7 +210,8 @@ class _Search:
             if number == 1 and alone and found.may_be_legacy and found.error is None:
                 least, maybe = max(least, 5), False
             follows = number > least
-            # A program may have appended a pickle with `pickle.dump`. Accept every complete pickle.
+            # Accept a complete pickle after the last expected pickle. A program may have written
+            # it with `pickle.dump`.
             is_whole = follows and found.error is None and found.protocol >= 2
             if (maybe or follows) and not (is_whole or _convinces(found)):
                 if number > 1 and not maybe:
@@ -225,7 +226,7 @@ class _Search:
                 return
 
     def _scattered(self, stream: PickleStream, inside: str, depth: int) -> Iterator[Seen]:
-        """Yield pickles with other bytes between them."""
+        """Yield the pickles of a stream that contains other bytes between the pickles."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
             found = self._trace(stream.source, at, end)
@@ -250,7 +251,10 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """Return the pickles of the first matching format, or the reason why its reader fails."""
+    """Return the pickles of the first format that recognizes the file.
+
+    If no format recognizes the file, return the first error message of a reader.
+    """
     refusal = None
     for format in FORMATS:
         try:
@@ -295,11 +299,12 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 def _convinces(found: Trace) -> bool:
     """Return True if bytes that begin like a pickle are probably a pickle.
 
-    This is the case if the names in the bytes are valid identifiers, and the bytes either are a
-    complete pickle or contain a call. Random bytes contain a call every few thousand bytes.
+    Return True if the bytes call a function whose name is a valid identifier. Return True also for
+    a complete pickle with valid names. Random bytes contain a call every few thousand bytes, but
+    its name is rarely valid.
 
-    Return True also if ckptkit stops at a byte where CPython might continue. The remaining bytes
-    could run code.
+    If ckptkit stops at a byte where CPython might continue, return True, because the remaining
+    bytes could run code.
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
@@ -329,11 +334,11 @@ def joined(outer: str, inner: str) -> str:
     return f"{outer} > {inner}" if outer and inner else outer or inner
 
 
-# Members of archives that lenient readers find, also damaged members
+# Members of archives, also damaged members that only lenient readers find
 
 
 def tar_members(source: ByteSource) -> Iterator[Found]:
-    """Yield every member of a tar file that is not empty. Its name and type do not matter.
+    """Yield every member of a tar file, except empty members. Names and types do not matter.
 
     Some readers stop at an invalid header. This function skips an invalid header.
     """
@@ -362,8 +367,8 @@ _LOCAL = Struct("<4s2xHH4xLLLHH")
 _TAIL = 22 + 0xFFFF
 _U32 = 0xFFFFFFFF
 _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
-# Name, compression method, offset and number of bytes. The number is None if the header does not
-# contain it.
+# A member: its name, compression method, offset and number of bytes. The number of bytes is None if
+# the header does not contain this number.
 _Member = tuple[str, int, int, int | None]
 
 

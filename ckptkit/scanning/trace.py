@@ -1,11 +1,11 @@
 """Trace a pickle: record the names that it looks up and the calls that it makes.
 
 `Machine` reads the opcodes of a pickle and calls a builder (`ckptkit.pickles.machine.Builder`) for
-each value. `Tracer` is a builder that constructs no objects. It records every lookup, call and
-change that CPython would execute, also if a later opcode fails. If unpicklers would behave
-differently, it records a doubt.
+each value. `Tracer` is a builder that constructs no objects. `Tracer` records every lookup, call
+and change that CPython would execute, also if a later opcode fails. If two unpicklers would treat
+an opcode differently, `Tracer` records a doubt.
 
-The stack contains these values:
+The stack of a traced pickle contains these values:
 
 * Strings, numbers, byte strings and tuples are Python values, because a pickle can compute the name
   of a global from them.
@@ -28,9 +28,9 @@ from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
 NESTED = 10_000  # maximum number of byte strings in a pickle that ckptkit searches for pickles
-DOUBTS = 20  # maximum number of recorded doubts
-MEMO = 1000  # maximum number of calls with a cached verdict
-SHOWN = 120  # maximum number of characters of a call's arguments in a message
+DOUBTS = 20  # Maximum number of recorded doubts.
+MEMO = 1000  # Maximum number of calls with a cached verdict.
+SHOWN = 120  # Maximum number of characters of a call's arguments in a message.
 SHOWN_ITEMS = 8  # maximum number of items of a container in a message
 SHOWN_LEVELS = 4  # maximum number of nesting levels in a message
 MOST_VISITED = 5_000_000  # maximum number of values inside containers that a trace visits
@@ -93,7 +93,7 @@ class _SignView:
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the type of each value. For a tuple, return the types of its items.
 
-        Return None if a type is a literal container, such as a tuple inside a tuple.
+        Return None if a value is a list, dict or set, or if an item of a tuple is a container.
         """
         found: list[Any] = []
         for value in values:
@@ -122,10 +122,10 @@ class Tracer:
         self.doubts: list[str] = []
         self.refused: tuple[int, str] | None = None  # offset and reason
         self.view = _SignView()
-        self.unfinished: Sign | None = None  # an object whose state must follow next
+        self.unfinished: Sign | None = None  # an object whose state the next opcode must set
         # Cache for calls whose verdict depends only on the types of the arguments. Each value
-        # contains the level, the result of the call, and True if all calls can share this result.
-        # Calls can share a result that a pickle cannot change.
+        # contains three items: the verdict, the result of the call, and a bool. The bool is True if
+        # a pickle cannot change the result. Then all calls can return the same object.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
@@ -202,7 +202,7 @@ class Tracer:
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
-        """Return the Global object for a name, and count the push.
+        """Return the Global object for a name. Count that the name is pushed on the stack.
 
         Equal names have the same Global object.
         """
@@ -211,7 +211,7 @@ class Tracer:
         return known
 
     def pushed(self, value: Any) -> None:
-        """Count each Global that is pushed, also inside tuples."""
+        """Count each Global that is pushed on the stack, also inside tuples."""
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -225,7 +225,7 @@ class Tracer:
                 self.times[id(each)] = self.times.get(id(each), 0) + 1
 
     def _take(self, *names: Any) -> None:
-        """Record that a call consumes names. A consumed name does not count as a value."""
+        """Record that a call consumes names. Consumed names are not values of the pickle."""
         for name in names:
             if name.__class__ is Global:
                 self.called[id(name)] = self.called.get(id(name), 0) + 1
@@ -301,7 +301,7 @@ class Tracer:
         """
         parts = pid if isinstance(pid, tuple) else ()
         if parts[:1] == ("storage",):
-            # torch writes ("storage", class, key, device, size) or the same with a view at the end.
+            # torch writes ("storage", class, key, device, size). Old versions also append a view.
             kinds, more = [type(each) for each in parts[1:5]], parts[5:]
             plain = more in ((), (None,))
             if len(more) == 1 and isinstance(more[0], tuple):
@@ -405,7 +405,7 @@ class Tracer:
                 self.note(f"{_described(target.made)} (changed)", judged.kind, value)
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
-                for part in value:  # the dtype uses the dict of its fields, so fix this dict
+                for part in value:  # forbid later changes of the dict with the dtype's fields
                     if isinstance(part, Sign) and part.sort == judge.DICT:
                         part.fixed = True
         if step != "build" and target.items is not None:
@@ -451,7 +451,7 @@ class Tracer:
         data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
-        for each in [*self.nested]:  # remove the byte string, or a scan would search it twice
+        for each in [*self.nested]:  # without this loop, a scan would search the bytes twice
             if data in (each.source, getattr(each.source, "data", None)):
                 self.nested.remove(each)
         source = Memory(data) if isinstance(data, bytes) else data

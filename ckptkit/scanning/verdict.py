@@ -9,9 +9,9 @@ A pickle gets one of these verdicts, from harmless to harmful:
 * ``harmless``: every call and name is allowlisted, but weights_only rejects the file.
 * ``needs these classes``: the pickle contains objects of classes that are not allowlisted. Nobody
   reviewed the code of these classes. Every other call and name is allowlisted.
-* ``cannot tell``: the pickle is malformed, or unpicklers may interpret it differently, or it
-  computes a name, or ckptkit cannot verify a call, or the pickle contains the name of a function
-  that is not allowlisted, even if no opcode calls this function.
+* ``cannot tell``: the pickle is malformed, or unpicklers may interpret the pickle differently, or
+  the pickle computes a name, or ckptkit cannot verify a call. The pickle also gets this verdict if
+  it contains a function that is not allowlisted, even if no opcode calls this function.
 * ``would run code``: a program that loads the pickle calls a function that is not allowlisted, with
   arguments from the file.
 
@@ -41,9 +41,9 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-# The allowlist contains the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain
-# the names that other versions of torch treat differently (torch/_weights_only_unpickler.py of
-# torch 2.13, 2.14.1 and the development branch after 2.14).
+# `judge` knows the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain the names
+# that other versions of torch treat differently. The source is torch/_weights_only_unpickler.py of
+# torch 2.13, 2.14.1 and the development branch after 2.14.
 # Torch 2.15 also requires a state (BUILD after NEWOBJ) for objects of pybind11 classes that the
 # user added to the allowlist. The default allowlist contains no such class.
 SINCE = {("torch", "bcomplex32"): "2.15"}  # first version that accepts the name
@@ -80,7 +80,8 @@ class PickleVerdict:
 class FileVerdict:
     """The verdict on one file.
 
-    ``path`` is the path that the caller passed, or the path of a file inside that folder.
+    ``path`` is the path that the caller passed. If this path is a folder, ``path`` is the path of a
+    file inside the folder.
     """
 
     path: str
@@ -229,7 +230,7 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield messages with the classes that a pickle needs, and the functions that it contains."""
+    """Yield messages that name the classes and functions in a pickle that are not allowlisted."""
     names = some(list(map(str, pickle.needs)), SHOWN)
     if names:
         only = "" if pickle.held else "; review the code of these classes"
