@@ -1,6 +1,6 @@
 """Make, apply, combine and verify deltas. A delta is the difference between two checkpoints.
 
-ckptkit computes changed tensors from their old bytes and the delta while it writes the output. If
+While writing the output, ckptkit computes each changed tensor from its old bytes and the delta. If
 a checksum does not match, ckptkit writes no output. This package uses core, compute, formats,
 publish and api.
 """

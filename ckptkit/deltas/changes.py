@@ -105,8 +105,8 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Decompress zstd frames, and yield pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Continue after the first frame. Then bytes after the frame raise an error: they are an invalid
-    # frame, or the result is too long.
+    # Also read frames after the first frame, so that extra bytes after the first frame are not
+    # ignored but raise an error.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):

@@ -8,8 +8,8 @@ A folder of slime, such as ``weight_v000007``, contains these files:
   and so on.
 
 With the encoding `xor`, a zstd frame contains ``new ^ old``. With the encoding `overwrite`, a zstd
-frame contains the number of changed bytes (4 bytes), the position of each changed byte (4 bytes
-each), and the new bytes. If the index or its entry ``delta_encoding`` is missing, the folder is a
+frame contains the number of changed bytes, their positions, and the new bytes. The number and each
+position are uint32. If the index or its entry ``delta_encoding`` is missing, the folder is a
 complete checkpoint.
 
 A folder of SkyRL contains ``manifest.json`` in place of the index. Frames have the encoding `xor`.

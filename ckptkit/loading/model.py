@@ -323,7 +323,7 @@ def _of_peft(
     """Rename the tensors of an adapter to the names in a peft model.
 
     Return the renamed adapter, and the entries of the model's state_dict that the adapter can fill.
-    peft saves an adapter without the name of the adapter in its keys, and without the base model.
+    An adapter file of peft does not contain the base model, or the adapter's name in its keys.
 
     Source: set_peft_model_state_dict in utils/save_and_load.py of peft 0.21.2.
     """
@@ -413,7 +413,7 @@ def _as_torch_counts(
     report: LoadReport,
     unchanged: Mapping[str, str],
 ) -> tuple[LoadReport, set[str]]:
-    """Correct the report so that it matches torch's report. Also return the names to load.
+    """Return a report that matches torch's report, and the names of the tensors to load.
 
     If torch accepts a tensor with another shape, remove the tensor from ``mismatched``: load hooks
     may reshape tensors.

@@ -53,8 +53,7 @@ else:
 class TorchTensors:
     """Creates the torch tensors of one checkpoint. Tensors that share a Storage share memory.
 
-    `map_location` accepts the same values as ``torch.load``: a device, a dict that maps device tags
-    to devices, a function (storage on the CPU, tag) -> storage, or None for the recorded devices.
+    `map_location` accepts the same values as ``torch.load``. None selects the recorded devices.
     Raises DeviceError if a device is missing. With `files`, tensors on the CPU are memory-mapped if
     possible.
     """
@@ -369,7 +368,7 @@ def load(
 def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
     """Yield (name, node) of each tensor and ``_extra_state`` in the dict with the weights.
 
-    If the dict has ``_metadata``, it is a state_dict, and all its entries are yielded.
+    A dict with ``_metadata`` is a state_dict. In this case, yield all entries of the dict.
     """
     if weights.is_module:
         yield from weights.nodes.items()

@@ -208,8 +208,8 @@ HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hq
 
 # bitsandbytes has 4-bit codes (nf4, fp4) or int8 codes.
 #
-# 4-bit codes have a scale for each block, which may extend over several rows. int8 codes have a
-# scale for each row. The shape of a 4-bit weight is stored only as JSON in a small tensor. Scales
+# Each block of 4-bit codes has a scale. A block may extend over several rows. Each row of int8
+# codes has a scale. The shape of a 4-bit weight is stored only as JSON in a small tensor. Scales
 # may themselves be quantized (``nested``).
 
 

@@ -106,8 +106,8 @@ class Arrangement:
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
         """Return the number of elements along some axes of a dimension.
 
-        This is the product of the sizes of these axes. If the size of an axis depends on a label,
-        the sizes for all labels are added.
+        The number is the product of the sizes of the axes. If the size of an axis depends on a
+        label, the sizes for all labels are added.
         """
         total = 1
         for position, word in enumerate(axes):
@@ -400,7 +400,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
 
 
 class BoundRule:
-    """A rule whose given sizes were evaluated. It matches keys, and solves groups of keys."""
+    """A rule with known given sizes. A BoundRule matches keys, and infers sizes for groups."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words

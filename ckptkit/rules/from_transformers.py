@@ -15,8 +15,9 @@ from ckptkit.rules.planner import REST, RuleSet
 
 # Reading the registry of conversions in transformers.
 #
-# ckptkit builds the model on the meta device, without weights. Then it converts the keys of the
-# model to the keys in its files, as `save_pretrained` does. ckptkit runs no code from checkpoints.
+# First, ckptkit builds the model on the meta device, without weights. Then ckptkit converts the
+# keys of the model to the keys in the model's files, like `save_pretrained`. No code from
+# checkpoints runs.
 
 
 _CLASSES = (

@@ -69,8 +69,8 @@ STAR, STARS = "*", "**"
 ABSENT = "-"  # label of a tensor that does not exist
 REST = "..."
 
-# Strings that a variable matches: STAR, STARS or labels. If the kind is None, the variable matches
-# a number, or has the kind of the other side.
+# The kind of a variable is STAR, STARS, a tuple of labels, or None. If the kind is None, the
+# variable matches numbers, unless the other side of the rule gives a kind.
 Kind = str | tuple[str, ...] | None
 
 
@@ -164,10 +164,9 @@ SOURCES = ("config", "meta")  # first words of paths: config.json and the metada
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Part of an expression for a size.
+    """Part of an expression for a size: a number, a name, a path, or an operation on two terms.
 
-    A term is a number, the name of a size, a path in config.json or the metadata, or an operation
-    on two terms.
+    A name refers to another size. A path refers to an entry of config.json or of the metadata.
     """
 
     operator: str  # "number", "word", one of SOURCES, "+", "-", "*", "/"
@@ -216,7 +215,7 @@ class Rule:
         return f"{self.left} {arrow} {self.right}{' with' if sizes else ''}{sizes}"
 
 
-# Grammar of the notation
+# This is the grammar of the notation:
 #
 # rule   = side ("->" | "->?") side ["with" size {size}] ["#" comment]
 # side   = name ["[" {axis} "]"]
@@ -474,7 +473,7 @@ class _Tokens:
             raise RuleError(f"{self.text!r}: unexpected {token[1]!r}")
 
     def takes(self, *signs: str) -> str | None:
-        """If the next token is one of `signs`, consume and return it. Otherwise, return None."""
+        """If the next token is one of `signs`, return the token and advance, otherwise None."""
         token = self.peek()
         if token is None or token[0] != "sign" or token[1] not in signs:
             return None

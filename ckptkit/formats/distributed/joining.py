@@ -29,7 +29,7 @@ SHOWN = 80  # maximum length of a name in a message
 
 
 class Replica(NamedTuple):
-    """Two tensors from two files that must be equal."""
+    """A tensor in one file, and the tensor in another file that must be equal."""
 
     name: str
     first: Tensor

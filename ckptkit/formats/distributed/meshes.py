@@ -149,9 +149,9 @@ class MeshPiece(_OfRank):
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
         """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
 
-        If the split factor of each _StridedShard equals the number of shards along all later mesh
-        dimensions, the tensor was split along the last mesh dimension first. FSDP with tensor
-        parallelism writes such tensors. Otherwise, the indices are split as documented for torch's
+        FSDP with tensor parallelism splits a tensor along the last mesh dimension first. In this
+        case, the split factor of each _StridedShard equals the number of shards along all later
+        mesh dimensions. With other split factors, the indices are split as documented for torch's
         _StridedShard.
         """
         placed = enumerate(self.placements)

@@ -224,7 +224,7 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
-    """Describe a shard of a Llama release. Its projections are narrower than the model."""
+    """Describe a shard of a Llama release, whose projections are narrower than the model."""
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
     if not isinstance(root, dict) or not named:
         return None
@@ -238,7 +238,7 @@ def _llama(root: Node, path: str) -> PartOf | None:
 
 
 def _named(root: Node, path: str) -> PartOf | None:
-    """Describe the file of a single rank by its file name, if its contents show no rank."""
+    """Describe a single rank's file by the file name. Used if the contents show no rank."""
     name = os.path.basename(path)
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):

@@ -47,8 +47,8 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-# This expression matches the regular expressions that ckptkit accepts from a file. ckptkit refuses
-# all other regular expressions, because a hostile expression can take very long to match.
+# This expression matches the regular expressions that ckptkit accepts from a file. All other
+# regular expressions are refused, because a hostile expression can take very long to match.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"

@@ -7,16 +7,16 @@ A row consists of a pattern for names and one of these instructions:
 * ``mean`` means that the merged tensor is the mean of the ranks' tensors.
 * ``drop: reason`` means that the tensor is not written.
 * ``refuse: reason`` means that ckptkit cannot join the tensor.
-* A line such as ``[o i] -> [o (tp i)]`` describes how the dimensions of a shard become dimensions
-  of the complete tensor. The line has the notation of rules. The axis ``tp`` is the rank.
+* A line such as ``[o i] -> [o (tp i)]`` maps the dimensions of a shard to dimensions of the
+  complete tensor. The line has the notation of rules. The axis ``tp`` is the rank.
 
 The size of the axis after ``tp`` may differ from rank to rank. To split a complete tensor, ckptkit
-applies the line in reverse. ckptkit uses the first row that matches a name, and raises an error if
-no row matches.
+applies the line in reverse. The first row that matches a name is used. If no row matches a name,
+ckptkit raises an error.
 
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
-and shapes on all ranks match. If a row splits a tensor, but all shards of this tensor are equal,
-the table must be wrong, and :func:`merge` raises an error.
+and shapes on all ranks match. If all shards of a tensor are equal, the tensor was not split. If its
+row contains a line, the table is wrong, and :func:`merge` raises an error.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def cut_in_ratio(*sizes: int) -> str:
 class LayoutRow(NamedTuple):
     """A regular expression that matches complete tensor names, and how these tensors were split.
 
-    If the checkpoint lists the width of each block on each rank, ``widths`` contains these widths,
-    and ``how`` describes the split of a single block.
+    ``widths`` contains the width of each block on each rank, if the checkpoint lists these widths.
+    With ``widths``, ``how`` describes the split of a single block.
     """
 
     pattern: re.Pattern[str]
@@ -397,8 +397,8 @@ def _whole(
 ) -> Tensor:
     """Join the shards of a tensor.
 
-    If all elements of all shards are equal, add the name to `constant`, because the shards do not
-    show whether the table is right.
+    Add the name to `constant` if all elements of all shards are equal. In this case, the shards do
+    not show whether the table is right.
     """
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
