@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -226,6 +225,8 @@ class Value(NamedTuple):
         if len(self.array) == len(self.array.first):
             return str(self.value)
         whole = repr(list(self.array)).encode(errors="surrogatepass")
+        import hashlib  # the import costs 3 ms
+
         return f"{self.value} (sha256 {hashlib.sha256(whole).hexdigest()[:16]})"
 
 

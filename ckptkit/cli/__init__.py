@@ -68,10 +68,21 @@ def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
         main.traceback = render.progress_asked = True
 
 
-# Options of every command. Each entry contains the names, the help and the callback of an option.
-EVERYWHERE = (
-    (["--quiet", "-q"], "Print only errors and the result.", _quiet),
-    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
+def _table(_: click.Context, __: click.Parameter, wanted: str | None) -> None:
+    render.table_format = (wanted or "").replace("latex", "latex_booktabs")
+
+
+# Options of every command. Each entry contains the names, the help, the callback and the values of
+# an option. An option without values is a flag.
+EVERYWHERE: tuple[tuple[list[str], str, Callable[..., None], tuple[str, ...]], ...] = (
+    (["--quiet", "-q"], "Print only errors and the result.", _quiet, ()),
+    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose, ()),
+    (
+        ["--table"],
+        "Print tables in this format.",
+        _table,
+        ("github", "html", "latex", "rst", "tsv"),
+    ),
 )
 ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
 
@@ -86,10 +97,11 @@ def _add_everywhere(command: click.Command) -> None:
             _add_everywhere(each)
         return
     taken = {option for each in command.params for option in each.opts}
-    for words, text, made in EVERYWHERE:
+    for words, text, made, values in EVERYWHERE:
         free = [word for word in words if word not in taken]
         if free and free[0] == words[0]:
-            how: dict[str, Any] = {"is_flag": True, "expose_value": False, "hidden": True}
+            how: dict[str, Any] = {"expose_value": False, "hidden": True}
+            how |= {"type": click.Choice(values)} if values else {"is_flag": True}
             command.params.append(click.Option(free, help=text, callback=made, **how))
 
 
@@ -193,6 +205,7 @@ class CommandLine(click.Group):
             # `ckptkit FILE` means `ckptkit inspect FILE`
             words.insert(words.index(first), "inspect")
         self.traceback = render.begun = render.progress_asked = render.quiet = False
+        render.table_format = ""
         code: Any = 0
         try:
             with on_command_line():

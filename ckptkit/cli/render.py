@@ -33,7 +33,6 @@ BATCH = 1_000  # maximum number of JSON list items on one line
 NARROWEST = 16  # minimum width of a name, in characters
 PROSE = 24  # minimum width of prose in the last column, in characters
 GAP = 2  # number of spaces between columns
-STREAMED = 2_000  # maximum number of rows for tabulate; longer tables are formatted row by row
 HEADING = 2  # characters that a heading adds to its column; none on a narrow terminal
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which lines do not break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -41,6 +40,7 @@ PATIENCE = 1.0  # seconds until a progress bar appears
 
 begun = False  # whether anything was written to standard output
 progress_asked = False  # whether --progress is given
+table_format = ""  # value of --table
 quiet = False  # whether --quiet is given to a command without its own --quiet
 
 
@@ -198,8 +198,18 @@ def table(
     - Shorten names in the first column, unless two names would become equal.
     - Print each row as a name and lines of its cells.
 
-    If `whole` is true, shorten no name and break no word.
+    If `whole` is true, shorten no name and break no word. With --table, tabulate formats the table,
+    at any width.
     """
+    if table_format:
+        from tabulate import tabulate  # the import costs 30 ms
+
+        align = ["right" if head in right else "left" for head in headers]
+        if table_format == "github":
+            rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+        text = tabulate(rows, headers, table_format, disable_numparse=True, colalign=align)
+        yield from text.split("\n")
+        return
     width = terminal_width()
     lines = _aligned(headers, rows, right, HEADING)
     if width is not None:
@@ -247,13 +257,7 @@ def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int 
 def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], heading: int = 0
 ) -> Iterator[str]:
-    if rows and heading and len(rows) <= STREAMED:
-        from tabulate import tabulate  # importing tabulate takes 30 ms
-
-        align = ["right" if head in right else "left" for head in headers]
-        text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
-        yield from map(str.rstrip, text.split("\n"))
-    elif rows:
+    if rows:
         widths = zip(headers, _widths(headers, rows, heading), strict=True)
         cells = [f"{{:{'>' if head in right else '<'}{width - GAP}}}" for head, width in widths]
         form = (" " * GAP).join(cells)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import unicodedata
 from io import StringIO
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.summary import json_number
 from ckptkit.cli import render
 from ckptkit.core.errors import OutputError
+from tests.conftest import Run
 
 
 class Terminal(StringIO):
@@ -106,6 +110,25 @@ def test_a_long_table_is_aligned_too() -> None:
     assert lines[0] == "name      size"
     assert lines[1] == "n0         0 B"
     assert lines[-1] == "n2999   2999 B"
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("github", r"| a\|b | uint8 | [1] | 1 B |"),
+        ("html", "<tr><td>a|b </td><td>uint8 </td>"),
+        ("latex", r"a|b & uint8 & [1] & 1 B \\"),
+        ("rst", "a|b uint8 [1] 1 B"),
+        ("tsv", "a|b uint8 [1] 1 B"),
+    ],
+)
+def test_tables_for_documents(ckptkit: Run, tmp_path: Path, form: str, row: str) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"a|b": torch.zeros(1, dtype=torch.uint8), "long.n": torch.zeros(100)}, path)
+    text = ckptkit("inspect", path, "--table", form).stdout
+    assert row in re.sub(r"[ \t]+", " ", text)
+    assert "--table" not in ckptkit("inspect", "--help").stdout
+    assert "--table" in ckptkit("inspect", "--help-all").stdout
 
 
 def test_a_table_of_nothing_is_nothing() -> None:
