@@ -268,8 +268,8 @@ class Dequantizer:
         """Return a table that contains two float32 numbers for each pair of codes.
 
         With this table, the number of lookups is half the number of codes. A computation from the
-        bits of the codes would be slower. Its intermediate results for the smallest codes would be
-        subnormal, and many processors take 100x as long for subnormal numbers.
+        bits of the codes would be slower, because many processors take 100x as long for subnormal
+        numbers. For the smallest codes, intermediate results would be subnormal.
         """
         import numpy as np
 
@@ -300,7 +300,7 @@ def _has_ties(scale: Array) -> bool:
 def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
     """Return the layout of the weight, and the group number of each column.
 
-    If the groups are in order and have equal widths, return their width in the layout, and None
+    If the groups are in order and have equal widths, set the width in the layout, and return None
     instead of the group numbers. Raise CorruptError if a group has no scale.
     """
     import numpy as np

@@ -7,8 +7,8 @@ the order of ggml's C code without fused multiply-add.
 
 For speed, the decoders make few passes over memory:
 
-* They unpack bits in 64-bit words of eight codes.
-* They copy each field of a block as one element.
+* A decoder unpacks bits in 64-bit words of eight codes.
+* A decoder copies each field of a block as one element.
 * Tables contain the signs and grids of the IQ types as words.
 
 A decoder may move a power of two or a sign from a code to its scale, because this does not change
@@ -527,7 +527,7 @@ def _iq4_xs(b: Array) -> Parts:
 def _tq1_0(b: Array) -> Parts:
     import numpy as np
 
-    # A ternary digit is ``3 * power >> 8``. It is 1 for powers from 86 to 170, and 2 above.
+    # A ternary digit is ``3 * power >> 8``: 1 for powers from 86 to 170, and 2 for larger powers.
     powers = b.reshape(-1) * np.array((1, 3, 9, 27, 81), "u1")[:, None]
     digits = (powers > np.uint8(85)).view("u1") + (powers > np.uint8(170)).view("u1")
     codes = np.empty((len(b), 256), "u1")

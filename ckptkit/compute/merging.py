@@ -1,12 +1,13 @@
 """Merge elements of several models with the methods of mergekit.
 
 The source is mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in
-float32 and rounded once. Other methods add differences to the tensors of a base model. They round
-each step to the dtype of the tensors, as torch does. For example, the difference of two bfloat16
-tensors is rounded to bfloat16.
+float32 and rounded once. All other methods except passthrough add differences to the tensors of a
+base model. Each step of these methods is rounded to the dtype of the tensors, as in torch. For
+example, the difference of two bfloat16 tensors is rounded to bfloat16.
 
 Some methods need the angle between two tensors, or the magnitude below which differences are
-dropped. These methods read the complete tensors once or twice before the merge.
+dropped. To find the angle or the magnitude, such a method reads the complete tensors once or twice
+before the merge.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ class Merge(Operation):
         if dtype.name in ("float32", "float64"):
             return
         if dtype.name == "bfloat16":
-            # This is twice as fast as ml_dtypes. The addition does not overflow for a NaN: every
-            # NaN is the result of arithmetic on 16-bit floats, so its lower bits are 0.
+            # This code is twice as fast as ml_dtypes. The addition does not overflow for a NaN,
+            # because every NaN is the result of arithmetic on 16-bit floats. The lower bits of such
+            # a NaN are 0.
             bits = values.view("u4")
             made = bits >> 16
             made &= 1  # rounds ties to even

@@ -1,9 +1,9 @@
 """Convert bytes to and from NumPy numbers, and cast elements, mostly without torch.
 
 The import of torch takes a second and 200 MiB, more than most conversions. numpy lacks
-``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. This
-module decodes these types to float32 or complex64, which represent all of their values. To encode a
-number, it rounds float32 to nearest, ties to even, as torch does. It rounds float64 to float32
+``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. `decode`
+converts these types to float32 or complex64, which represent all of their values. `encode` rounds
+float32 numbers to nearest, ties to even, as torch does. `encode` rounds float64 numbers to float32
 first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on the processor.
 
 A number above the range of an 8-bit type becomes
@@ -101,7 +101,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
 @lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype `name` of ml_dtypes. numpy has no such dtype."""
+    """Return the dtype `name` of ml_dtypes, which numpy lacks."""
     import ml_dtypes
     import numpy as np
 
@@ -113,8 +113,8 @@ def _float16(values: Array) -> Array:
     """Round float32 numbers to float16: to nearest, ties to even. Return the float16 codes.
 
     If a number is normal in both dtypes, the function adds half a unit in the last place and drops
-    the low bits. For a tie, it adds slightly less if the even number is below. numpy converts all
-    other numbers: zeros, NaN, very small and very large numbers.
+    the low bits. For a tie, the function adds slightly less if the even number is below. All other
+    numbers are converted by numpy: zeros, NaN, very small and very large numbers.
     """
     import numpy as np
 
@@ -163,8 +163,8 @@ def _halves(codes: Array) -> Array:
 def _between_halves(codes: Array, target: DType, table: Array) -> Array:
     """Convert float16 codes to bfloat16 codes, or bfloat16 codes to float16 codes.
 
-    If a number is normal in both dtypes, the function shifts its mantissa. It looks up all other
-    numbers in `table`, which contains the result for every code.
+    If a number is normal in both dtypes, the function shifts its mantissa. All other numbers are
+    looked up in `table`, which contains the result for every code.
     """
     import numpy as np
 
@@ -232,7 +232,7 @@ def _codes(name: str) -> Array:
 class Cast(Rows):
     """Converts elements of the dtype `source` to the dtype `target`, as torch does.
 
-    numpy converts floats and integers to floats. torch performs all other conversions.
+    Conversions of floats and integers to floats use numpy. All other conversions use torch.
     """
 
     source: str

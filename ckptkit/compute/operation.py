@@ -102,11 +102,11 @@ def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
 def keep_memory() -> None:
     """Make the C library keep `KEPT` bytes of freed memory for later allocations.
 
-    The allocation of new memory pages takes as much time as the computations with them. glibc
-    returns freed blocks of 128 KiB and more to the operating system. After the first free of a
-    larger block, glibc keeps blocks up to its size (mallopt(3), "dynamic mmap threshold"). This
-    function allocates and frees such a block. It uses no memory, because nothing is written to the
-    block. Other C libraries keep freed blocks by default.
+    The allocation of new memory pages takes as much time as the computations with the pages. The C
+    library glibc returns freed blocks of 128 KiB and more to the operating system. After a program
+    frees a larger block, glibc keeps all blocks up to this size (mallopt(3), "dynamic mmap
+    threshold"). `keep_memory` allocates and frees such a block. The block uses no memory, because
+    nothing is written to the block. Other C libraries keep freed blocks by default.
     """
     bytes(KEPT)
 
@@ -115,8 +115,9 @@ def keep_memory() -> None:
 def import_numpy() -> None:
     """Import numpy. In a command, disable the threads of numpy's linear algebra library.
 
-    These threads would busy-wait at first, and take processor time from the threads of ckptkit. If
-    another program imports ckptkit, do not disable the threads, because the program may need them.
+    The threads of the library would busy-wait at first, and take processor time from the threads of
+    ckptkit. If another program imports ckptkit, do not disable the threads of the library, because
+    the program may need these threads.
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:

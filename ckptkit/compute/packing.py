@@ -190,7 +190,7 @@ class Span(NamedTuple):
 def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
     """Return the first `count` codes of each row, one code per byte.
 
-    A row starts at the low bits of its first byte. There are no gaps between its codes.
+    A row starts at the low bits of its first byte, and has no gaps between codes.
     """
     import numpy as np
 

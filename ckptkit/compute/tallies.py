@@ -1,10 +1,9 @@
 """Statistics of tensor elements, computed in one pass.
 
-ckptkit computes statistics for blocks of elements, and merges these statistics. Mean and sum of
-squared deviations are float64. Their computation takes two passes over each block while the block
-is in the cache. The formula of Chan, Golub and LeVeque (1979) merges blocks accurately, even if the
-mean is large.
-Numbers whose squares overflow float64 are scaled by a power of two.
+The statistics of a tensor are the merged statistics of blocks of its elements. Mean and sum of
+squared deviations are float64. For each block, mean and deviations are computed in two passes while
+the block is in the cache. The formula of Chan, Golub and LeVeque (1979) merges blocks accurately,
+even if the mean is large. Numbers whose squares overflow float64 are scaled by a power of two.
 
 Each task computes a part of a tensor. The boundaries of the parts and the order in which ckptkit
 merges them are fixed. The result therefore does not depend on the number of threads.

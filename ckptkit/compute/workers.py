@@ -164,7 +164,7 @@ def results(function: Callable[[int], R], count: int, processes: int) -> Results
     feed = FileIO(end, "wb")
     workers: list[_Worker] = []
     try:
-        # Block signals until `workers` contains all processes. Then `finally` ends all of them.
+        # Block signals until `workers` contains all processes, so that `finally` ends all workers.
         with _blocked_signals():
             for _ in range(min(processes, count)):
                 with suppress(OSError):  # the operating system allows no more processes
@@ -260,7 +260,7 @@ def _answers(
 ) -> Results[R]:
     """Send numbers to the workers and yield their results.
 
-    If a worker is killed, its calls have no results. Repeat these calls in this process.
+    If a worker is killed, its calls have no results. The parent process repeats these calls.
     """
     begun = {worker.answers: b"" for worker in workers}  # incomplete results of each worker
     waiting, under_way = iter(range(count)), set[int]()

@@ -2,7 +2,7 @@
 
 A source has a size, an identity and a method `read`. A `Range` is a byte range of a source. A
 `Derived` is a sequence of bytes that an operation computes from other bytes. The type `Extent` is
-`Range` or `Derived`. A `Record` locates the bytes of a storage. Its method `locate` returns a
+`Range` or `Derived`. A `Record` locates the bytes of a storage: the method `locate` returns a
 `Range` or `Derived`.
 
 ckptkit reads files with `pread` instead of `mmap`. If another program truncates the file, `pread`
@@ -91,7 +91,7 @@ class ByteSource(ABC):
 
     name: str  # Name for messages.
     size: int  # Number of bytes.
-    # This value changes when the bytes change, if the file system reports the change.
+    # The identity changes when the bytes change, if the file system reports the change.
     identity: Identity
     # True if each read is a network request. Then a few large reads are faster than many small
     # reads.
@@ -100,7 +100,7 @@ class ByteSource(ABC):
     # True if forked processes can read at the same time, because they do not share a file position.
     is_shared = False
     whole: ByteSource | None = None  # the archive or compressed file that contains this source
-    # A function that yields the members of a source. It omits members without a CRC-32.
+    # A function that yields the members of a source, except members without a CRC-32.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
@@ -387,7 +387,7 @@ class LocalFile(ByteSource):
 
 
 class Folder:
-    """A folder. Its methods take the plain names of files in the folder.
+    """A folder. The methods of Folder take the names of files in the folder.
 
     The methods raise PathError for names that lead out of the folder, and for symbolic links. The
     links in a Hugging Face cache are an exception. ckptkit follows these links from
@@ -439,7 +439,7 @@ class Folder:
     def sub(self, name: str) -> Folder:
         """Return the subfolder `name`. Raise PathError for a link.
 
-        If you close this folder, it also closes the open files of the subfolder.
+        When you close the outer folder, the open files of the subfolder are closed too.
         """
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
@@ -510,8 +510,8 @@ class Operation:
     """A computation of output bytes from input bytes. An operation is frozen and can be pickled.
 
     The output depends only on the inputs, the fields of the operation and the requested byte range.
-    :mod:`ckptkit.compute.operation` contains the simplest operations. A subclass overrides `read`.
-    It also overrides other attributes and methods of this class whose defaults do not apply.
+    :mod:`ckptkit.compute.operation` contains the simplest operations. A subclass overrides `read`,
+    and other attributes and methods whose defaults do not apply.
     """
 
     __slots__ = ()
@@ -527,7 +527,7 @@ class Operation:
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
         """Yield the bytes of `extent` from `start` to `stop`.
 
-        This object is the operation of `extent`.
+        ``extent.operation`` is the object whose method is called.
         """
         raise NotImplementedError
 

@@ -20,8 +20,8 @@ from ckptkit.core.text import meant
 class DType:
     """An element type. A DType equals its name, and the torch or numpy dtype of that name.
 
-    The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name.
-    They do not find a DType by a torch or numpy dtype, because the hashes differ.
+    The hash of a DType is the hash of its name. Sets and dicts therefore find a DType by its name,
+    but not by a torch or numpy dtype, because such a dtype has another hash.
 
     ``name`` is the name in torch, without ``torch.``. ``kind`` is float, int, bool, complex,
     quantized, bits, blocks (of ggml) or unknown (:func:`unknown`). ``storage`` is the typed storage

@@ -1,9 +1,9 @@
 """Errors: one class for each kind of failure that a caller may want to handle differently.
 
-Every error that ckptkit raises on purpose is a :class:`CkptkitError`. It consists of a message, the
-name of the file, a hint (such as a command to run next) and the exit code of the command line. Any
-other exception that reaches the user is a bug. Many classes also derive from a builtin exception,
-which Python code expects for such a failure.
+Every error that ckptkit raises on purpose is a :class:`CkptkitError`. Such an error consists of a
+message, the name of the file, a hint (such as a command to run next) and the exit code of the
+command line. Any other exception that reaches the user is a bug. Many classes also derive from the
+builtin exception that Python code expects for such a failure.
 
 A warning with a stable code is a :class:`Notice`: a string with a code and facts.
 """
@@ -28,7 +28,7 @@ class CkptkitError(Exception):
 
     exit_code = 3
     code = "failed"
-    part: str | None = None  # rule that failed, such as "rule 2"; the message begins with it
+    part: str | None = None  # rule that failed, such as "rule 2"; the message begins with `part`
 
     def __init__(
         self,

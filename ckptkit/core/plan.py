@@ -1,7 +1,7 @@
 """Plan: a description of the bytes of each output file.
 
-A plan can be pickled, and is complete before ckptkit copies the first byte. It consists of one or
-more output files. Each output file is a sequence of segments, of these types:
+A plan can be pickled, and is complete before ckptkit copies the first byte. A plan consists of one
+or more output files. Each output file is a sequence of segments, of these types:
 
 * ``bytes``: ckptkit writes these bytes unchanged.
 * ``Range``: ckptkit copies these bytes from a source.

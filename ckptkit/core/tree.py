@@ -317,8 +317,8 @@ def walk(
 
     If a node occurs at several paths, `walk` yields the node at each path. A hostile file could
     repeat nodes exponentially often. After `LIMITS.revisits` repeated values, `walk` therefore
-    visits the children of each node only once. `walk` does not follow a cycle twice. It raises
-    LimitError if nodes are nested deeper than `LIMITS.depth`.
+    visits the children of each node only once. `walk` does not follow a cycle twice. If nodes are
+    nested deeper than `LIMITS.depth`, `walk` raises LimitError.
     """
     yield (), root
     if skip((), root):

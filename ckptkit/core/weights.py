@@ -314,7 +314,8 @@ _NUMPY = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("
 def _without_graphs(found: list[Found]) -> list[Found]:
     """Return `found` without graph data, which PyTorch Geometric saves as (data, slices).
 
-    `slices` has the same names as `data`. It contains the offset of each graph in each tensor.
+    `slices` has the same names as `data`. For each tensor of `data`, `slices` contains the offset
+    of each graph.
     """
     slices: dict[object, dict[str, Node]] = {}
     for path, _, nodes in found:

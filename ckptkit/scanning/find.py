@@ -1,8 +1,8 @@
 """Find every pickle in a file, also in places that readers of the file ignore.
 
 Programs may disagree about the format of a file. The search covers all formats that the file can
-have. It also searches members of archives, compressed streams, and byte strings in pickles. The
-number of nested files is limited.
+have, and also members of archives, compressed streams, and byte strings in pickles. A limit bounds
+the number of nested files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
 
 
 class _Search:
-    """The search of one file. It counts the parts and bytes of the file, and checks the limits."""
+    """Searches one file, counts the parts and bytes of the file, and checks the limits."""
 
     def __init__(self, source: ByteSource) -> None:
         self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size

@@ -56,13 +56,13 @@ FINDINGS = (CLASSES, UNKNOWN, CODE)
 class PickleVerdict:
     """The verdict on one pickle.
 
-    * ``needs`` are the classes of its objects that are not allowlisted.
-    * ``held`` are classes and functions that the pickle stores as values. They are not allowlisted,
-      and do not belong to Python or torch.
+    * ``needs`` are classes of objects in the pickle. These classes are not allowlisted.
+    * ``held`` are classes and functions that the pickle stores as values. Only names outside of
+      Python, torch and the allowlist are in ``held``.
     * ``runs`` are calls of functions that are not allowlisted.
     * ``reasons`` explain why the verdict is uncertain.
-    * ``refused`` is the reason why weights_only rejects the pickle. It is None if weights_only
-      accepts the pickle.
+    * ``refused`` is the reason why weights_only rejects the pickle, or None if weights_only accepts
+      the pickle.
     * ``versions`` describe how other versions of torch treat the pickle.
     """
 
