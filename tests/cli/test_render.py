@@ -117,7 +117,7 @@ def test_a_long_table_is_aligned_too() -> None:
     [
         ("github", r"| a\|b | uint8 | [1] | 1 B |"),
         ("html", "<tr><td>a|b </td><td>uint8 </td>"),
-        ("latex", r"a|b & uint8 & [1] & 1 B \\"),
+        ("latex", r"a|b & uint8 & [1] & 1 B & cpu \\"),
         ("rst", "a|b uint8 [1] 1 B"),
         ("tsv", "a|b uint8 [1] 1 B"),
     ],
