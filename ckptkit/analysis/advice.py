@@ -130,7 +130,8 @@ def suffix_for_torch(path: str) -> str | None:
 
 
 def packed(summary: Summary) -> int:
-    """Return the number of quantized tensors that are not in the state_dict."""
+    """Return the number of quantized tensors outside the state_dict, such as torch's packed
+    parameters."""
     return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
 
 

@@ -208,7 +208,7 @@ class Diff:
 
     @property
     def summary(self) -> str:
-        """The result in one line."""
+        """The summary of the differences in one line."""
         keys = plural(self.common, "key")
         if self.equal and self.silent is not None:
             return f"equal: {keys} (names and shapes)"
@@ -383,8 +383,7 @@ def against(
     taken = [each for each in found.renamed if is_taken_by_torch(each)]
     skipped = {*found.unexpected} - {each.old for each in taken}
     lacking = {*found.missing} - {each.new for each in taken}
-    # Count each tied tensor once. If the file contains one name of a tied tensor, all names are
-    # loaded.
+    # Count each tied tensor once. A tied tensor is loaded if the file contains any of its names.
     first = {name: same[0] for same in ties for name in same}
     once = {first.get(key, key): kind for key, kind in theirs.items()}
     filled = {first.get(key, key) for key in theirs if key not in lacking}
@@ -476,11 +475,12 @@ def _prefix_advice(
     return None
 
 
-SHOWN = 6  # maximum number of root entries to list as not compared
+SHOWN = 6  # maximum number of root entries in the list of data that was not compared
 
 
 class Rest(NamedTuple):
-    """The tensors, values and Python objects of a checkpoint outside its weights, by path."""
+    """The tensors, values and Python objects of a checkpoint outside the weights. The keys are
+    paths."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, str]

@@ -136,10 +136,9 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _alike(one: str, other: str) -> float:
-    """Return the similarity of two path components.
+    """Return the similarity of two path components, such as ``q`` and ``query``.
 
     The similarity is the mean of the edit similarity and of the best common prefix of two words.
-    For example, ``q`` is a prefix of ``query``.
     """
     if one == other:
         return 1.0
@@ -191,8 +190,8 @@ class Kind(NamedTuple):
 class Renamed(NamedTuple):
     """A pair of keys: the key `old` of A is the key `new` of B under another name.
 
-    `confidence` is from 0 to 1. `why` is the method ("suffix", "shape", "order" or "edit"). If
-    torch itself renamed the key, `why` is "torch".
+    `confidence` is a number from 0 to 1. `why` is the method ("suffix", "shape", "order" or
+    "edit"). If torch itself renamed the key, `why` is "torch".
     """
 
     old: str
@@ -481,7 +480,7 @@ def sure(rule: RenameRule, hits: int, alone: bool) -> float:
     rule, `alone` is true."""
     if not alone:
         return 0.7
-    if not rule.old or not rule.new:  # the rule only adds or removes a prefix
+    if not rule.old or not rule.new:  # the rule adds or removes a prefix
         return 0.99 if hits > 1 else 0.9
     if hits >= 4:
         return 0.95

@@ -52,7 +52,7 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A tensor without statistics, and the reason."""
+    """A tensor whose statistics cannot be computed, and the reason."""
 
     name: str
     dtype: str

@@ -161,7 +161,7 @@ class TensorRow(NamedTuple):
     tensor: Tensor
     storage: int | None
     nbytes: int  # number of elements * itemsize, or bytes of a shard in this file
-    local: Piece | None = None  # the shard of a distributed tensor that this file contains
+    local: Piece | None = None  # shard of a distributed tensor in this file
     # The inner tensors of a tensor subclass. The inner tensors also have their own rows.
     inside: tuple[Tensor, ...] = ()
     group: QuantizedWeight | None = None
@@ -286,7 +286,7 @@ class Summary:
     others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # True if the weights belong to a pickled module
-    part: PartOf | None = None  # the rank, if the file is one rank's file
+    part: PartOf | None = None  # set for the file of a single rank
     about: str = ""  # description of how the reader read a folder
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
     words: tuple[str, ...] = ()  # the options in `chosen` that change the reading of a folder
@@ -364,7 +364,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 
 _new = tuple.__new__
-_NO_DEPTH = 1 << 62  # greater than the depth of any node
+_NO_DEPTH = 1 << 62  # larger than the depth of any node
 MANY = 16  # minimum number of tensors in a dict for `_together`
 
 

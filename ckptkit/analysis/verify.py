@@ -250,9 +250,9 @@ def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
 
 
 def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
-    """Drop findings that another finding implies.
+    """Yield the findings except duplicates, which another finding implies.
 
-    For example, the reader and a checksum often report the same damage.
+    For example, the reader and the checksum of a record often report the same damage.
     """
 
     def implies(other: Defect, one: Defect, before: bool) -> bool:

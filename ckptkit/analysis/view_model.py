@@ -45,7 +45,7 @@ ENTRIES = ("name", "value")  # headers of the tables of values, objects and meta
 PAIRED = ("in A", "in B", "shape", "sure", "by")
 NAMES = ("name",)
 
-Values = tuple[tuple[str, Plain], ...]  # (type, value) of each value in a row
+Values = tuple[tuple[str, Plain], ...]  # (type, value) pairs of a row
 
 
 class Report(NamedTuple):

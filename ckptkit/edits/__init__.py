@@ -60,9 +60,9 @@ class Edit:
     examples: tuple[str, ...] = ()  # arguments of the command, one example each
     needs: str = ""  # usage error of the command without any option
     several: str = ""  # "first" or "last", if the command accepts several SRC
-    has_key: bool = False  # the command has --key, the path of the weights
-    reads_parts: bool = False  # the command has the options for distributed checkpoints
-    fixed: Mapping[str, Any] | None = None  # arguments that every recipe passes
+    has_key: bool = False  # True if the command has the option --key
+    reads_parts: bool = False  # True if the command has the options for distributed checkpoints
+    fixed: Mapping[str, Any] | None = None  # arguments that every recipe step passes
     public: bool = True
 
     @property
@@ -358,7 +358,8 @@ PUBLIC = {
 
 
 def step(word: str, **arguments: Any) -> Step:
-    """Return the edit `word` with these arguments; calling the edit imports its module."""
+    """Return a function that applies the edit `word` with these arguments. The module of the edit
+    is imported when the function is called."""
     edit = BY_WORD[word]
     return lambda checkpoint: edit.function(checkpoint, **arguments)
 
@@ -370,10 +371,10 @@ OPTIONS = "options"
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """Merge several fixes into one fix, with the edits in the order of EDITS.
+    """Merge several fixes into one fix. The edits in the result are in the order of EDITS.
 
-    If two fixes set the same argument, dicts and tuples are joined. For values of other types, the
-    first fix wins.
+    If two fixes set the same argument to dicts or tuples, the result contains both dicts or tuples.
+    For values of other types, the result contains the value of the first fix.
     """
     made: dict[str, dict[str, Any]] = {}
     for fix in fixes:

@@ -48,7 +48,7 @@ _FACTOR = re.compile(
 def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) -> None:
     """Raise UnsupportedError if `ck` is an adapter. The message ends with `why`.
 
-    The hint is the command that merges the adapter into one of the `others`.
+    The hint is the command that merges the adapter into a model of `others`.
     """
     names = ck.required.nodes
     seen = None  # the reason for calling the checkpoint an adapter
@@ -59,9 +59,9 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
             seen = f"it has {name!r}"
             break
     else:
-        # peft writes adapter_model.* next to its configuration.
+        # peft writes adapter_model.* next to adapter_config.json.
         place = ck.source.folder_and_name() if isinstance(ck.source, ByteSource) else None
-        with suppress(CkptkitError):  # a web server cannot list a folder
+        with suppress(CkptkitError):  # web servers cannot list folders
             if place is not None and place[1].startswith("adapter_") and CONFIG in place[0]:
                 seen = f"{CONFIG} is beside it"
     if seen is not None:
@@ -136,7 +136,8 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
 
 
 def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
-    """Map names to the tensors of all checkpoints. Raises UsageError if names or shapes differ."""
+    """Return a dict from each name to a list of its tensors in all checkpoints. Raises UsageError
+    if names or shapes differ."""
     *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
     for number, other in enumerate(others):
         odd = sorted(other.keys() ^ last.keys())
@@ -187,7 +188,7 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
         modules.update(module_versions(node) or {})
         for name in map(str, node):
             owners.setdefault(name, []).append(number)
-    alike: dict[tuple[int, ...], list[str]] = {}  # indices -> names in all of these checkpoints
+    alike: dict[tuple[int, ...], list[str]] = {}  # checkpoint indices -> shared names
     for name, numbers in owners.items():
         if len(numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(name)
@@ -245,7 +246,7 @@ _COUNTER = "n_averaged"  # a buffer of torch.optim.swa_utils.AveragedModel
 
 
 def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
-    """Remove the counter and wrapper prefixes from the names of averaged weights."""
+    """Drop torch's counter, and remove prefixes of wrappers from the names of averaged weights."""
     is_model = _COUNTER in found.weights and any(
         name.startswith("module.") for name in found.weights
     )

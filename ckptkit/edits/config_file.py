@@ -25,7 +25,8 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Set the configuration of the checkpoint. An output folder then contains it as config.json."""
+    """Set the configuration of the checkpoint. If the output is a folder, ckptkit writes the
+    configuration as config.json."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
     data = text.encode("utf-8", "surrogatepass")

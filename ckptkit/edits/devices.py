@@ -5,8 +5,8 @@ A checkpoint contains devices in three places:
 - an argument of a call that rebuilds a tensor without a storage (``_rebuild_wrapper_subclass``...)
 - a ``torch.device`` value in user data, such as a configuration
 
-``map_location`` of ``torch.load`` changes storages and rebuild calls. `remap` does the same, and
-also changes ``torch.device`` values on request.
+``map_location`` of ``torch.load`` changes the devices of storages and rebuild calls. `remap`
+changes the same devices, and on request also ``torch.device`` values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cast tensors, drop the unused bytes of storages, and apply functions to tensors.
 
 `cast` and `compact` replace complete storages. Therefore, views stay views and tied weights stay
-tied. The functions of this module read no elements. A new storage contains only the operation of
-:mod:`ckptkit.compute` that computes its bytes later.
+tied. The functions of this module read no elements. A new storage contains an operation of
+:mod:`ckptkit.compute`. The operation computes the bytes when the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
         if _is_fixed(node, tensor, target):
             left.append(name)
             continue
-        # The values of a sparse tensor are an inner tensor of the same dtype, so cast the inner
-        # tensor too.
+        # A sparse tensor contains an inner tensor with its values. Cast this inner tensor too.
         inner = (as_tensor(each) for call in _calls(node) for each in _parts(call))
         same = (each for each in inner if each is not None and each.dtype == tensor.dtype)
         targets.update((id(each), target) for each in (tensor, *same))
@@ -164,7 +163,7 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _calls(node: Node) -> Iterator[Object]:
-    """Yield each call that rebuilds a tensor or one of its inner tensors once, the outermost
+    """Yield each call that rebuilds the tensor, or an inner tensor, once. Yield outer calls
     first."""
     waiting = [node] if isinstance(node, Object) else []
     seen: set[int] = set()
@@ -210,7 +209,8 @@ class _Cast:
         if target is None or isinstance(leaf, TypedStorage):
             return leaf
         if leaf.requires_grad and leaf.kind == "tensor" and target.storage is None:
-            # torch rebuilds such a tensor with _rebuild_tensor_v3, which raises for requires_grad.
+            # torch rebuilds a tensor of this dtype with _rebuild_tensor_v3. This function raises an
+            # error if requires_grad is set.
             leaf = replace(leaf, requires_grad=False)
             self.frozen += 1
         if old is None:

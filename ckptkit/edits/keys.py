@@ -213,7 +213,8 @@ class EditedDict:
     """A dict whose keys an edit changes.
 
     ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
-    module. ``names`` contains the keys of weights, so ``{"epoch": 3, "fc.weight": ...}`` has one.
+    module. ``names`` contains only the keys of weights: ``fc.weight`` for ``{"epoch": 3,
+    "fc.weight": ...}``.
     """
 
     path: Path
@@ -513,7 +514,7 @@ def applied(
 
 
 def _swapped(ck: Checkpoint, changes: Sequence[NameChange]) -> tuple[dict[int, Node], list[str]]:
-    """Return a dict from ids of old nodes to new nodes, and a list of notes."""
+    """Return a dict that maps the ids of old nodes to new nodes. Also return notes for the user."""
     swap: dict[int, Node] = {}
     names: dict[str, str] = {}
     notes: list[str] = []

@@ -244,7 +244,7 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
 
 
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
-    """Merge models with equal names. If the method has a base model, it is the first of `uses`."""
+    """Merge models with equal names. A base model is the first of `uses`."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
@@ -265,16 +265,14 @@ class _Merged:
     def __init__(self, how: Method) -> None:
         self.how = how
         self.tensors: dict[Node, Node] = {}
-        self.taken: list[str] = []  # names of tensors that are copied from the first input
-        self.storages: dict[
-            object, Storage
-        ] = {}  # by inputs: tied in all inputs, tied in the output
+        self.taken: list[str] = []  # names of tensors copied from the first input
+        self.storages: dict[object, Storage] = {}  # keys identify the inputs
 
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
     ) -> None:
-        """Merge `inputs` and add the resulting tensor. If there is a base model, its tensor is the
-        first. `numbers` contains the settings of each input."""
+        """Merge `inputs` and add the resulting tensor. The tensor of a base model is the first of
+        `inputs`. `numbers` contains the settings of each input."""
         how, old = self.how, inputs[0]
         scale = numbers[0]("scale", name, at)
         if any(each.shape != old.shape for each in inputs):

@@ -271,9 +271,9 @@ _PACKER = "PackedParamsBase"
 def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     """Dequantize the quantized tensors of torch to `dtype`. Without such tensors, return None.
 
-    Results are bit-identical to torch's ``dequantize()`` followed by rounding to `dtype`. If a
-    layer packs its weight and bias, the result contains both under the name of the layer. Tensors
-    whose quantization is not affine stay unchanged, and a warning counts these tensors. Raises
+    The results equal torch's ``dequantize()``, rounded to `dtype`, bit-exactly. If a layer packs
+    its weight and bias, the result contains both under the name of the layer. Tensors whose
+    quantization is not affine stay unchanged, and a warning counts these tensors. Raises
     TensorError for an invalid scale or zero point. Raises CollisionError if two weights get the
     same name.
     """
@@ -354,7 +354,7 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
 
 
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
-    """Yield (path, {"weight": ..., "bias": ...}) for each outermost tuple that contains one weight.
+    """Yield (path, {"weight": ..., "bias": ...}) for each tuple that packs a weight and its bias.
 
     A tuple without a bias yields only the weight. A layer with several paths is yielded for each
     path.

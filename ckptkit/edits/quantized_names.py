@@ -52,7 +52,7 @@ def dequantize_hint(ck: Checkpoint) -> str:
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if checkpoints, or two weights of the same name, differ in quantization."""
+    """Raise UsageError if the checkpoints are quantized differently."""
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:

@@ -75,7 +75,8 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 
 
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
-    """Return a function that reads the configuration when it is called.
+    """Return a function that reads the configuration. Nothing is read before the function is
+    called.
 
     If an earlier edit set a config.json on the checkpoint, the function returns the content of that
     config.json. Otherwise, the function reads the config.json next to the file.
@@ -238,7 +239,7 @@ def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
     return not (copy.start % step or copy.place % step or count % step)
 
 
-# Apply rules to a checkpoint.
+# Applying rules to a checkpoint.
 
 
 @dataclass(slots=True)
@@ -253,7 +254,7 @@ class RuleResult:
 
 @dataclass(slots=True)
 class RulesReport:
-    """The changes that one rules step of a recipe made."""
+    """The changes made by one ``rules`` step of a recipe."""
 
     step: int  # number of the step in the recipe, starting at 1
     keys: int

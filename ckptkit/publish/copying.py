@@ -93,8 +93,8 @@ class WriteTask(NamedTuple):
     def is_copied(self, segment: Segment, place: int) -> bool:
         """Return True if the kernel should copy a segment to the offset `place` of the output.
 
-        If the offset within a file system block changes, the kernel is slow: it copies page by
-        page, with two writes per page.
+        The kernel is only fast if the offset within a file system block stays equal. Otherwise, the
+        kernel copies page by page, with two writes per page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -178,8 +178,8 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
 
 
 def _write_block(fd: int, block: Block, start: int) -> None:
-    """Write the rows of a transpose. Reuse the buffer, because to allocate new pages takes as long
-    as a copy."""
+    """Write the `block` of a transpose. Reuse the buffer, because to allocate new pages takes as
+    long as a copy."""
     from ckptkit.compute.strided_read import BlockTransposer
 
     if not hasattr(_of_thread, "transposer"):

@@ -28,8 +28,8 @@ journals exist before the first file changes. No journal is removed before all f
 The small file `then` is written after all files have changed. If an edit was interrupted at this
 point, `recover` writes the file `then`.
 
-A journal belongs to the file beside it. The inode of the file must be the inode in the journal.
-Each byte in a span must be the old byte, the new byte, or a byte of an interrupted write.
+A journal belongs to the file with its name and inode. Each byte in a span must be the old byte, the
+new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def can_patch(path: str) -> bool:
 
 
 def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
-    """Apply `patch` to its file. `changes` override `options`.
+    """Apply `patch` to the file `patch.base`. `changes` override `options`.
 
     With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
     the end. With ``dry_run``, only the checks before writing run. Raises InputChangedError if the
@@ -207,7 +207,7 @@ def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
 
 
 def _keep(pieces: Iterable[bytes], path: str) -> None:
-    """Write a file atomically. Flush the file and its folder entry to disk."""
+    """Write a file atomically. Flush the file and the folder entry of the file to disk."""
     temporary = temporary_name(path)
     try:
         fd = new_file(temporary)
@@ -559,8 +559,8 @@ def parse(data: bytes) -> Journal:
 
 
 def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
-    """Parse the JSON line of a journal. Return its content, the spans, and the offset after the
-    line.
+    """Parse the JSON line of a journal. Return the content of the line, the spans, and the offset
+    after the line.
 
     Raises FormatError if a number is not a valid offset or length, or if the lengths do not add up
     to `size`, the size of the journal. `_trusted` checks this before it reads the rest of the

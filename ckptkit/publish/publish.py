@@ -14,7 +14,7 @@ temporary file is
     .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
 The context is a checksum of the boot id and the PID namespace, because a process id is unique only
-within one boot and one PID namespace. If a later run writes the same output, it removes temporary
+within one boot and one PID namespace. A later run that writes the same output removes temporary
 files of the same context whose process no longer exists. Temporary files of other machines, other
 containers or earlier boots are only reported.
 """
@@ -93,11 +93,11 @@ def publish(
 
     `changes` override `options`. With ``force``, the output can replace a file. With
     `replace_source`, the output can even replace a file that the plan reads. If the destination is
-    a symbolic link, the output replaces the link, not its target. If the output replaces a file, it
-    is flushed to disk even without ``durable``. `origin` is the source of the plan. Without
-    `replace_source`, the output cannot replace `origin`, even if the plan reads no bytes of
-    `origin`. If the destination is a URL, see :mod:`upload`. ``progress`` is called in this
-    process. With ``dry_run``, only the checks before writing run.
+    a symbolic link, the output replaces the link, not its target. An output that replaces a file is
+    flushed to disk even without ``durable``. `origin` is the file or folder from which the plan was
+    made. Without `replace_source`, the output cannot replace `origin`, even if the plan reads no
+    bytes of `origin`. If the destination is a URL, see :mod:`upload`. ``progress`` is always called
+    in this process, not in worker processes. With ``dry_run``, only the checks before writing run.
 
     Raises OutputExistsError, UsageError and LimitError before the first byte is written. Raises
     OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input.

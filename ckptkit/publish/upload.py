@@ -9,8 +9,8 @@ removes the written files.
 Index files (such as the metadata of a DCP folder) are finished last. The first file with tensors is
 finished just before the index files. Therefore, if a reader finds an index file, all listed files
 exist. If the process is killed before this point, the finished files are not a checkpoint, and a
-new upload of the same output can replace these files. If a checksum precedes its bytes in the
-output, the input is read twice.
+new upload of the same output can replace these files. If the output contains a checksum before the
+bytes of the checksum, the input is read twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptkit.remote.transport import not_written, presentable
 PART = 16 << 20  # bytes per part of a multipart upload
 SHARED = 8 << 20  # bytes per part if several files are sent in parallel
 PARTS = 9_000  # maximum number of parts of an upload (stores allow 10,000)
-UPLOADS = 3  # number of files of a folder to upload in parallel
+UPLOADS = 3  # maximum number of files to upload in parallel
 
 
 def upload(plan: Plan, url: str, options: Options) -> None:
