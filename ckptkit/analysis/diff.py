@@ -540,7 +540,7 @@ def compare_checkpoints(
     if both.unread:
         left.append(f"the values of {some(both.unread)}")
     if objects := ours.objects.keys() | theirs.objects.keys():
-        left.append(f"the inside of {plural(len(objects), 'Python object')}")
+        left.append(f"the content of {plural(len(objects), 'Python object')}")
     # List the entries of A in the order of A. Then list the entries that only B has.
     entries = []
     for one, other in ((ours.values, theirs.values), (ours.objects, theirs.objects)):

@@ -262,8 +262,8 @@ def parse_manifest(data: bytes) -> dict[str, str]:
         ids[name] = id
     if len(ids) != int(heading[1]) or whole_digest(ids) != heading[2]:
         raise CorruptError(
-            f"was truncated or edited: it does not match the digest of {int(heading[1]):,} tensors "
-            "in its first line"
+            "was truncated or edited: the lines do not match the digest of "
+            f"{int(heading[1]):,} tensors in the first line"
         )
     return ids
 

@@ -239,7 +239,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
     )
 
 
-_NO_MEAN = "the mean of its factors is not the mean of the weight updates"
+_NO_MEAN = "the mean of adapter factors is not the mean of the weight updates"
 _NO_MODEL = "`ema` extracts the weights of whole models"
 _NOT_AVERAGED = "training averages only floats, so these are not averaged weights"
 _COUNTER = "n_averaged"  # a buffer of torch.optim.swa_utils.AveragedModel

@@ -139,10 +139,10 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
         return []
     others = {old: new for old, new in table.items() if old != "cpu"}
     pairs = " ".join(f"--device {old}={new}" for old, new in others.items())
-    how = f"{typed(pairs, repr(others))} does not change them"
+    how = f"{typed(pairs, repr(others))} does not change these tensors"
     if not others:
         by_tag = typed("--device", "a dict")
-        how = f"{by_tag} cannot exclude them, because all tensors have the tag cpu"
+        how = f"{by_tag} cannot exclude these tensors, because all tensors have the tag cpu"
     return [f"torch keeps {quoted(found, 2)} on the CPU, but their tag is now {target}; {how}"]
 
 

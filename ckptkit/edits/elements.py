@@ -79,7 +79,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
         inner = (as_tensor(each) for call in _calls(node) for each in _parts(call))
         same = (each for each in inner if each is not None and each.dtype == tensor.dtype)
         targets.update((id(each), target) for each in (tensor, *same))
-    fixed = "not cast, because an argument of their rebuild call fixes the dtype"
+    fixed = "not cast, because the pickle stores the dtype of these tensors separately"
     warnings = [f"{fixed}: {quoted(left)}"] if left else []
     if not targets:
         nothing = "nothing to cast: all castable weights already have this dtype"

@@ -238,7 +238,7 @@ class EditedDict:
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
                     f"{other!r} and {key!r}{self.place} would both become {name!r}",
-                    hint="drop one of them first: `ckptkit convert {where} {new} --drop "
+                    hint="drop one of the two keys first: `ckptkit convert {where} {new} --drop "
                     f"{shell_word(escape(str(other)))}`",
                 )
             new[name] = value
@@ -318,7 +318,9 @@ def strip_prefix(
         elsewhere = list(dict.fromkeys(elsewhere))
         every = [*(join(target.path) for target in targets), *elsewhere]
         options = typed(" ".join(f"--key {shell_word(each)}" for each in every), f"key={every}")
-        warnings.append(f"the prefix also occurs in {quoted(elsewhere)}; to edit all: {options}")
+        warnings.append(
+            f"the prefix also occurs in {quoted(elsewhere)}; to edit all entries: {options}"
+        )
     return _replaced(ck, swap, notes, warnings)
 
 

@@ -40,7 +40,7 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
     if config.get("tokenizer_source", "base") != "base":
         raise UnsupportedError(
             "tokenizer_source makes a new vocabulary, which is not supported",
-            hint="remove it or set it to base; the tokenizer of the base model is then copied",
+            hint="remove the key, or set it to base to copy the tokenizer of the base model",
         )
     models: dict[str, Checkpoint] = {}
 
@@ -171,7 +171,7 @@ def _path(name: str, folder: str) -> str:
             return path
     raise UsageError(
         f"{shown(name)} does not exist, neither here nor in {folder}",
-        hint=f"download it first: huggingface-cli download {name} --local-dir {tried[-1]}",
+        hint=f"download the model first: huggingface-cli download {name} --local-dir {tried[-1]}",
     )
 
 

@@ -406,7 +406,7 @@ def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameter
 def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
     """Drop the parameters that are not in `left`. Raises UsageError if no parameter is left."""
     if not left:
-        raise UsageError("none of its parameters is kept")
+        raise UsageError("no parameter of the optimizer is kept")
     keys: dict[Node, Node] = {}  # old -> new
     groups: list[dict[Node, Node]] = []
     for group in optimizer.groups:
@@ -436,12 +436,14 @@ def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
     weights = ck.required.path
     if not entry or weights[: len(entry)] == entry:
         raise UsageError(
-            f"cannot cut {join(path)} to the selected weights ({why}), nor drop it: it is not a "
-            "dict entry of its own",
+            f"cannot drop only the optimizer state of the dropped weights ({why}), and cannot drop "
+            f"{join(path)}, because it is not a dict entry",
             where=ck.name,
             hint="extract the weights first: "
             f"`ckptkit extract --key {shell_word(join(weights))} {{where}} {{new}}`",
         )
     if join(entry) not in made.dropped:
         made.dropped.append(join(entry))
-        made.warnings.append(f"dropped {join(entry)}: cannot cut it to the selected weights: {why}")
+        made.warnings.append(
+            f"dropped {join(entry)}, because it does not match the selected weights: {why}"
+        )

@@ -164,8 +164,8 @@ def incomplete_warning(found: Quantization, kept: set[str]) -> list[str]:
     ]
     return (
         [
-            f"incomplete and useless: only some tensors of {plural(len(names), 'quantized weight')}"
-            f" are kept: {quoted(names)}"
+            f"only some tensors of {plural(len(names), 'quantized weight')} are kept, so these "
+            f"weights are incomplete and useless: {quoted(names)}"
         ]
         if names
         else []

@@ -606,6 +606,6 @@ def _check_optimizers(ck: Checkpoint) -> None:
         if state:
             raise UsageError(
                 "the optimizer state fits only the old order and shapes of the weights",
-                hint=f"drop it: --drop-entry {shell_word(join(path))}; or `- weights: true` in a "
-                "recipe",
+                hint=f"drop the optimizer: --drop-entry {shell_word(join(path))}; or "
+                "`- weights: true` in a recipe",
             )

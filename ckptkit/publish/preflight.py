@@ -186,7 +186,7 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
     if size > LIMITS.expansion * read + LIMITS.expansion_free:
         raise LimitError(
             f"{read:,} bytes of input would become {size:,} bytes of output, more than "
-            f"{LIMITS.expansion} times as many (expansion, expansion_free)",
+            f"{LIMITS.expansion} times as many (limits expansion and expansion_free)",
             hint=f"{typed('--allow-expand', 'allow_expand=True')} allows this",
         )
 

@@ -257,17 +257,17 @@ def test_what_torch_keeps_on_the_cpu_is_named() -> None:
     (said,) = remap(adam, "cuda:0").warnings
     assert said == (
         "torch keeps 'optimizer.state.0.step', 'optimizer.state.1.step' and 11 more on the CPU, "
-        "but their tag is now cuda:0; {'cuda:1': 'cuda:0'} does not change them"
+        "but their tag is now cuda:0; {'cuda:1': 'cuda:0'} does not change these tensors"
     )
     with on_command_line():
         (said,) = remap(momentum, "cuda:0").warnings
     assert "'rng.torch'" in said
-    assert "; --device cuda:1=cuda:0 does not change them" in said
+    assert "; --device cuda:1=cuda:0 does not change these tensors" in said
     for devices in ("cpu", {"cuda:1": "cuda:0"}, {"cuda:1": "cuda:0", "cpu": "cpu"}):
         assert not remap(adam, devices).warnings
     (said,) = remap(open_checkpoint(FOLDER / "torch-zip/none_full_cpu.pth"), "cuda:0").warnings
     assert said == (
-        "torch keeps 'rng.torch' on the CPU, but their tag is now cuda:0; a dict cannot exclude them, "
+        "torch keeps 'rng.torch' on the CPU, but their tag is now cuda:0; a dict cannot exclude these tensors, "
         "because all tensors have the tag cpu"
     )
     assert not remap(open_checkpoint(FOLDER / "torch-zip/none_bare_cpu.pth"), "cuda:0").warnings

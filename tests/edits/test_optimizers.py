@@ -206,14 +206,19 @@ def test_an_optimizer_that_cannot_follow_is_dropped(tmp_path: Path) -> None:
         (model.state_dict(), groups.state_dict(), "head*", "several groups"),
         (model.state_dict(), both, "head*", "several optimizers"),
         (tied, alone.state_dict(), "a.weight", "is tied"),
-        (model.state_dict(), alone.state_dict(), ["*weight", "*bias"], "none of its parameters"),
+        (
+            model.state_dict(),
+            alone.state_dict(),
+            ["*weight", "*bias"],
+            "no parameter of the optimizer",
+        ),
     ):
         torch.save({"model": weights, "optim": optimizers, "epoch": 1}, tmp_path / "in.pth")
         found = ckptkit.select(tmp_path / "in.pth", drop=globs)
-        assert any("dropped optim:" in line and why in line for line in found.warnings), why
+        assert any("dropped optim, because" in line and why in line for line in found.warnings), why
         assert written(found, tmp_path).keys() == {"model", "epoch"}
     torch.save([model.state_dict(), groups.state_dict()], tmp_path / "in.pth")
-    with pytest.raises(UsageError, match="not a dict entry of its own"):
+    with pytest.raises(UsageError, match="not a dict entry"):
         ckptkit.select(tmp_path / "in.pth", drop="head*")
 
 
