@@ -45,9 +45,9 @@ def apply_delta(
 
     With ``in_place=True``, `apply_delta` edits `base` itself. `deltas` are folders and files of
     deltas, or one folder that contains deltas. `to` is the last version to apply. If the folder of
-    `base` does not record its version, pass it as `base_version`. ckptkit applies deltas without
-    checksums only if `unchecked`. Pass the options as one :class:`Options` object or as keyword
-    arguments.
+    `base` does not record its version, pass the version as `base_version`. Deltas without checksums
+    are applied only if `unchecked` is true. Pass the options as one :class:`Options` object or as
+    keyword arguments.
 
     Raises UsageError if a delta applies to another version. Raises CorruptError for a damaged delta
     or a wrong base. After these errors, the destination is unchanged.
@@ -289,7 +289,7 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
     """Find the version of a checkpoint in a chain of deltas by comparing checksums.
 
     `verify_delta` reads the tensors that the deltas change, and writes nothing. To detect the
-    version before the first delta, it applies the first delta in memory.
+    version before the first delta, `verify_delta` applies the first delta in memory.
     """
     found = [each for each in read_all(deltas) if each.encoding != WHOLE]
     if not found or any(each.version is None or not each.is_proven for each in found):

@@ -182,7 +182,7 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(data, requires_grad, hooks[, state])"""
+    """The arguments are (data, requires_grad, hooks[, state])."""
     import torch
 
     assert node.tensor is not None
@@ -204,16 +204,13 @@ def attributes(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _from_type(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(function, class, arguments, state)
-
-    This function ignores the class and the state.
-    """
+    """The arguments are (function, class, arguments, state). Ignore the class and the state."""
     inner = Object(node.args[0], node.args[2], tensor=node.tensor)
     return tensors._called(inner)
 
 
 def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(data, dtype, device, requires_grad)"""
+    """The arguments are (data, dtype, device, requires_grad)."""
     data, dtype, device, grad = node.args
     made = tensors.tensor(data).to(
         device=tensors.device(device), dtype=torch_dtype(BY_NAME[dtype.name])
@@ -222,7 +219,7 @@ def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(layout, data)
+    """The arguments are (layout, data).
 
     For COO, data is (indices, values, size[, is_coalesced]). For other layouts, data is
     (compressed, plain, values, size).
@@ -247,7 +244,7 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(storage, offset, size, stride, quantizer, ...)
+    """The arguments are (storage, offset, size, stride, quantizer, ...).
 
     The quantizer is (scheme, scale, zero_point) or (scheme, scales, zero_points, axis).
     """
@@ -282,7 +279,7 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(buffer, sizes, strides, offsets)
+    """The arguments are (buffer, sizes, strides, offsets).
 
     This function checks that the tensors are inside the buffer, because torch does not.
     """

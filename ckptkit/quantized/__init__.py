@@ -72,8 +72,8 @@ def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -
 def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Dequantize the weights of two checkpoints for a comparison.
 
-    If only one checkpoint has quantized a weight, the weight is dequantized to its dtype in the
-    other checkpoint.
+    If a weight is quantized in only one checkpoint, the weight is dequantized to the dtype that it
+    has in the other checkpoint.
     """
     if not find(a) and not find(b):
         return a, b

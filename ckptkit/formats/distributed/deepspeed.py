@@ -252,12 +252,12 @@ class Model:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key for the elements that a tensor views. Equal keys mean the same elements."""
+    """Return a key that identifies the elements of a tensor in memory."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
 def _alias(node: Node) -> Node:
-    """Return a new tensor object over the same memory."""
+    """Return a second tensor object with the same storage."""
     return replace(node) if isinstance(node, Tensor) else node
 
 

@@ -1,23 +1,23 @@
 """Recognize files of single ranks, and folders of rank files that ckptkit cannot join.
 
-A file is from a single rank if it contains one of these:
+A file is from a single rank in any of these cases:
 
-* A DTensor or ShardedTensor with fewer local elements than the complete tensor.
-* Training arguments or counters that show several parallel ranks.
-* The metadata of a fairscale shard.
-* Projections that are narrower than the model.
+* A DTensor or ShardedTensor has fewer local elements than the complete tensor.
+* Training arguments or counters in the file show several parallel ranks.
+* The file contains the metadata of a fairscale shard.
+* Projections are narrower than the model.
 
 All other rank files are recognized by their names. Examples are layers of a DeepSpeed pipeline,
 partitions of ZeRO, and optimizers of FSDP.
 
 Sources of the refused layouts:
 
-* vLLM: ``ShardedStateLoader.DEFAULT_PATTERN``.
-* Megatron-LM: ``--dist-ckpt-format zarr``.
-* OLMo: ``LocalShardedCheckpointer`` in olmo/checkpoint.py, and scripts/unshard.py.
-* ColossalAI: ``get_dist_files_name`` in checkpoint_io/distributed_checkpoint_utils.py, and
+* ``ShardedStateLoader.DEFAULT_PATTERN`` of vLLM.
+* ``--dist-ckpt-format zarr`` of Megatron-LM.
+* ``LocalShardedCheckpointer`` in olmo/checkpoint.py of OLMo, and scripts/unshard.py.
+* ``get_dist_files_name`` in checkpoint_io/distributed_checkpoint_utils.py of ColossalAI, and
   ``Booster.save_model``.
-* NeMo 1: ``inject_model_parallel_rank`` in nemo/utils/model_utils.py, and
+* ``inject_model_parallel_rank`` in nemo/utils/model_utils.py of NeMo 1, and
   megatron_change_num_partitions.py.
 """
 
