@@ -1,10 +1,9 @@
 """Run one command on many files: find the jobs, skip the finished ones, run the others.
 
-Inputs are files, checkpoint folders, and matches of patterns, local or remote. Outputs are written
-atomically. Finished jobs are recorded in the output folder; the next batch skips finished jobs.
-Each worker gets a few groups of jobs at a time. If a worker dies, the jobs of its group run again,
-one at a time and nothing in parallel. If a worker dies again, the job that killed the worker is
-known.
+An input is a file, a checkpoint folder or a match of a pattern, local or remote. Each output is
+written atomically. A manifest in the output folder lists the finished jobs, and the next batch
+skips these jobs. A worker runs a group of jobs in one call. If a worker dies, the jobs of its group
+run again at the end, one at a time. If a worker dies again, its only job is the cause.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ ROUNDS = 8  # minimum groups per worker, so that all workers stay busy to the en
 DEATHS = 8  # number of consecutive deaths per worker after which the batch fails
 BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
-LARGEST = 256 << 20  # bytes of a manifest
+LARGEST = 256 << 20  # maximum size of a manifest in bytes
 PAUSE = 30.0  # minimum seconds between two uploads of the manifest
 SHARE = 20  # minimum pause, in multiples of the duration of an upload
 
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
 
-# Size and modification time, or ETag of an object. If the marks are equal, a later batch treats the
-# file as unchanged. See remote.files.
+# Version of a file: its size, and its modification time or ETag. If the mark is equal, a later
+# batch treats the file as unchanged. See remote.files.
 Mark = tuple[int, int | str]
 
 
@@ -69,8 +68,8 @@ class Input:
     fails.
 
     `name` is the name of the output relative to the output folder, with slashes. It is the path of
-    the input below the fixed part of the pattern (``runs`` in ``runs/**/*.pth``), or the file name
-    of the input.
+    the input below the fixed part of the pattern (``runs`` in ``runs/**/*.pth``). Without a
+    pattern, it is the file name of the input.
     """
 
     path: str  # absolute, or a URL
@@ -94,7 +93,10 @@ class Job:
 
 
 class Work(Protocol):
-    """Write `destination` from `source`, or with `dry_run` only plan it. Workers unpickle it."""
+    """A callable that writes `destination` from `source`. With `dry_run`, it only plans the output.
+
+    Workers receive it as a pickle.
+    """
 
     def __call__(
         self, source: str, destination: str, *, force: bool, dry_run: bool
@@ -115,9 +117,15 @@ class Task(NamedTuple):
 class Outcome:
     """The outcome of a job.
 
-    ``state`` is ``done``, ``skipped`` (an earlier batch finished it), ``found`` (not in the
-    manifest, but the output exists and equals the output of this job), ``failed``, or ``planned``
-    (dry run). ``made`` is the mark of the output.
+    ``state`` is one of:
+
+    - ``done``: the job wrote the output
+    - ``skipped``: an earlier batch finished the job
+    - ``found``: the manifest lacks the job, but the right output exists
+    - ``failed``: the job raised an error
+    - ``planned``: a dry run planned the job
+
+    ``made`` is the mark of the output.
     """
 
     state: str
@@ -144,7 +152,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
     """Return the inputs for paths, URLs and patterns, in order, without duplicates.
 
     Matches below the output folder `into` are ignored. Raises UsageError if a pattern matches
-    nothing, or only files below `into`; PathError if a remote folder cannot be listed.
+    nothing, or only files below `into`. Raises PathError if a remote folder cannot be listed.
     """
     found: dict[str, Input] = {}
     for source in sources:
@@ -163,7 +171,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def mark(path: str) -> Mark | None:
-    """Return the mark of the file or folder at a path or URL; None if access fails."""
+    """Return the mark of the file or folder at a path or URL. Return None if access fails."""
     try:
         if is_url(path):
             from ckptkit.remote import files
@@ -229,7 +237,7 @@ def _remote(source: str, into: str) -> Iterator[Input]:
 
 
 def _split(parts: list[str]) -> tuple[list[str], list[str]]:
-    """Split the parts of a path in two; the second half starts with the first wildcard."""
+    """Split the components of a path before the first component with a wildcard."""
     at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return parts[:at], parts[at:]
 
@@ -237,7 +245,7 @@ def _split(parts: list[str]) -> tuple[list[str], list[str]]:
 def _plain(name: str, source: str) -> str:
     """Return `name` unchanged. Raises PathError if `name` is outside the output folder.
 
-    The key of an object may contain ``..``.
+    For example, the key of a remote object may contain ``..``.
     """
     for part in name.split("/"):
         drive = os.name == "nt" and ":" in part
@@ -266,8 +274,8 @@ def plan(
 
     `recipe` is JSON data with all settings that the outputs depend on. `format` is the format of
     all outputs; None selects it by input. With `shards`, each output is a folder of shards. Raises
-    UsageError for an unknown format, and if two outputs would have one path, or one path inside the
-    other.
+    UsageError for an unknown format. Also raises UsageError if two outputs have the same path, or
+    if one output is a parent folder of another output.
     """
     given = formats.for_writing("", format, shards=shards) if format is not None else None
     jobs = []
@@ -304,7 +312,7 @@ def _collision(first: Job, second: Job) -> UsageError:
     where = first.output if first.output == second.output else f"{first.output} and {second.output}"
     return UsageError(
         f"the outputs of {names} would overwrite each other: {where}",
-        hint="use a pattern, which keeps the folders below its fixed part: 'runs/**/*.pth'; "
+        hint="use a pattern such as 'runs/**/*.pth', which keeps the folders below runs; "
         "or run two batches",
     )
 
@@ -318,13 +326,13 @@ def run(
     pool: Pool | None = None,
     dry_run: bool = False,
 ) -> Results:
-    """Run `jobs` with outputs in the folder or URL `into`; yield outcomes in any order.
+    """Run `jobs`, and write outputs to the folder or URL `into`. Yield outcomes in any order.
 
     `work` runs in this process or in the workers of `pool`. Closing this generator early stops the
-    workers. Unchanged outputs of an earlier batch may be replaced, all others only with `force`.
-    With `dry_run`, `work` only plans each job and nothing is written. A failed job yields an
-    outcome too. Raises UsageError if another batch writes to `into`, OutputError if the manifest
-    cannot be written or workers keep dying.
+    workers. A job may replace an unchanged output of an earlier batch. It may replace other files
+    only with `force`. With `dry_run`, `work` only plans each job and writes nothing. A failed job
+    yields an outcome too. Raises UsageError if another batch writes to `into`. Raises OutputError
+    if the manifest cannot be written, or if workers keep dying.
     """
     with manifest(into, reading=dry_run) as known:
         marks = known.marks(job.output for job in jobs if job.output in known.done)
@@ -392,7 +400,7 @@ def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
                 yield job, pool.submit(attempt, work, [task], __version__).result()[0]
             except BrokenExecutor:
                 error = f"{shown_url(job.input.path)}: its worker was killed twice"
-                hint = "it may need more memory than available; `dmesg` may show what killed it"
+                hint = "the job may need more memory; `dmesg` may show what killed the worker"
                 yield job, failed(OutputError(error, hint=hint))
     except BaseException:
         pool.stop()
@@ -400,7 +408,7 @@ def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
 
 
 def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) -> Results:
-    """Run the jobs in groups. Add the jobs of a worker that dies to `lost`."""
+    """Run the jobs in groups. If a worker dies, add its jobs to `lost`."""
     groups = _groups(todo, pool.workers())
     waiting: dict[Future[list[Outcome]], list[_Item]] = {}
     deaths = 0
@@ -425,7 +433,8 @@ def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) 
 
 
 def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
-    """Yield the groups of jobs that a worker runs in one call; small jobs make large groups."""
+    """Yield groups of jobs; a worker runs each group in one call. Small jobs are grouped
+    together."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
     group: list[_Item] = []
     size = 0
@@ -449,7 +458,7 @@ def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
     """
     if version != __version__:
         raise OutputError(
-            f"a worker has ckptkit {__version__}, but this is {version}",
+            f"a worker has ckptkit {__version__}, but this batch needs {version}",
             hint="install the same version on every worker",
         )
     outcomes = []
@@ -482,7 +491,8 @@ def _done(work: Work, task: Task) -> Outcome:
         made = work(task.source, _beside(task.destination), force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
-        state = "found"  # an earlier batch was killed after writing, before recording
+        # an earlier batch wrote the output, but was killed before it recorded the job
+        state = "found"
     return Outcome(
         state,
         made.plan.size,
@@ -501,7 +511,7 @@ def _made(work: Work, task: Task) -> Conversion:
 
 
 def _planned(work: Work, task: Task) -> Conversion:
-    """Plan the job. If its output folder is missing, plan it for the nearest existing parent."""
+    """Plan the job. If the output folder is missing, plan it in the nearest existing parent."""
     _for_folder(task, check_folder)
     folder, name = os.path.split(task.destination)
     if is_url(folder) or os.path.isdir(folder):
@@ -518,7 +528,7 @@ def _planned(work: Work, task: Task) -> Conversion:
 
 
 def _for_folder(task: Task, act: Callable[[str], None]) -> None:
-    """Call `act` with the local folder of an output. Raises OutputError if that fails."""
+    """Call `act` with the local folder of an output. Raises OutputError if `act` fails."""
     folder = os.path.dirname(task.destination)
     try:
         if not is_url(folder):
@@ -558,12 +568,11 @@ def same(plan: Plan, destination: str) -> bool:
     return True
 
 
-# The manifest lists the finished jobs of an output folder. It is used to resume a batch.
-#
-# Each line is a JSON object ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; the last
-# line for an output counts. A local manifest is locked while a batch runs. Lines are appended, so a
-# kill loses at most the last line. A remote manifest is rewritten from time to time, and when the
-# batch ends.
+# The manifest lists the finished jobs of an output folder, so that a batch can resume. Each line is
+# a JSON object ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``. If an output has
+# several lines, the last line counts. A local manifest is locked while a batch runs. Lines are
+# appended, so a kill loses at most the last line. A remote manifest is rewritten from time to time,
+# and when the batch ends.
 
 
 class JobRecord(NamedTuple):
@@ -579,7 +588,7 @@ class JobRecord(NamedTuple):
 
 @contextmanager
 def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | RemoteManifest]:
-    """Yield the manifest of the folder or URL `into`; create a missing manifest, unless `reading`.
+    """Yield the manifest of the folder or URL `into`. Create a missing manifest, unless `reading`.
 
     Raises UsageError if another batch writes to the folder, and OutputError if the manifest cannot
     be written.
@@ -671,7 +680,7 @@ class RemoteManifest:
 
 
 def _parse(data: bytes) -> dict[str, JobRecord]:
-    """Return the records by output; skip incomplete lines, and lines of other programs."""
+    """Map each output to its record. Skip incomplete lines, and lines of other programs."""
     found: dict[str, JobRecord] = {}
     for text in data.split(b"\n"):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -683,7 +692,7 @@ def _parse(data: bytes) -> dict[str, JobRecord]:
 
 
 def _read(path: str) -> bytes:
-    """Return the bytes of a manifest; empty if the manifest is missing.
+    """Return the bytes of a manifest, or no bytes if the manifest is missing.
 
     Raises OutputError if the manifest is not a regular file, or is too large.
     """

@@ -1,7 +1,8 @@
 """Compare a GGUF file with its Hugging Face original, and write a GGUF file from an original.
 
-Comparing and writing use the recipe of the architecture. Writing copies an existing GGUF file and
-replaces only the bytes of its tensors: metadata, tokenizer, order and types stay.
+Both functions apply the recipe of the architecture. To write a GGUF file, ckptkit copies an
+existing GGUF file and replaces only the bytes of its tensors. The metadata, the tokenizer, and the
+order and types of tensors do not change.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ from ckptkit.run.recipes import gguf
 # that old versions saved.
 NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias",
                  "*h.*.attn.bias", "embeddings.position_ids")  # fmt: skip
-# The types that ckptkit writes, by dtype of the file.
+# GGUF types that ckptkit writes, by dtype of the tensor.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
-# Weights whose rows llama.cpp's script drops: the last rows, beyond the tokenizer's vocabulary
-# (Gemma 3), or the first rows of position embeddings (RoBERTa).
+# Weights from which the script of llama.cpp drops rows. `last` means the last rows, which exceed
+# the vocabulary of the tokenizer (Gemma 3). `first` means the first rows of position embeddings
+# (RoBERTa).
 CUT = {EMBEDDING: "last", "output.weight": "last", "position_embd.weight": "first"}
 
 
 class Paired(NamedTuple):
-    """The tensors of a GGUF file and of its original, both under the original's names."""
+    """The tensors of a GGUF file and of its original, both with the names of the original."""
 
     gguf: Mapping[str, Tensor]
     original: Mapping[str, Tensor]
     name: str | None  # path of the original
     origins: Mapping[str, Origin]
     left: tuple[str, ...]  # descriptions of tensors that only one file has
-    swapped: bool  # the original was the first of the two files
+    swapped: bool  # whether the original is file A, and the GGUF file B
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +64,7 @@ class Paired(NamedTuple):
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
-        """Compare both files; A and B are in the order in which the caller gave the files."""
+        """Compare both files. In the result, A and B are in the order of the caller."""
         found = compare_with_original(
             selected(self.gguf, matches),
             selected(self.original, matches),
@@ -79,7 +81,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # the names of pairs would be those of the original
+            matching=Matching(),  # pairs would contain names of the original
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 
@@ -140,14 +142,15 @@ def known() -> list[str]:
 
 
 class _Traced(NamedTuple):
-    """The GGUF tensors that a tensor was made from, and whether a step computed its values."""
+    """The GGUF tensors that a tensor was made from, and the expression that computed its values."""
 
     names: frozenset[str]
     computed: str
 
 
 def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
-    """Apply the recipe to a GGUF file, in float32; return it with the origin of each weight."""
+    """Apply the recipe to a GGUF file, in float32. Return the result and the origin of each
+    weight."""
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
     types = {key: _type(tensor) for key, tensor in file.weights.items()}
     traced = {key: _Traced(frozenset((key,)), "") for key in types}
@@ -182,7 +185,8 @@ def _type(tensor: Tensor) -> str:
 
 
 def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
-    """Return why a GGUF file lacks a weight of its original; "" if the weight is expected."""
+    """Return why a GGUF file lacks a weight of its original. Return "" if there is no known
+    reason."""
     if any(fnmatchcase(name, glob) for glob in NOT_CONVERTED):
         return "llama.cpp does not convert it"
     weights = original.weights
@@ -197,10 +201,11 @@ def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
 
 
 def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan]:
-    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`; names stay.
+    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`. Keep the names in
+    `skeleton`.
 
-    Raises TensorError if names or shapes differ, UnsupportedError for types outside `WRITTEN`,
-    big-endian files and split models.
+    Raises TensorError if names or shapes differ. Raises UnsupportedError for types that are not in
+    `WRITTEN`, big-endian files and split models.
     """
     source = skeleton.source
     if skeleton.format != "gguf" or not isinstance(source, ByteSource):
@@ -249,14 +254,14 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
     segments = [each for each in segments if not isinstance(each, Range) or each.length]
     notes = [*ck.notes, f"copied metadata, tokenizer and types of {skeleton.name}"]
     if cut:
-        notes.append(f"dropped rows that it does not have: {quoted(cut)}")
+        notes.append(f"dropped rows that the GGUF file does not have: {quoted(cut)}")
     if kept:
-        notes.append(f"copied its tensors {quoted(kept)}")
+        notes.append(f"copied the tensors {quoted(kept)} of the GGUF file")
     return replace(new, notes=tuple(notes)), Plan((OutputFile("", tuple(segments)),))
 
 
 def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
-    """Rename a checkpoint of Hugging Face to the names of a GGUF file, by the reversed recipe."""
+    """Convert a Hugging Face checkpoint to the names in a GGUF file, with the reversed recipe."""
     name = gguf.recipe_name(skeleton, known())
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
@@ -264,7 +269,7 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
     drop = [each for each in lacking if _why_missing(each, ck, embedding)]
     if drop:
         ck = select(ck, drop=drop)
-    # llama.cpp's script computes in float16 for such weights, for all others in float32.
+    # The script of llama.cpp converts bfloat16 weights to float32 before it computes with them.
     narrow = {key for key, each in ck.weights.items() if each.dtype.name == "bfloat16"}
     if wide := [key for key in narrow if key in origins and origins[key].computed]:
         ck = cast(ck, dict.fromkeys(map(escape, wide), "float32"))
@@ -280,7 +285,7 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
 
 
 def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
-    """Return (name, byte range) of the tensors of a file, without empty tensors."""
+    """Return (name, byte range) for each tensor of a GGUF file, except empty tensors."""
     found = []
     for key, tensor in skeleton.weights.items():
         assert tensor.storage is not None
@@ -298,7 +303,7 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
 
 
 def _encoded(name: str, tensor: Tensor, like: Tensor) -> Record:
-    """Return the elements of a weight, converted to the type of `like`, its tensor in the file."""
+    """Convert the elements of a weight to the type of `like`, the tensor in the GGUF file."""
     record = contiguous(tensor)
     if tensor.dtype == like.dtype:
         return record

@@ -1,6 +1,6 @@
 """Run calls in local processes or on a Dask cluster.
 
-Both executors run picklable calls, and survive dead workers. If a worker dies, its call raises
+Both executors run picklable calls, and continue if a worker dies. If a worker dies, its call raises
 BrokenExecutor, and the next call gets another worker. If the parent process exits for any reason,
 worker processes remove the output that they are writing and exit too.
 """
@@ -35,10 +35,11 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator[Pool | None]:
-    """Yield a pool of `workers` processes or of a Dask `scheduler`; None for a single process.
+    """Yield a pool of `workers` processes or of a Dask `scheduler`. Yield None for a single
+    process.
 
-    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if both are given or Dask is
-    not installed, OutputError if the scheduler does not answer.
+    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if both are given, or if Dask
+    is not installed. Raises OutputError if the scheduler does not answer.
     """
     if scheduler is not None and workers is not None:
         raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")
@@ -151,8 +152,8 @@ class _ParentExited(BaseException):
     """Raised in a worker whose parent process has exited."""
 
 
-_busy = False  # in a worker: a call is running
-_leaving = False  # in a worker: the process exits after the call
+_busy = False  # in a worker: whether a call is running
+_leaving = False  # in a worker: whether the process exits after the call
 
 
 def _begin(lifeline: Connection) -> None:
@@ -241,7 +242,7 @@ class Cluster(Pool):
         for worker, version in versions.items():
             if version != __version__:
                 raise OutputError(
-                    f"has ckptkit {version}, but this is {__version__}",
+                    f"has ckptkit {version}, but this batch needs {__version__}",
                     where=worker,
                     hint="install the same version on every worker",
                 )
@@ -267,7 +268,7 @@ class Cluster(Pool):
 
 
 class _Remote(Future[T]):
-    """Adapter: a Dask future with the exceptions of `concurrent.futures`."""
+    """A Dask future that raises the exceptions of `concurrent.futures`."""
 
     def __init__(self, inner: Future[T], scheduler: str) -> None:
         super().__init__()
@@ -283,8 +284,8 @@ class _Remote(Future[T]):
         try:
             self.set_result(inner.result())
         except CancelledError:
-            what = "the scheduler cancelled the work: it has stopped, or cannot be reached"
-            hint = "start it and run the command again"
+            what = "the scheduler canceled the work: the scheduler stopped or is unreachable"
+            hint = "start the scheduler and run the command again"
             self.set_exception(OutputError(what, where=self._scheduler, hint=hint))
         except CkptkitError as error:
             self.set_exception(error)

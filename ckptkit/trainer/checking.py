@@ -34,7 +34,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """The machine of the checks; `device` is its first GPU, or the CPU if it has none.
+    """The machine that runs the checks. `device` is its first GPU, or the CPU without a GPU.
 
     Checkpoints saved on its GPUs are copied to the folder `fixtures`.
     """
@@ -49,7 +49,7 @@ class GpuMachine:
 
     @property
     def pair(self) -> tuple[str, ...]:
-        """Two GPUs, or the CPU twice to simulate two."""
+        """Two GPUs, or the CPU twice to simulate two devices."""
         return ("cuda:0", "cuda:1") if self.gpus > 1 else ("cpu", "cpu")
 
     def needs(self, gpus: int) -> None:
@@ -60,9 +60,10 @@ class GpuMachine:
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """A check. Its function takes the machine and an empty folder, and returns measurements.
+    """A check. ``function(machine, folder)`` gets an empty folder, and returns measurements.
 
-    With fewer than `gpus` GPUs, the check is only simulated. The function raises NotHere or Failed.
+    If the machine has fewer than `gpus` GPUs, the check is only simulated. `function` raises
+    NotHere or Failed.
     """
 
     name: str
@@ -90,7 +91,8 @@ def require(condition: bool, otherwise: str) -> None:
 
 
 class Witness:
-    """Record the devices of the outputs of all layers that run inside it, in all threads."""
+    """Record the devices of all outputs of layers that run in the ``with`` block, in all
+    threads."""
 
     def __init__(self) -> None:
         self.devices: set[str] = set()

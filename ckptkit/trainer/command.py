@@ -73,7 +73,7 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     metavar="FILE",
     is_eager=True,
     callback=_resume,
-    help="Resume from a checkpoint of --save-form full, with its options.",
+    help="Resume from a checkpoint of --save-form full, with the options of its run.",
 )
 @click.option("--metrics", type=FILE, metavar="FILE", help="Write metrics as JSON lines.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Write a plot of loss and accuracy (PNG).")
@@ -87,14 +87,14 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     "--memory-snapshot",
     type=FILE,
     metavar="FILE",
-    help="Write each allocation on a GPU, for pytorch.org/memory_viz.",
+    help="Write all allocations on GPUs, for pytorch.org/memory_viz.",
 )
 @click.option("--trace-shapes", is_flag=True, help="Print how batches are split over devices.")
 @click.option(
     "--evaluate",
     type=CHECKPOINT,
     metavar="FILE",
-    help="Do not train; print the accuracy of a file or folder.",
+    help="Do not train. Print the accuracy of the weights in a file or folder.",
 )
 @click.option("--force", is_flag=True, help="Replace checkpoints that exist.")
 @click.option("--quiet", "-q", is_flag=True, help="Do not print a line per epoch.")
@@ -113,7 +113,7 @@ def command(
 ) -> None:
     """Train a small reference model and save it to OUT.
 
-    It makes the checkpoints of the tests and examples. For DDP and FSDP, run under torchrun:
+    The tests and examples of ckptkit use such checkpoints. For DDP and FSDP, run under torchrun:
     torchrun --nproc-per-node 2 -m ckptkit.trainer OUT --parallel ddp
 
     \b
@@ -121,10 +121,10 @@ def command(
              ckptkit train run.pth --parallel dp --keep-module-prefix
              ckptkit train --evaluate run.pth
     """
-    gc.enable()  # the command line disables it, because other commands are short
+    gc.enable()  # the command line disables garbage collection, but training can take long
     source = click.get_current_context().get_parameter_source("keep_module_prefix")
     if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
-        options["keep_module_prefix"] = False  # e.g. resumed with --parallel none: no prefix
+        options["keep_module_prefix"] = False  # a run resumed with --parallel none has no prefix
     config = Config(**options)
     from ckptkit.trainer import loop, saving
 

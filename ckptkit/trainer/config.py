@@ -35,7 +35,7 @@ RECORDED_IF_USED = (
     "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",
     "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
-VALIDATION = 10  # default of --save-best: hold out every tenth training image
+VALIDATION = 10  # default with --save-best: hold out every tenth training image
 
 
 class RequestError(CkptkitError):
@@ -45,7 +45,7 @@ class RequestError(CkptkitError):
 
 
 class SavingError(CkptkitError):
-    """A checkpoint cannot be written; the previous one is intact."""
+    """A checkpoint cannot be written. The previous checkpoint is intact."""
 
     exit_code = 4
 
@@ -61,24 +61,24 @@ def option(default: Any, help: str, **kind: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The options of one training run. On the CPU, equal configs give files with equal bytes."""
+    """The options of one training run. On the CPU, equal configs produce files with equal bytes."""
 
     model: str = option("cnn", "Model to train.", choices=MODELS)
     data: str = option("digits", f"Data set: {DATA}.", metavar="DATA")
-    width: float = option(1.0, "Factor on the number of channels.", above=0)
+    width: float = option(1.0, "Factor for the number of channels.", above=0)
     dropout: float = option(0.0, "Dropout probability of a densenet.", below=1)
     devices: tuple[str, ...] = option(
         (),
-        "Devices, comma-separated; the model is on the first. Default: all GPUs, or the CPU. "
+        "Comma-separated devices. The first has the model. Default: all GPUs, or the CPU. "
         "cpu,cpu simulates two devices for dp.",
         metavar="A,B",
     )
     output_device: str = option(
-        "", "Device that gathers the outputs of dp. Default: the first.", metavar="DEVICE"
+        "", "Device that gathers the outputs of dp. Default: the first device.", metavar="DEVICE"
     )
     parallel: str = option(
         "none",
-        "Parallelism over several devices; ddp and fsdp run under torchrun. torch recommends ddp "
+        "Parallelism over several devices. ddp and fsdp run under torchrun. torch recommends ddp "
         "over dp, also on one machine.",
         choices=PARALLEL,
     )
@@ -90,12 +90,13 @@ class Config:
     )
     validation: int | None = option(
         None,
-        "Hold out every Nth training image (0: none). Epochs are evaluated on these images, the "
-        f"test set only once at the end. Default: {VALIDATION} with --save-best, else 0.",
+        "Hold out every Nth training image (0: none). Each epoch is evaluated on these images. The "
+        "test set is evaluated only once, at the end. "
+        f"Default: {VALIDATION} with --save-best, else 0.",
         least=0,
     )
     workers: int = option(
-        0, "Processes that load batches. For a GPU, batches are in pinned memory."
+        0, "Number of processes that load batches. For a GPU, they load into pinned memory."
     )
     sampler: str = option(
         "hand",
@@ -103,15 +104,17 @@ class Config:
         "DistributedSampler.",
         choices=SAMPLERS,
     )
-    accumulate: int = option(1, "Batches whose gradients are accumulated for each step.", least=1)
+    accumulate: int = option(
+        1, "Number of batches whose gradients are accumulated for each step.", least=1
+    )
     segments: int = option(
-        0, "Segments of an mlp or generator to recompute in the backward pass (0: none)."
+        0, "Number of segments of an mlp or generator to recompute in the backward pass."
     )
     memory_efficient: bool = option(
         False, "Recompute the bottlenecks of a densenet in the backward pass."
     )
     preserve_rng: bool = option(
-        True, "Restore the random state before recomputing; dropout needs it."
+        True, "Restore the random state before recomputing. Dropout requires this."
     )
     clip_norm: float = option(0.0, "Clip the norm of the gradients to this value (0: no clipping).")
     clip_norm_type: float = option(
@@ -124,7 +127,7 @@ class Config:
         above=0,
     )
     momentum: float = option(0.9, "Momentum of SGD; first beta of Adam.")
-    weight_decay: float | None = option(None, "Weight decay. Default: as torch has it.")
+    weight_decay: float | None = option(None, "Weight decay. Default: the default of torch.")
     foreach: bool = option(
         True,
         "Let the optimizer update all parameters at once: fast on GPUs, but needs additional "
@@ -139,7 +142,9 @@ class Config:
         f"Default: {LR_STEP}, for a crnn {LR_STEP_CRNN}.",
         least=0,
     )
-    lr_gamma: float = option(0.3, "Factor of each change of the learning rate.", above=0)
+    lr_gamma: float = option(
+        0.3, "Factor by which each change multiplies the learning rate.", above=0
+    )
     amp: bool = option(False, "Compute in mixed precision (autocast).")
     amp_dtype: str = option(
         "bfloat16", "Dtype of --amp; float16 needs a scaled loss.", choices=AMP_DTYPES
@@ -148,10 +153,11 @@ class Config:
         "", "Compile the model with this backend of torch.compile, e.g. inductor.", metavar="NAME"
     )
     sync_batch_norm: bool = option(
-        False, "Let BatchNorm use the statistics of all processes; ddp and fsdp on GPUs only."
+        False, "Let BatchNorm use the statistics of all processes. Only for ddp and fsdp on GPUs."
     )
     benchmark: bool = option(
-        False, "Let cuDNN time its algorithms and use the fastest; for inputs of one shape."
+        False,
+        "Let cuDNN time its algorithms and use the fastest. Useful if all inputs have one shape.",
     )
     empty_cache: bool = option(
         False, "After each epoch, return unused memory of the allocator to the GPU."
@@ -161,7 +167,7 @@ class Config:
     eval_every: int = option(0, "Also evaluate every N steps (0: only after each epoch).")
     save_form: str = option(
         "wrapped",
-        "Contents: the state_dict, with its epoch, or everything that --resume needs.",
+        "Contents. bare: state_dict; wrapped: state_dict and epoch; full: all that --resume needs.",
         choices=FORMS,
     )
     keep_module_prefix: bool = option(
@@ -210,7 +216,7 @@ class Config:
             ),
             (
                 self.save_best and self.validation == 0,
-                "--save-best needs held-out images: the test set would no longer be a test",
+                "--save-best needs held-out images, because it must not select by the test set",
                 f"--validation {VALIDATION}",
             ),
             (
@@ -225,7 +231,7 @@ class Config:
             ),
             (
                 self.parallel == "fsdp" and self.amp_dtype == "float16",
-                "the trainer does not support loss scaling with fsdp, which float16 needs",
+                "float16 needs loss scaling: the trainer does not support loss scaling with fsdp",
                 "--amp-dtype bfloat16, or --parallel ddp",
             ),
             (
@@ -263,7 +269,7 @@ class Config:
 
     @property
     def epochs_per_lr(self) -> int:
-        """The number of epochs between changes of the learning rate; 0: it does not change."""
+        """The number of epochs between changes of the learning rate, or 0 for a constant rate."""
         if self.lr_step is not None:
             return self.lr_step
         return LR_STEP_CRNN if self.model == "crnn" else LR_STEP
@@ -289,7 +295,7 @@ def typed(name: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files that a run reads and writes in addition to its checkpoint; None: not used."""
+    """Files that a run reads and writes in addition to its checkpoint. None means no file."""
 
     resume: Path | None = None
     metrics: Path | None = None

@@ -33,7 +33,7 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LearningTask:
-    """A task: three functions.
+    """A learning task, defined by three functions.
 
     ``prepare(images [n, channels, height, width] from 0 to 1, labels [n])`` returns inputs and
     targets. ``loss(outputs, targets)`` returns the mean loss of a batch. ``correct(outputs,
@@ -60,7 +60,7 @@ def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
 def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
     """Return the CTC loss of scores [batch, time, 1 + classes]; class 0 is the blank.
 
-    ``ctc_loss`` needs the time in dim 0.
+    ``ctc_loss`` expects the time in dim 0.
     """
     steps = scores.float().log_softmax(2).transpose(0, 1)
     times, lengths = (torch.full((len(texts),), n) for n in (len(steps), texts.shape[1]))
@@ -75,7 +75,7 @@ def _reads(scores: Tensor, texts: Tensor) -> Tensor:
 
 
 def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of elements whose sign is right."""
+    """Return, for each painting, the share of elements with the same sign as their target."""
     return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
 
 
@@ -84,7 +84,7 @@ CLASSIFY = LearningTask(
     cross_entropy,
     lambda scores, labels: (scores.argmax(1) == labels).float(),
 )
-# In a single order, the digits give 359 lines, too few to learn to read.
+# In a single order, the digits make only 359 lines, too few to train a model.
 READ = LearningTask(_as_lines, _ctc, _reads, orders=6)
 REDRAW = LearningTask(  # inputs and targets are images from -1 to 1
     lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side
@@ -213,7 +213,7 @@ def _batch(path: Path) -> Labelled:
 
 
 def split(tensor: Tensor, size: int) -> list[Tensor]:
-    """Split along dim 0 into parts of `size`; the last one may be smaller."""
+    """Split along dim 0 into parts of `size`. The last part may be smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
 
 
@@ -228,7 +228,7 @@ class Batches(Dataset[Labelled]):
 
 
 def loaded(labelled: Labelled, batches: list[Tensor], workers: int, pinned: bool) -> Iterator[Any]:
-    """Yield the inputs and targets of each batch; `workers` processes load them ahead.
+    """Yield the inputs and targets of each batch. `workers` processes load batches ahead.
 
     A GPU can copy from pinned memory while it computes: ``x.to(device, non_blocking=True)``.
     """

@@ -1,14 +1,14 @@
 """Check the trainer and ckptkit on a machine with GPUs: ``python -m ckptkit.trainer.gpu OUT``.
 
-The program runs a check for each of the 25 rows in the manual's table, and more checks. The folder
-OUT gets ``report.json``, ``report.md``, and in ``cuda/`` checkpoints saved on GPUs. A check has one
-of four outcomes:
+The program runs a check for each of the 25 rows in the manual's table, and more checks. It writes
+``report.json`` and ``report.md`` to the folder OUT, and checkpoints saved on GPUs to ``OUT/cuda``.
+A check has one of four outcomes:
 
-- passed: it ran on all GPUs that it needs. Layers of the model ran on each of them. The processes
-  of DDP and FSDP reported their devices and used nccl.
-- simulated: it passed on the CPU, or on fewer devices than it needs.
-- not possible here: this machine cannot run it.
-- failed: the exit code is then 1.
+- passed: the check ran on all GPUs that it needs. Layers of the model ran on each GPU. The
+processes of DDP and FSDP reported their devices and used nccl.
+- simulated: the check passed on the CPU, or on fewer devices than it needs.
+- not possible here: this machine cannot run the check.
+- failed: the check raised an error. The exit code of the program is 1.
 
 Each check runs in its own process with a time limit. If a check hangs or breaks CUDA, the other
 checks still run.
@@ -56,9 +56,9 @@ def versions(on: GpuMachine) -> Facts:
         "gpus": [],
     }
     if on.gpus:
-        backend: Any = torch.backends.cudnn  # without types
+        backend: Any = torch.backends.cudnn  # torch has no type annotations for it
         found["cudnn"] = backend.version()
-        with suppress(AttributeError, RuntimeError):  # built without nccl
+        with suppress(AttributeError, RuntimeError):  # torch is built without nccl
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         with suppress(OSError, IndexError):  # not Linux
             found["driver"] = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ")

@@ -1,4 +1,4 @@
-"""Define the checks of :mod:`ckptkit.trainer.gpu`: the rows of the manual's table, and others.
+"""Define the checks of :mod:`ckptkit.trainer.gpu`: those in the manual's table, and more checks.
 
 A check ``@check(name, gpus=2)`` passes on two GPUs, and is simulated on fewer devices. The models
 are small and the data is noise, because the checks test devices, not learning.
@@ -34,7 +34,8 @@ from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
 NET = (3, 32, 32), 10, 0.25  # arguments of the Cnn in SMALL
-ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB in nvidia-smi, from the article
+# number of segments -> MB that nvidia-smi shows, from the article
+ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}
 CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32
 CHECKS: list[DeviceCheck] = []
 
@@ -73,7 +74,8 @@ def train_in_processes(
     """
     config = replace(SMALL, **{"save_form": "full", **options})
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # the first process uses this port once it is closed here
+        # after this block closes the port, the first process uses the port
+        port = server.getsockname()[1]
     arguments = processes, port, config, out, files
     spawn(_process, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
     reports = [_report_of(out, rank) for rank in range(processes)]
@@ -108,7 +110,8 @@ def _report_of(out: Path, rank: int) -> Path:
 
 
 def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
-    """Return the largest difference of weights in two files. Raises Failed above `most`."""
+    """Return the largest difference of the weights in two files. Raises Failed if it exceeds
+    `most`."""
     ours, theirs = (ckptkit.load(path, map_location="cpu") for path in (one, other))
     ours, theirs = (
         {name.removeprefix("module."): value for name, value in each.items()}
@@ -180,7 +183,7 @@ def memory_report(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S05 segments beside the article's figures")
 def segments(on: GpuMachine, folder: Path) -> Facts:
-    # Without foreach, because it would add the size of the model to the peak.
+    # Disable foreach, because foreach would add the size of the model to the peak.
     options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
     options |= {"optimizer": "adam", "batch_size": 16, "foreach": False, "deterministic": True}
     rows, table = [], ["segments  activations     peak  seconds  article"]
@@ -199,7 +202,7 @@ def segments(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S06 S24 recomputing with dropout")
 def recomputing(on: GpuMachine, folder: Path) -> Facts:
-    """Compare one step of a DenseNet with kept activations and one with recomputed ones."""
+    """Compare a training step that keeps activations with a training step that recomputes them."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
     how |= {"deterministic": True, "foreach": False}
     kept = measured(on, folder / "kept.pth", **how)
@@ -224,7 +227,7 @@ def models(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S08 memory does not grow over epochs")
 def growth(on: GpuMachine, folder: Path) -> Facts:
-    if not on.gpus:  # the CPU has no allocator statistics, so count what autograd keeps
+    if not on.gpus:  # the CPU has no allocator statistics, so count the bytes that autograd keeps
         with SavedBytes() as saved:
             train(on, folder / "run.pth")
         require(saved.peak > 0 == saved.now, f"{saved.now} bytes are kept")
@@ -532,10 +535,12 @@ def keep(on: GpuMachine, path: Path) -> None:
 
 
 def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) -> None:
-    """Require that a checkpoint of a GPU equals the simulated one made from its CPU twin.
+    """Require that a checkpoint saved on a GPU equals its simulation.
 
-    Compares tags, layouts, the order of storages, keys, strings and generator states, but not
-    element values and versions.
+    The simulation changes `plain`, the checkpoint of the same run on the CPU.
+
+    The comparison includes tags, layouts, the order of storages, keys, strings and generator
+    states. It excludes element values and versions.
     """
     simulated = plain.with_name(f"simulated_{real.name}")
     loaded = ckptkit.load(plain, map_location="cpu", whole=True, mmap=False)
@@ -560,7 +565,7 @@ def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
 
 
 for _index in (0, 1):
-    # cuda:1 needs only one GPU to compute, but it exists only on machines with two.
+    # A run on cuda:1 uses only one GPU, but cuda:1 exists only on machines with two GPUs.
     check(f"checkpoints tagged cuda:{_index} and their simulated twins")(
         partial(tagged, index=_index)
     )

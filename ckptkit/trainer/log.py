@@ -88,9 +88,10 @@ class Log:
 
 @contextmanager
 def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
-    """Yield the log of a run; at the end, draw its plot.
+    """Yield the log of a run. At the end, draw the plot of the run.
 
-    A resumed run appends to its metrics file, and also draws the earlier epochs in that file.
+    A resumed run appends to its metrics file. Its plot also contains the earlier epochs in that
+    file.
     """
     # Create the figure now: if matplotlib is missing, fail before training.
     figure = _figure() if files.plot else None
@@ -169,7 +170,7 @@ class SavedBytes:
         self._hooks.__exit__()
 
     def hold(self, tensor: Tensor, times: int) -> None:
-        """Count that autograd keeps `tensor` once more (`times` = 1) or once less (-1)."""
+        """Add `times` (1 or -1) to the number of references that autograd keeps to `tensor`."""
         address = _address(tensor)
         if address in self._parameters:
             return
@@ -191,9 +192,10 @@ class _Held:
 
 
 class AllocatedBytes:
-    """Measure the most bytes that a forward pass leaves allocated on a GPU: activations, outputs.
+    """Measure the maximum number of bytes that a forward pass leaves allocated on a GPU.
 
-    Gradients are not included, because the backward pass allocates them.
+    These bytes include activations and outputs. They exclude gradients, which the backward pass
+    allocates.
     """
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
@@ -228,7 +230,7 @@ Measure = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
-    """Yield a function that returns a context manager for a step, which writes a JSON line.
+    """Yield a function. It returns a context manager that writes a JSON line about one step.
 
     Without a file, the context manager does nothing. Bytes are measured on the first device before
     gradients are freed. Peaks are written for each GPU.
@@ -302,7 +304,7 @@ def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
 
 
 def total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the size of tensors in bytes; for a sharded tensor, only the local shard counts."""
+    """Return the size of tensors in bytes. For a sharded tensor, count only the local shard."""
     return sum(_local(each).nbytes for each in tensors if isinstance(each, Tensor))
 
 
@@ -317,7 +319,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def shapes_traced(run: Run, print_line: Print, requested: bool = True) -> Iterator[None]:
-    """Print the shapes of inputs and outputs inside and outside the wrapper, each line once."""
+    """Print the shapes of inputs and outputs, inside and outside the wrapper. Print no line
+    twice."""
     if not requested:
         yield
         return

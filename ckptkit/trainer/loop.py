@@ -30,8 +30,8 @@ from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 
 
 class Step(NamedTuple):
-    """One optimizer step: the image numbers of this process in each micro-batch, and how many
-    `images` all processes have together.
+    """One optimizer step: the image numbers of this process in each micro-batch, and the number of
+    `images` of all processes.
     """
 
     micro_batches: list[Tensor]
@@ -102,7 +102,7 @@ def train(
         saving.save(run, out)
         log(f"wrote {out}")
         if config.save_best and not saving.best(out).exists():
-            log(f"no epoch was better than {run.best_accuracy:.4f}, the best one before --resume")
+            log(f"no epoch was better than {run.best_accuracy:.4f}, the best before --resume")
         return accuracy
 
 
@@ -113,11 +113,11 @@ def train_epoch(
     evaluate: Callable[[int], None] = lambda step: None,
     stop: StopRequest | None = None,
 ) -> float:
-    """Train one epoch; return the mean loss.
+    """Train one epoch. Return the mean loss.
 
-    Losses of micro-batches are weighted by their sizes. So the gradient is that of the whole batch
-    over all processes, also for a smaller last batch. After a stop request, ``run.step`` is above
-    0.
+    The loss of each micro-batch is weighted by its size. So the gradient equals the gradient of the
+    complete batch over all processes, even if the last batch is smaller. After a stop request,
+    ``run.step`` is greater than 0.
     """
     config, group, device = run.config, run.group, run.group.device
     steps = batches(run)[run.step :]
@@ -130,7 +130,8 @@ def train_epoch(
             for number, micro_batch in enumerate(step.micro_batches, 1):
                 x, y = next(data)
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-                share = len(micro_batch) * group.world / step.images  # processes are averaged
+                # DDP and FSDP average gradients over processes
+                share = len(micro_batch) * group.world / step.images
                 with parallel.sync_gradients(run.wrapped, now=number == len(step.micro_batches)):
                     with parallel.autocast(config, device):
                         loss = run.loss(run.wrapped(x), y) * share
@@ -163,11 +164,12 @@ def train_epoch(
 
 
 def batches(run: Run) -> list[Step]:
-    """Return the steps of an epoch with shuffled images; shuffle once per epoch.
+    """Return the steps of an epoch with shuffled images. Shuffle once per epoch.
 
-    With ``--sampler hand``, each process takes every Nth image of a batch; a last micro-batch with
-    fewer images than processes is dropped. DistributedSampler repeats some images, so that all
-    processes have the same number; its order depends on the seed and the epoch.
+    With ``--sampler hand``, each of N processes takes every Nth image of a batch. If the last
+    micro-batch has fewer images than processes, drop the micro-batch. DistributedSampler repeats
+    some images, so that all processes have the same number. Its order depends on the seed and the
+    epoch.
     """
     config, rank, world = run.config, run.group.rank, run.group.world
     size, images = config.batch_size, len(run.data.train[0])
@@ -218,7 +220,7 @@ def test(
 
 
 def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> float:
-    """Load weights from a file or folder; print and return their accuracy on the test set.
+    """Load weights from a file or folder. Print and return the accuracy on the test set.
 
     The evaluation runs on the devices of the config.
     """
@@ -235,7 +237,7 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 def _explained(config: Config) -> Iterator[None]:
     """Turn out-of-memory errors and failures of torch.compile into errors with a hint.
 
-    If the memory of a GPU is full, the hint lists options that need less.
+    If the memory of a GPU is full, the hint lists options that need less memory.
     """
     try:
         yield
@@ -243,13 +245,13 @@ def _explained(config: Config) -> Iterator[None]:
         ways = []
         if config.batch_size > 1:
             half, twice = config.batch_size // 2, config.accumulate * 2
-            # Fewer images at once need less memory, and the steps stay equal.
+            # A smaller batch needs less memory. Accumulation keeps the optimizer steps equal.
             ways.append(f"--batch-size {half} --accumulate {twice}")
         if config.model in SEGMENTED and not config.segments:
             ways.append("--segments 4")
         if config.model == "densenet" and not config.memory_efficient:
             ways.append("--memory-efficient")
-        # The first two sentences: memory is full, and how much was needed.
+        # The first two sentences report that the memory is full, and how much torch needed.
         what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",

@@ -1,4 +1,4 @@
-"""Use several devices: join the processes of a run, and wrap the model.
+"""Run on several devices: join the processes of a run, and wrap the model.
 
 For every batch, DataParallel copies the model from the first device to the others, splits the batch
 along dim 0, and gathers the outputs on the first device, which computes the loss. So the first
@@ -8,9 +8,9 @@ batches are not split, but the keys still get the prefix ``module.``. On a machi
 ``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model one after the
 other.
 
-torch recommends DistributedDataParallel over DataParallel, even on one machine: each GPU has its
-own process, so processes do not share an interpreter lock, and no step copies the model. Small
-models are slower on several GPUs than on one, because communication takes longer than computing.
+torch recommends DistributedDataParallel over DataParallel, even on one machine. Each GPU has its
+own process with its own interpreter lock, and no step copies the model. Small models are slower on
+several GPUs than on one, because communication takes longer than computing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckptkit.trainer.config import Config, RequestError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Models without a deterministic backward pass on GPUs, and the operation that causes it. Source:
-# torch.use_deterministic_algorithms.
+# Models without a deterministic backward pass on GPUs, and the nondeterministic operation. Source:
+# documentation of torch.use_deterministic_algorithms.
 NONDETERMINISTIC = {"generator": "backward pass of ReflectionPad2d", "crnn": "CTC loss"}
 
 
@@ -43,7 +43,7 @@ def available() -> list[str]:
 
 
 def choose(config: Config) -> tuple[torch.device, ...]:
-    """Return the devices of a config; the first one has the model.
+    """Return the devices of a config. The first device has the model.
 
     Raises RequestError if a device does not exist, or if the devices cannot be combined.
     """
@@ -86,9 +86,9 @@ def choose(config: Config) -> tuple[torch.device, ...]:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process in the group of processes of the run; the model is on its first device.
+    """One process in the group of processes of a run. The model is on the first of `devices`.
 
-    ``names`` are the devices of all processes, in order of ranks.
+    ``names`` contains the devices of all processes, in the order of ranks.
     """
 
     devices: tuple[torch.device, ...]
@@ -128,7 +128,7 @@ class ProcessGroup:
 
 @contextmanager
 def group(config: Config) -> Iterator[ProcessGroup]:
-    """Join the processes that torchrun started; without torchrun, yield a group of one."""
+    """Join the processes that torchrun started. Without torchrun, yield a group of one process."""
     devices = choose(config)
     if config.parallel not in ("ddp", "fsdp"):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -178,7 +178,7 @@ def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
 
 
 def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
-    """Wrap the model for all devices; call the result with a whole batch."""
+    """Wrap the model for all devices. Call the result with a complete batch."""
     if config.sync_batch_norm:
         layers: Any = nn.SyncBatchNorm  # torch has no type annotations for it
         # This replaces the layers in place.
@@ -202,9 +202,9 @@ def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
 def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
     """Shard a model over all processes: each block, then the root, as torch recommends.
 
-    The parameters of a block are gathered when it is called, and freed afterwards. If only the root
-    were sharded, all parameters would be gathered at once. With ``amp``, blocks gather and compute
-    in bfloat16, and reduce gradients in float32.
+    FSDP gathers the parameters of a block when the block is called, and frees them afterwards. If
+    only the root were sharded, FSDP would gather all parameters at once. With ``amp``, blocks
+    gather and compute in bfloat16, and reduce gradients in float32.
     """
     try:
         from torch.distributed.device_mesh import init_device_mesh
@@ -238,7 +238,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 def amp_dtype(config: Config) -> torch.dtype:
     """Return the dtype of `--amp`.
 
-    bfloat16 has the range of float32, so it needs no loss scaling; float16 does.
+    bfloat16 has the range of float32, so it needs no loss scaling. float16 needs loss scaling.
     """
     return torch.float16 if config.amp_dtype == "float16" else torch.bfloat16
 
@@ -249,10 +249,10 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Return a context for a backward pass; the pass syncs gradients only if `now` is true.
+    """Return a context for a backward pass. The pass syncs gradients only if `now` is true.
 
-    Without this context, DDP syncs after each of K micro-batches: the same result with K times the
-    traffic.
+    Without this context, DDP syncs after each of K micro-batches. The result is the same, but the
+    traffic is K times as large.
     """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         return cast("AbstractContextManager[None]", wrapped.no_sync())
@@ -273,7 +273,7 @@ def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """DataParallel of torch that also supports the CPU, and simulates several devices on it.
+    """DataParallel of torch, which can also run on the CPU and simulate several devices there.
 
     Inputs are split and outputs gathered along `dim`. If `balanced`, the model returns the outputs
     of the replicas as a list during training.
@@ -317,7 +317,8 @@ class Replicated(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """Run each replica in its own thread, inside an autocast with the right dtype.
 
-        torch opens autocast in these threads without a dtype, so it would use float16 on GPUs.
+        torch opens autocast in these threads without a dtype. On GPUs, replicas would then compute
+        in float16.
         """
 
         def cast_in(replica: nn.Module) -> Callable[..., Any]:

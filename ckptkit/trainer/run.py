@@ -50,12 +50,12 @@ class Run:
 
 
 def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
-    """Seed, load the data, build and wrap the model; return a run before its first epoch."""
+    """Seed, load the data, and build and wrap the model. Return a run before its first epoch."""
     task, loaded = TASKS[config.model], load(config)
     seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
     if config.torch_compile:
-        # Compiled in place, so keys get no `_orig_mod.` prefix.
+        # Compile in place, so that keys get no `_orig_mod.` prefix.
         model.compile(backend=config.torch_compile)
     if group.rank:
         seed(config, group.rank)  # weights must be equal in all processes, but dropout must differ
@@ -81,7 +81,7 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
 
 
 def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """Return a loss scaler; it is disabled unless the run computes in float16.
+    """Return a loss scaler. It is disabled unless the run computes in float16.
 
     In float16, small gradients become 0. So the scaler multiplies the loss before the backward
     pass, and divides the gradients after it.
@@ -104,16 +104,16 @@ def switches_restored() -> Iterator[None]:
 
 
 def seed(config: Config, rank: int = 0) -> None:
-    """Seed Python, NumPy, torch and all GPUs; each rank gets another seed.
+    """Seed Python, NumPy, torch and all GPUs. Each rank gets a different seed.
 
     With ``deterministic``, torch refuses nondeterministic algorithms. With ``benchmark``, cuDNN
-    times its algorithms for the first batch of each shape. This is faster if all batches have one
-    shape, slower otherwise, and makes runs differ.
+    times its algorithms for the first batch of each shape. Training is then faster if all batches
+    have one shape, and slower otherwise. Runs are not reproducible.
     """
     number = config.seed + rank
     random.seed(number)
     numpy.random.seed(number)
-    torch.manual_seed(number)  # GPUs included
+    torch.manual_seed(number)  # also seeds the GPUs
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -135,7 +135,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Restore the states of :func:`random_states`; states of missing GPUs are ignored."""
+    """Restore the states from :func:`random_states`. Ignore states of missing GPUs."""
     numpys = saved["numpy"]
     random.setstate(saved["python"])
     numpy.random.set_state(

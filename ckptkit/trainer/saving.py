@@ -1,9 +1,14 @@
 """Write checkpoints, and resume runs from them.
 
-The form ``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``. ``full``
-adds the optimizer, the scheduler, the states of random number generators, the arguments and the
-versions, so that resuming is exact. Sharded models are saved as a folder of
-``torch.distributed.checkpoint``, all other models as a file of ``torch.save``. ckptkit reads both.
+A checkpoint has one of three forms:
+
+- ``bare``: the state_dict
+- ``wrapped``: ``{"model": state_dict, "epoch": n}``
+- ``full``: also the optimizer, the scheduler, the states of random number generators, the arguments
+  and the versions, so that a run resumes exactly
+
+Sharded models are saved as a folder of ``torch.distributed.checkpoint``, all other models as a file
+of ``torch.save``. ckptkit reads both.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ State = dict[str, Any]
 def save(run: Run, path: Path) -> None:
     """Write the checkpoint in the form of the config.
 
-    Rank 0 writes; for a sharded model, all processes write.
+    Rank 0 writes the checkpoint. If the model is sharded, all processes write.
     """
     states = run.group.all_gather(random_states())
     if run.config.parallel == "fsdp":
@@ -88,7 +93,7 @@ def _remove(part: Path) -> None:
 
 
 def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -> State:
-    """Return the contents of a checkpoint; `states` are the random states of each process."""
+    """Return the contents of a checkpoint. `states` contains the random states of each process."""
     if run.config.save_form == "bare":
         return weights
     averages = {"ema": run.average.state_dict()} if run.average else {}
@@ -106,8 +111,8 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     }
     if len(states) > 1:
         contents["rng_of_ranks"] = states
-    # A pickle stores one string object once. Interning makes its bytes independent of how many
-    # objects there were.
+    # A pickle stores each string object once. With interned strings, its bytes do not depend on the
+    # number of string objects.
     contents["args"]["devices"] = [intern(name) for name in run.group.names]
     if run.config.save_best:
         contents["best_accuracy"] = run.best_accuracy
@@ -135,7 +140,7 @@ def versions() -> dict[str, str | None]:
 def _save_file(contents: State, path: Path) -> None:
     """Write a file atomically.
 
-    torch.save gets an open file; given a path, it would write the name into the archive.
+    torch.save gets an open file. If it got a path, it would write the file name into the archive.
     """
     part = _part(path)
     try:
@@ -151,7 +156,7 @@ def _save_file(contents: State, path: Path) -> None:
 
 
 def _save_shards(run: Run, path: Path, states: list[State]) -> None:
-    """Write a folder atomically; each process writes its shards."""
+    """Write a folder atomically. Each process writes its shards."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -169,7 +174,7 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
     try:
         save_shards(_contents(run, weights, optimizer, states), storage_writer=NamedWriter(part))
         if run.group.rank == 0:
-            _remove(path)  # os.replace cannot replace a non-empty folder; `part` is complete by now
+            _remove(path)  # os.replace cannot replace a non-empty folder, and `part` is complete
             os.replace(part, path)
     except (OSError, RuntimeError, CheckpointException) as error:
         _remove(part)
@@ -193,7 +198,7 @@ def _why(error: BaseException) -> str:
 
 
 def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
-    """Save after every N epochs, and the best checkpoint so far, if the config has these options.
+    """Save the checkpoint after an epoch, if --save-every or --save-best requires it.
 
     `accuracy` is the accuracy on the held-out images.
     """
@@ -252,7 +257,7 @@ def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
 
 
 def resume(run: Run, path: Path) -> str:
-    """Resume from a full checkpoint; return a line that lists the options that differ.
+    """Resume from a full checkpoint. Return a line that lists the options that differ.
 
     Raises CkptkitError if the file is not a full checkpoint, is for another model, or contradicts
     an option.
@@ -291,7 +296,7 @@ def resume(run: Run, path: Path) -> str:
 
 
 def _moved(run: Run, devices: list[str], processes: int) -> list[str]:
-    """Describe changed devices and processes of a resumed run; batches stay equal."""
+    """Describe changed devices and processes of a resumed run. The batches do not change."""
     moved, here, size = [], list(run.group.names), run.config.batch_size
     if devices and devices != here:
         moved.append(f"on {', '.join(here)} instead of {', '.join(devices)}")
@@ -304,11 +309,11 @@ def _moved(run: Run, devices: list[str], processes: int) -> list[str]:
 
 
 def settle_buckets(run: Run) -> None:
-    """Run one batch through DDP before a run resumes, and drop its gradients.
+    """Run one batch through DDP before a run resumes, and drop the gradients.
 
     In the first backward pass, DDP learns the order of gradients and arranges its buckets. So from
-    the second step on, sums are rounded differently than in the first. A resumed run must start
-    with the arranged buckets.
+    the second step on, sums are rounded differently than in the first step. A resumed run must
+    start with the arranged buckets.
     """
     if run.group.world > 1 and run.config.parallel == "ddp":
         inputs, targets = (part[:2].to(run.group.device) for part in run.data.train)
@@ -333,14 +338,14 @@ def settings(path: Path) -> dict[str, Any]:
 
 
 def finished_epochs(path: Path) -> int:
-    """Return the number of epochs recorded in a checkpoint; 0 if it is missing."""
+    """Return the number of epochs recorded in a checkpoint, or 0 if the number is missing."""
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     epochs = tree.get("epoch", 0) if isinstance(tree, dict) else 0
     return epochs if isinstance(epochs, int) else 0
 
 
 def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]:
-    """Return the options that differ from those in a checkpoint.
+    """Describe the options that differ from the options in a checkpoint.
 
     Raises RequestError for an option that a resumed run must not change.
     """
@@ -364,9 +369,9 @@ def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]
 
 
 def load_weights(run: Run, path: Path) -> None:
-    """Load the weights of a file or folder; keys may start with ``module.``.
+    """Load the weights of a file or folder. Keys may start with ``module.``.
 
-    Raises CkptkitError if the weights do not fit the model; the hint lists options that fit.
+    Raises CkptkitError if the weights do not fit the model. The hint lists options that fit.
     """
     if run.config.parallel == "fsdp":
         faults = _load_sharded(run, path)
@@ -384,7 +389,7 @@ def _what_fits(run: Run, path: Path) -> str:
     made_with = tree.get("args") if isinstance(tree, dict) else None
     if isinstance(made_with, dict):
         names = [name for name in ("model", "data", "width") if name in made_with]
-        return f"it was trained with {' '.join(typed(name, made_with[name]) for name in names)}"
+        return f"the run used {' '.join(typed(name, made_with[name]) for name in names)}"
     weights = ckptkit.load(path, map_location="cpu")
     found = {name.removeprefix("module."): value.shape for name, value in weights.items()}
     plain = replace(run.config, segments=0, memory_efficient=False, dropout=0.0)
@@ -394,12 +399,12 @@ def _what_fits(run: Run, path: Path) -> str:
         with torch.device("meta"):
             model = build(replace(plain, model=name), shape, run.data.classes)
         if {name: value.shape for name, value in model.state_dict().items()} == found:
-            return f"it fits --model {name} --data {data}"
+            return f"the weights fit --model {name} --data {data}"
     return f"no model of this trainer has these weights at --width {run.config.width}"
 
 
 def _load_sharded(run: Run, path: Path) -> list[str]:
-    """Load each process's shards of the weights; return descriptions of what does not fit."""
+    """Load the shards of this process. Return descriptions of the tensors that do not fit."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     checkpoint = ckptkit.open(path)
@@ -418,7 +423,7 @@ def _load_sharded(run: Run, path: Path) -> list[str]:
 
 
 def _load_optimizer(run: Run, state: State) -> None:
-    """Load the optimizer state; its parameters are keyed by number, or by name in sharded runs."""
+    """Load the optimizer state. Its keys are parameter numbers, or names if the run was sharded."""
     names = [name for name, _ in run.model.named_parameters()]
     numbers = {name: number for number, name in enumerate(names)}
     by_name = isinstance(state["param_groups"][0]["params"][0], str)

@@ -1,10 +1,12 @@
-"""Write checkpoints as GPU runs would save them, without a GPU; compare with real checkpoints.
+"""Write checkpoints as GPU runs would save them, without a GPU. Compare checkpoints.
 
 torch calls registered tag functions to get the device of each storage that it saves. This module
-registers a function that returns ``cuda:1``. :func:`as_on_gpus` simulates what else depends on the
-device: devices in the arguments, states of GPU generators, and tensors that stay on the CPU (states
-of all generators, and ``step`` of Adam). Not simulated: versions of CUDA and cuDNN, different
-rounding, and LSTM weights, which CUDA stores as views of one storage.
+registers a function that returns ``cuda:1``. :func:`as_on_gpus` simulates the other contents that
+depend on the device: devices in the arguments, states of GPU generators, and tensors that stay on
+the CPU (states of all generators, and ``step`` of Adam).
+
+This module does not simulate versions of CUDA and cuDNN, different rounding, or LSTM weights. CUDA
+stores LSTM weights as views of one storage.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def simulated_cuda(
 ) -> Iterator[None]:
     """Make torch save storages with the tag ``cuda:<index>``.
 
-    With `only`, just the storages of these tensors. `others` maps other indices to tensors.
+    With `only`, tag only the storages of these tensors. `others` maps further indices to the
+    tensors that get the tag with this index.
     """
     by_storage = {
         each.untyped_storage()._cdata: number
@@ -45,7 +48,7 @@ def simulated_cuda(
         number = by_storage.get(storage._cdata, index)
         if chosen is not None and storage._cdata not in chosen and storage._cdata not in by_storage:
             return None
-        return "cuda" + ":" + str(number)  # torch also makes a new string each time
+        return "cuda" + ":" + str(number)  # like torch, make a new string object each time
 
     registry = torch.serialization._package_registry
     before = list(registry)
@@ -77,9 +80,10 @@ def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[
 
 
 def description(path: Path) -> dict[str, str]:
-    """Map each path in a file to a description: tensors with tag and layout, strings, types.
+    """Map each path in a file to a description of its value: a tensor, a string or a type.
 
-    The tags are those in the file. Storages are numbered in the order of the file.
+    The description of a tensor contains the tag and the layout in the file. Storages are numbered
+    in the order of the file.
     """
     found: dict[str, str] = {}
     numbers: dict[int, int] = {}
@@ -99,7 +103,8 @@ def description(path: Path) -> dict[str, str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return the differences of two files, element values aside: keys, tags, layouts, strings."""
+    """Return the differences of two files in keys, tags, layouts and strings. Ignore element
+    values."""
     ours, theirs = description(one), description(other)
     found = [f"{place}: only in {one.name}" for place in ours if place not in theirs]
     found += [f"{place}: only in {other.name}" for place in theirs if place not in ours]
@@ -108,5 +113,5 @@ def differences(one: Path, other: Path) -> list[str]:
         if place in theirs and each != theirs[place] and not is_version:
             found.append(f"{place}: {each}, not {theirs[place]}")
     if not found and list(ours) != list(theirs):
-        found.append("the order of the keys")
+        found.append("the keys have a different order")
     return found

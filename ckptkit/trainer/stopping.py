@@ -14,12 +14,12 @@ from ckptkit import CkptkitError
 
 
 class Stopped(CkptkitError):
-    """A run stopped early on SIGTERM; its checkpoint is saved."""
+    """A run stopped early on SIGTERM, after saving its checkpoint."""
 
     exit_code = 128 + signal.SIGTERM
 
     def __init__(self, epoch: int, step: int, out: Path, form: str) -> None:
-        hint = f"--resume {out} continues it"
+        hint = f"--resume {out} continues the run"
         if form != "full":
             hint = "next time, use --save-form full: then --resume can continue"
         super().__init__(
@@ -31,14 +31,16 @@ class Stopped(CkptkitError):
 
 @dataclass
 class StopRequest:
-    """Set once SIGTERM has arrived; the loop checks it after each step."""
+    """A flag that is set when SIGTERM arrives. The training loop checks the flag after each
+    step."""
 
     requested: bool = False
 
 
 @contextmanager
 def on_sigterm() -> Iterator[StopRequest]:
-    """Record the first SIGTERM. A second one ends the process at once, as it would by default."""
+    """Record the first SIGTERM. A second SIGTERM calls the previous handler, and usually ends the
+    process."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers

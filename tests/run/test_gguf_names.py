@@ -208,7 +208,7 @@ def test_rows_that_the_file_lacks(
         assert f"3 rows of {embed} (llama.cpp drops them)" in " ".join(done.stdout.split())
     done = command("convert", hf, tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr
-    assert "dropped rows that it does not have: 'token_embd.weight'" in done.stdout
+    assert "dropped rows that the GGUF file does not have: 'token_embd.weight'" in done.stdout
     assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
     state[embed] = state[embed][:5].clone()
     done = command("diff", source, written(tmp_path, state))
@@ -340,7 +340,7 @@ def test_new_weights_in_an_old_file(
     done = command("convert", written(tmp_path, state), out, "--like", source)
     assert done.exit_code == 0, done.stderr
     assert "metadata, tokenizer and types of" in done.stdout
-    assert "copied its tensors 'rope_freqs.weight'" in done.stdout
+    assert "copied the tensors 'rope_freqs.weight' of the GGUF file" in done.stdout
     data = out.read_bytes()
     embedding = q8_0(state["model.embed_tokens.weight"].float().numpy())
     assert data.count(embedding) == 1

@@ -178,7 +178,7 @@ def test_the_scheduler_of_a_cluster_is_killed(tmp_path: Path) -> None:
         _, said = client.communicate(timeout=60)
     assert client.returncode == 4
     first, hint = said.splitlines()
-    assert first.startswith(f"error: {cluster.url}: the scheduler cancelled the work")
+    assert first.startswith(f"error: {cluster.url}: the scheduler canceled the work")
     assert hint.startswith("hint: ")
 
 

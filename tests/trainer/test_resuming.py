@@ -220,7 +220,7 @@ def test_a_resumed_run_without_improvement_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     files = RunFiles(resume=tmp_path / "high.pth")
     loop.train(config, tmp_path / "more.pth", files, log=said.append)
-    assert said[-1] == "no epoch was better than 2.0000, the best one before --resume"
+    assert said[-1] == "no epoch was better than 2.0000, the best before --resume"
     assert not (tmp_path / "more.best.pth").exists()
 
 
@@ -293,7 +293,7 @@ def test_a_stop_within_an_epoch_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     assert caught.value.exit_code == 143
     assert "stopped by SIGTERM in epoch 2 after step 3" in str(caught.value)
-    assert caught.value.hint == f"--resume {tmp_path / 'half.pth'} continues it"
+    assert caught.value.hint == f"--resume {tmp_path / 'half.pth'} continues the run"
     half = loaded(tmp_path / "half.pth")
     assert (half["epoch"], half["step"], len(half["order"])) == (1, 3, 512)
     said: list[str] = []
@@ -332,5 +332,5 @@ def test_sigterm_from_outside(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert re.match(r"error: run\.pth: stopped by SIGTERM in epoch \d+ after step \d+", errors)
-    assert "hint: --resume run.pth continues it" in errors
+    assert "hint: --resume run.pth continues the run" in errors
     assert saving.finished_epochs(tmp_path / "run.pth") >= 1

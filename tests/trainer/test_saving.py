@@ -190,14 +190,18 @@ def test_a_finished_run_is_no_beginning(tmp_path: Path) -> None:
         (
             {"save_form": "full"},
             {"width": 0.25},
-            "it was trained with --model cnn --data random --width 0.5",
+            "the run used --model cnn --data random --width 0.5",
         ),
-        ({}, {"model": "densenet"}, "it fits --model cnn --data random"),
-        ({"model": "mlp", "width": 0.05}, {"width": 0.05}, "it fits --model mlp --data random"),
+        ({}, {"model": "densenet"}, "the weights fit --model cnn --data random"),
+        (
+            {"model": "mlp", "width": 0.05},
+            {"width": 0.05},
+            "the weights fit --model mlp --data random",
+        ),
         (
             {"parallel": "dp", "keep_module_prefix": True},
             {"model": "crnn"},
-            "it fits --model cnn --data random",
+            "the weights fit --model cnn --data random",
         ),
         ({}, {"width": 0.25}, "no model of this trainer has these weights at --width 0.25"),
     ],

@@ -9,14 +9,20 @@ A recipe is a YAML or TOML file:
       - config: megatron-llama      # make config.json from the training arguments
       - cast: {"*": bfloat16, "*norm*": float32}
       - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
-        keep: rest                  # keys that need no rule: globs, or all
+        keep: rest                  # globs of keys that no rule changes, or all
         sizes: {h: config.num_attention_heads}
     args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # the command line overrides these
 
-The steps are the edits of `ckptkit.edits`, and `config`, `rules`, `expect`, `gguf` (check the
-architecture, make config.json) and `recipe` (apply the recipe of the architecture). Recipes in this
-folder are loaded by name (``lightning``).
+A step is an edit of `ckptkit.edits`, or one of:
+
+- `config`: make config.json from training arguments
+- `rules`: apply tensor rules
+- `expect`: check expectations
+- `gguf`: check the architecture, and make config.json from GGUF metadata
+- `recipe`: apply the recipe of the architecture
+
+A recipe in this folder is loaded by its name (``lightning``).
 """
 
 from __future__ import annotations
@@ -53,19 +59,22 @@ from ckptkit.rules.planner import RuleSet, unused_argument
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
-_BYTES = 1 << 20  # largest recipe to read
-_SHOWN = 120  # characters of a value in a message
+_BYTES = 1 << 20  # maximum size of a recipe in bytes
+_SHOWN = 120  # maximum number of characters of a value in a message
 _PARTS = {"about", "steps", "output", "args", "source", "checked"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The content of a recipe file: its steps as functions, and how to write the result.
+    """The content of a recipe file.
 
-    ``written`` are the steps as written in the file. ``source`` is the source of the facts about
-    the layout. ``checked`` tells which library the recipe was compared with; empty if none. A
-    configuration of mergekit is a recipe without steps; ``merge`` contains it.
+    - ``steps``: the steps as functions
+    - ``output``: options for writing the result
+    - ``written``: the steps as written in the file
+    - ``source``: source of the facts about the layout
+    - ``checked``: the library with which the recipe was compared, or ""
+    - ``merge``: a configuration of mergekit, which is a recipe without steps
     """
 
     name: str
@@ -155,7 +164,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
                 raise _WrongError(f"{word} is {text!r}")
         known = list(_written(steps))
         defaults = _sizes(parts.get("args", {}))
-        # Parse all steps before any is applied.
+        # Parse all steps before any step is applied.
         made = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
         if options.reverse:
             back, notes = backwards(known)
@@ -359,12 +368,12 @@ def _text_or_mapping(given: Any) -> str | dict[str, str]:
     return _mapping(given) if isinstance(given, dict) else _text(given)
 
 
-# The parser of an argument of an edit, by `Option.kind`.
+# Functions that parse the argument of an edit, by `Option.kind`.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "text": _text,
     "choice": _text,
     "strings": _texts,
-    "first": _texts,  # the edit uses the first one that exists
+    "first": _texts,  # the edit uses the first entry that exists
     "dtype": lambda given: None if given is True else _text(given),
     "casts": _text_or_mapping,
     "pairs": _text_or_mapping,
@@ -401,16 +410,18 @@ def _edited(edit: edits.Edit, given: Any) -> Step:
 
 Arguments = Mapping[str, Any]
 
-_LONGEST = 40  # characters of a value in config.json
+_LONGEST = 40  # maximum number of characters of a value in config.json
 
 
 class ArgumentTable(NamedTuple):
     """Rules that derive the fields of config.json from training arguments.
 
-    ``entry`` is the path of the arguments in the checkpoint. ``copied`` maps fields to arguments.
-    ``required`` lists the values of an argument that the target architecture supports; missing
-    arguments are ignored. ``defaults`` are defaults of the framework, for versions that did not
-    save the argument.
+    - ``entry``: path of the arguments in the checkpoint
+    - ``fixed``: fields with constant values
+    - ``copied``: maps fields to arguments
+    - ``derived``: maps fields to functions of the arguments
+    - ``required``: values of each argument that the target architecture supports
+    - ``defaults``: defaults of the framework, for versions that did not save the argument
     """
 
     entry: str
@@ -467,8 +478,8 @@ TABLES = {"megatron-llama": MEGATRON_LLAMA}
 def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptions) -> Checkpoint:
     """Add a config.json to a checkpoint, made from its training arguments or given by `--config`.
 
-    Do nothing if it has no training arguments. Raises UnsupportedError if they belong to another
-    kind of model, or if some are missing.
+    If the checkpoint has no training arguments, return it unchanged. Raises UnsupportedError if the
+    arguments belong to another kind of model, or if an argument is missing.
     """
     given = options.config() if callable(options.config) else options.config
     if given is not None:
@@ -529,11 +540,11 @@ class WrittenStep(NamedTuple):
     options: dict[str, Any]
 
 
-# Steps that need no undoing: they change nothing that the layout depends on.
+# Steps that a reversed recipe skips, because they do not change the layout.
 PASSED_OVER = frozenset(
     {"config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
 )
-CHECKS = frozenset({"expect"})  # these check the target layout, not the original one
+CHECKS = frozenset({"expect"})  # a reversed recipe skips checks of the target layout
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:

@@ -1,8 +1,9 @@
 """Select the recipe for a GGUF architecture, and make config.json from GGUF metadata.
 
-Sources: the keys are those of llama.cpp (``gguf-py/gguf/constants.py``), and the mapping to fields
-is that of transformers (``integrations/ggml.py``). transformers does not read BERT, DeepSeek and
-scaled rotary embeddings: for these, the mapping inverts ``convert_hf_to_gguf.py`` of llama.cpp.
+The metadata keys are from llama.cpp (``gguf-py/gguf/constants.py``). The mapping from keys to
+fields is from transformers (``integrations/ggml.py``). transformers does not read BERT, DeepSeek
+and scaled rotary embeddings. For these models, the mapping is the inverse of
+``convert_hf_to_gguf.py`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ckptkit.edits.quantized_names import dequantize_hint
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
 RECIPES = "gguf-"  # prefix of the recipe names
-# Architectures with two layouts: a weight that only the first has, and the recipe for the second.
+# Architectures with two layouts. Each value contains the name of a weight that only the first
+# layout has, and the name of the recipe for the second layout.
 VARIANTS = {
     "falcon": ("blk.0.attn_norm_2.weight", "falcon-7b"),
     "t5": ("enc.blk.0.ffn_gate.weight", "t5-relu"),
@@ -36,7 +38,7 @@ VARIANTS = {
 ALIASES = {"t5encoder": "t5"}
 # Weights that only GGUF files have: scaling factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Matrices of one row, from which converters of 2024 dropped the first dimension.
+# Matrices with one row. Converters of 2024 dropped the first dimension of these matrices.
 ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
 
@@ -86,7 +88,10 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
 
 
 def refuse_unread(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError if a weight cannot be dequantized, while it has the file's name."""
+    """Raise UnsupportedError if a weight cannot be dequantized.
+
+    Call this function before weights are renamed, so that the error contains the name in the file.
+    """
     try:
         refuse(checkpoint, quantized.find(checkpoint))
     except UnsupportedError as error:
@@ -200,19 +205,20 @@ MODELS = {
         "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
     }),
 }  # fmt: skip
-# What the metadata of an architecture cannot say.
+# Notes on values that the metadata of an architecture does not contain.
 UNKNOWN = {
-    "bert": "the pooler is not in a GGUF file: transformers draws one at random",
-    "deepseek2": "the metadata does not name the groups of experts: n_group and topk_group have "
+    "bert": "a GGUF file has no pooler: transformers initializes the pooler at random",
+    "deepseek2": "the metadata has no number of expert groups: n_group and topk_group have "
     "the defaults of transformers (DeepSeek-V2 has 8 and 3)",
 }
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return config.json for transformers (None for other architectures), and notes.
+    """Return the fields of config.json for transformers, and notes.
 
-    Raises UnsupportedError for a list in the metadata (layers that differ): every model class has
-    another field for it.
+    For an architecture that is not in MODELS, return None instead of fields. Raises
+    UnsupportedError if a metadata value is a list because layers differ. Each model class stores
+    such a list in a different field.
     """
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
@@ -227,7 +233,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
         if value is None or not field:
             continue
         config[field] = _number(value, f"{found}.{key}", checkpoint)
-        if field == "sliding_window" and not value:  # none
+        if field == "sliding_window" and not value:  # 0: no sliding window
             config[field] = None
     config |= model.fixed
     config |= _derived(found, values, weights, config)
@@ -322,7 +328,7 @@ def _latent_attention(
 ) -> dict[str, Any]:
     """Return the fields of DeepSeek V2, or of V3 if experts are chosen with a bias or by sigmoid.
 
-    Files before April 2025 have the sizes of a head under the keys without ``_mla``.
+    Files from before April 2025 contain the sizes of a head under keys without ``_mla``.
     """
     made: dict[str, Any] = {"q_lora_rank": config.get("q_lora_rank")}
     if "num_attention_heads" in config:
@@ -347,12 +353,13 @@ def _latent_attention(
 def _rope_scaling(
     values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return ``rope_scaling`` or None, and the names of scaling tensors that it does not cover.
+    """Return ``rope_scaling`` or None, and the names of scaling factors that it does not contain.
 
-    Long Phi-3 models have lists of factors. The file of a Llama 3.1 model contains factors computed
-    from four numbers: those of the released models are used if they give the same factors. For
-    ``yarn`` of DeepSeek, the file contains only ``mscale_all_dim``; ``mscale`` gets the same value,
-    as in the released models.
+    - Phi-3 with a long context: the file contains two lists of factors.
+    - Llama 3.1: the file contains factors that were computed from four numbers. If the numbers of
+      the released models produce the same factors, these numbers are returned.
+    - DeepSeek with ``yarn``: the file contains only ``mscale_all_dim``. ``mscale`` gets the same
+      value, as in the released models.
     """
     factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
     unread = [name for name in SCALING if name in weights and name not in factors]
@@ -393,7 +400,7 @@ def _rope_scaling(
 
 
 def _factors(tensor: Tensor | None) -> list[float]:
-    """Return the numbers of a short tensor of float32, [] for another."""
+    """Return the numbers of a short float32 tensor. Return [] for any other tensor."""
     if tensor is None or tensor.dtype.name != "float32" or not 0 < tensor.numel <= 1 << 12:
         return []
     data = b"".join(map(bytes, stream(contiguous(tensor).locate())))
@@ -402,7 +409,8 @@ def _factors(tensor: Tensor | None) -> list[float]:
 
 
 def _llama3(factors: Sequence[float], base: float) -> dict[str, Any] | None:
-    """Return the scaling of Llama 3.1 to 3.3 whose factors these are, None for others."""
+    """Return the scaling of Llama 3.1 to 3.3 if it produces these factors. Otherwise return
+    None."""
     factor, low, high, original = max(factors), 1.0, 4.0, 8192
     if factor <= 1 or base <= 0:
         return None
@@ -417,7 +425,7 @@ def _llama3(factors: Sequence[float], base: float) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-_EQUAL = 1e-4  # of factors that were computed in float32
+_EQUAL = 1e-4  # maximum relative difference of factors that were computed in float32
 
 
 def _shortest(value: float) -> float:

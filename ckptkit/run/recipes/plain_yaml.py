@@ -1,4 +1,4 @@
-"""Load YAML recipes: plain values only, no aliases."""
+"""Load YAML recipes. Only plain values are allowed, and no aliases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-_DIGITS = 40  # most characters of a number
+_DIGITS = 40  # maximum number of characters of a number
 
 
 class PlainLoader(yaml.SafeLoader):

@@ -1,7 +1,7 @@
-"""Models that can recompute activations in the backward pass, to use less memory.
+"""Models that can recompute activations in the backward pass to use less memory.
 
-All models use non-reentrant checkpointing. Reentrant checkpointing would lose the gradients of
-parts whose inputs need no gradient.
+All models use non-reentrant checkpointing. Reentrant checkpointing would lose the gradients of a
+segment if its inputs need no gradient.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptkit.trainer.models.cnn import scaled
 
-LAYERS, UNITS = 72, 1000  # Mlp
+LAYERS, UNITS = 72, 1000  # Mlp: number of layers, units of each layer
 BLOCKS = 4  # Generator: number of residual blocks
 GROWTH, DENSE = 12, (4, 4, 4)  # DenseNet: new channels per layer, layers of each block
-BOTTLENECK = 4  # DenseNet: channels between the two convolutions / growth
+BOTTLENECK = 4  # DenseNet: number of channels between the two convolutions, divided by GROWTH
 
 
 def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
-    """Run the layers in segments; each segment keeps only its inputs for the backward pass.
+    """Run the layers in segments. Each segment keeps only its inputs for the backward pass.
 
-    The last segment keeps everything, because its backward pass comes first.
+    The last segment keeps all activations, because its backward pass comes first.
     """
     outputs: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
         layers, segments, inputs, use_reentrant=False, preserve_rng_state=rng
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
     There are no activation functions, so the model is a very deep linear classifier. With torch's
     default initialization, each layer scales its input by 1/sqrt(3), and no gradient reaches the
-    first layer. Initialized as identities, the layers train.
+    first layer. If layers are initialized as identities, the model trains.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _upward(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Residual(nn.Module):
-    """Add two convolutions of features [batch, channels, height, width] to these features."""
+    """Apply two convolutions to features [batch, channels, height, width], and add the features."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Residual(nn.Module):
 class Generator(nn.Module):
     """Map images [batch, channels, height, width] from -1 to 1 to images of the same shape.
 
-    It downsamples, runs residual blocks, and upsamples; height and width must be divisible by 4.
-    With ``segments``, the first part, the segments of the residual blocks, and the last part keep
-    only their inputs for the backward pass.
+    The model downsamples, runs residual blocks, and upsamples. Height and width must be divisible
+    by 4. With ``segments``, the first part, the segments of the residual blocks, and the last part
+    keep only their inputs for the backward pass.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class DenseNet(nn.Module):
     Each layer of a block gets the concatenated outputs of all earlier layers. If the concatenated
     outputs are kept for the backward pass, their memory is quadratic in the number of layers. With
     ``memory_efficient``, concatenation, norm, ReLU and the 1 x 1 convolution are recomputed in the
-    backward pass. Gradients and checkpoints are the same either way.
+    backward pass. Gradients and checkpoints do not depend on ``memory_efficient``.
     """
 
     def __init__(
