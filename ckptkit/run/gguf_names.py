@@ -1,8 +1,8 @@
 """Compare a GGUF file with its Hugging Face original, and write a GGUF file from an original.
 
-Both functions apply the recipe of the architecture. To write a GGUF file, ckptkit copies an
-existing GGUF file and replaces only the bytes of its tensors. The metadata, the tokenizer, and the
-order and types of tensors do not change.
+Both tasks use the recipe of the architecture. To write a GGUF file, ckptkit copies an existing GGUF
+file and replaces only the bytes of its tensors. The metadata, the tokenizer, and the order and
+types of tensors do not change.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Config:
         1, "Number of batches whose gradients are accumulated for each step.", least=1
     )
     segments: int = option(
-        0, "Number of segments of an mlp or generator to recompute in the backward pass."
+        0, "Segments of an mlp or generator that the backward pass recomputes (0: none)."
     )
     memory_efficient: bool = option(
         False, "Recompute the bottlenecks of a densenet in the backward pass."
@@ -216,7 +216,7 @@ class Config:
             ),
             (
                 self.save_best and self.validation == 0,
-                "--save-best needs held-out images, because it must not select by the test set",
+                "--save-best needs held-out images: the test set must not select a checkpoint",
                 f"--validation {VALIDATION}",
             ),
             (

@@ -75,7 +75,7 @@ def _reads(scores: Tensor, texts: Tensor) -> Tensor:
 
 
 def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
-    """Return, for each painting, the share of elements with the same sign as their target."""
+    """Return the share of elements of each output that have the same sign as the target."""
     return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
 
 

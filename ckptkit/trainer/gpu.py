@@ -5,7 +5,7 @@ The program runs a check for each of the 25 rows in the manual's table, and more
 A check has one of four outcomes:
 
 - passed: the check ran on all GPUs that it needs. Layers of the model ran on each GPU. The
-processes of DDP and FSDP reported their devices and used nccl.
+  processes of DDP and FSDP reported their devices and used nccl.
 - simulated: the check passed on the CPU, or on fewer devices than it needs.
 - not possible here: this machine cannot run the check.
 - failed: the check raised an error. The exit code of the program is 1.

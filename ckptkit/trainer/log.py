@@ -230,7 +230,7 @@ Measure = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
-    """Yield a function. It returns a context manager that writes a JSON line about one step.
+    """Yield a function that returns a context manager. After a step, it writes a JSON line.
 
     Without a file, the context manager does nothing. Bytes are measured on the first device before
     gradients are freed. Peaks are written for each GPU.

@@ -108,7 +108,7 @@ def seed(config: Config, rank: int = 0) -> None:
 
     With ``deterministic``, torch refuses nondeterministic algorithms. With ``benchmark``, cuDNN
     times its algorithms for the first batch of each shape. Training is then faster if all batches
-    have one shape, and slower otherwise. Runs are not reproducible.
+    have one shape, and slower otherwise. Such runs are not reproducible.
     """
     number = config.seed + rank
     random.seed(number)

@@ -356,10 +356,10 @@ def _rope_scaling(
     """Return ``rope_scaling`` or None, and the names of scaling factors that it does not contain.
 
     - Phi-3 with a long context: the file contains two lists of factors.
-    - Llama 3.1: the file contains factors that were computed from four numbers. If the numbers of
-      the released models produce the same factors, these numbers are returned.
+    - Llama 3.1: the file contains factors that were computed from four numbers. If the four numbers
+      of the released models produce the same factors, the result contains these numbers.
     - DeepSeek with ``yarn``: the file contains only ``mscale_all_dim``. ``mscale`` gets the same
-      value, as in the released models.
+    value, as in the released models.
     """
     factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
     unread = [name for name in SCALING if name in weights and name not in factors]
