@@ -169,7 +169,7 @@ Piece = tuple[Extent, StridedCopy]  # an extent, and a copy that reads this exte
 
 
 def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
-    """Describe copies in a word.
+    """Return a word that describes the copies.
 
     * ``joined``: all contiguous byte ranges are long.
     * ``transposed``: at least one copy is a transpose.

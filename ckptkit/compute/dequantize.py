@@ -354,7 +354,7 @@ class TabledDequantizer(Dequantizer):
         return self._taken(self.scales[0].raw(span)[rows], data).reshape(-1).view("u1").data
 
     def _taken(self, scale: Array, data: Array) -> Array:
-        """Return the elements for `data`, the bytes of codes.
+        """Return the elements for `data`, which contains the bytes of the codes.
 
         Each scale applies to the same number of bytes.
         """
@@ -415,8 +415,8 @@ _BLOCK = 1 << 16  # number of bytes per step; temporary arrays are many times la
 class TorchDequantize(Operation):
     """Dequantizes elements of a quantized torch dtype to float32, bit-exactly as torch on a CPU.
 
-    The source is ATen/native/quantized: AffineQuantizerBase.cpp and
-    cpu/kernels/QuantizedOpKernels.cpp.
+    The sources are AffineQuantizerBase.cpp and cpu/kernels/QuantizedOpKernels.cpp in
+    ATen/native/quantized.
 
     For tensors with one scale, `parameters` are the scale and the zero point. The scale is rounded
     to float32. The zero point is subtracted as a 32-bit integer, with overflow.
@@ -473,8 +473,8 @@ def dequantized_record(
     """Return the elements of a quantized tensor as float32, row-major and little-endian.
 
     `scale` and `zero_point` are numbers, or tensors with one number for each index of the dimension
-    `axis`. Raise TensorError if their shapes or dtypes are wrong. Raise TensorError also if the
-    elements are not contiguous.
+    `axis`. Raise TensorError if the shapes or dtypes of `scale` and `zero_point` are wrong. Raise
+    TensorError also if the elements are not contiguous.
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):

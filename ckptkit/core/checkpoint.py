@@ -86,28 +86,29 @@ class Checkpoint:
 
     Contents:
 
-    - ``root``: the tree.
-    - ``extras``: the strings of the file beside the tree (safetensors' ``__metadata__``).
-    - ``globals``: all classes and functions that the pickles of the file name.
-    - ``logical``: the quantized weights that the tree contains as dequantized tensors.
-    - ``companions``: files (name and bytes) that belong beside the weights in a folder.
+    * ``root``: the tree.
+    * ``extras``: strings that the file stores outside the tree (safetensors' ``__metadata__``).
+    * ``globals``: all classes and functions that occur in the pickles of the file.
+    * ``logical``: the dequantized tensors of the tree, each with its quantized weight.
+    * ``companions``: names and bytes of files that belong into the folder of the weights.
 
     Source:
 
-    - ``format``: the name of the file format. ``origin`` contains data that only this format uses.
-    - ``key``: the path of the entry with the weights.
-    - ``part_only``: true to accept a single rank's file.
-    - ``part``: the shard that the file contains. None if the file seems complete.
-    - ``folder``: the folder that the caller named, if the source is a file in this folder.
-    - ``beside``: the entries that were separate files in this folder.
-    - ``about``: a description of the layout of a folder.
-    - ``words``: the command-line options with which a command reads the same folder.
+    * ``format``: the name of the file format.
+    * ``origin``: data that only the code of this file format uses.
+    * ``key``: the path of the entry that contains the weights.
+    * ``part_only``: True to accept a single rank's file.
+    * ``part``: the rank or shard in the file, or None if the file seems complete.
+    * ``folder``: the folder that the caller named, if the source is a file in this folder.
+    * ``beside``: the entries that were separate files in this folder.
+    * ``about``: a description of the layout of a folder.
+    * ``words``: the command-line options that a command needs to read the same folder.
 
     Messages:
 
-    - ``warnings``: the warnings of readers and transforms.
-    - ``notes``: the changes that transforms made.
-    - ``reports``: the changes that rule steps made.
+    * ``warnings``: the warnings of readers and transforms.
+    * ``notes``: the changes that transforms made.
+    * ``reports``: the changes that rule steps made.
     """
 
     root: Node

@@ -29,45 +29,49 @@ class Options:
 
     Options for reading:
 
-    - ``key``: path of the entry with the weights.
-    - ``part_only``: accept a single rank's file.
-    - ``parts``: path of a file that describes how the tensors of a folder are sharded.
-    - ``copies``: treatment of replicated tensors. ``compare`` compares their checksums. ``check``
-      reads and compares their bytes. ``first`` uses the first copy even if copies differ.
+    * ``key``: path of the entry that contains the weights.
+    * ``part_only``: accept a single rank's file.
+    * ``parts``: path of a file that describes how the tensors of a folder are sharded.
+    * ``copies``: treatment of replicated tensors. The value ``compare`` compares the checksums of
+      all copies. The value ``check`` reads and compares the bytes of all copies. The value
+      ``first`` uses the first copy, even if the copies differ.
 
     Options for the output:
 
-    - ``format``: name of the output format. None: the format of the suffix.
-    - ``keep_format``: keep the format of the source if the destination has no suffix, or the suffix
-      of the source. Edit in place if only a few bytes change.
-    - ``in_place``: overwrite the source.
-    - ``objects``: ``keep``, ``drop`` or ``error`` for Python objects other than tensors and plain
-      values.
-    - ``ties``: treatment of tensors that share memory, if the format has no views. ``alias`` stores
-      the bytes once and records the other names. ``duplicate`` stores a copy for each name.
-    - ``all``: write the complete tree, not only the weights.
-    - ``shard_size``: maximum size of a shard, in bytes or as "5GB". A larger tensor gets a separate
-      shard. None: the default of the format.
-    - ``ranks``: number of ranks in a model-parallel format.
-    - ``extras``: store values that safetensors cannot express in the metadata of the
-      file.
-    - ``sidecars``: copy configuration and tokenizer files from folder to folder.
-    - ``strict``: raise UsageError for a step that is a no-op.
+    * ``format``: name of the output format. If None, the suffix of the destination selects the
+      format.
+    * ``keep_format``: keep the format of the source if the destination has the suffix of the source
+      or no suffix. With ``in_place``, write only the changed bytes.
+    * ``in_place``: overwrite the source.
+    * ``objects``: treatment of Python objects other than tensors and plain values. The value is
+      ``keep``, ``drop`` or ``error``.
+    * ``ties``: treatment of tensors that share memory, if the output format cannot share memory.
+      The value ``alias`` stores one tensor and records the other names. The value ``duplicate``
+      stores a copy for each name.
+    * ``all``: write the complete tree, not only the weights.
+    * ``shard_size``: maximum size of a shard, in bytes or as "5GB". A larger tensor gets a separate
+      shard. If None, the format selects the size.
+    * ``ranks``: number of ranks in a model-parallel output.
+    * ``extras``: if a safetensors header cannot express a value, store the value in the metadata.
+    * ``sidecars``: copy configuration and tokenizer files from the source folder to the output
+      folder.
+    * ``strict``: raise UsageError if a step is a no-op.
 
     Options for writing:
 
-    - ``force``: replace an existing destination.
-    - ``dry_run``: plan the output and write nothing.
-    - ``check``: compare tensors with the checksums in their file. Raise CorruptError for a damaged
+    * ``force``: replace an existing destination.
+    * ``dry_run``: plan the output and write nothing.
+    * ``check``: compare tensors with the checksums in their file. Raise CorruptError for a damaged
       tensor.
-    - ``verify``: read the output back and compare its bytes before the output gets its final name.
-    - ``durable``: flush the output to disk.
-    - ``allow_expand``: allow an output that is many times larger than its source.
-    - ``executor``: a concurrent.futures.Executor for the tasks. Its workers must have access to the
-      same files.
-    - ``fork``: allow forked processes for computed bytes.
-    - ``progress``: a function that receives two numbers: the bytes written since its last call, and
-      the total.
+    * ``verify``: read input and output again and compare the bytes, before the output gets its
+      final name.
+    * ``durable``: flush the output to disk.
+    * ``allow_expand``: allow an output that is many times larger than its source.
+    * ``executor``: a concurrent.futures.Executor for the tasks. The workers of the executor must
+      have access to the same files.
+    * ``fork``: allow forked processes for computed bytes.
+    * ``progress``: a function with two arguments: the number of bytes written since the last call,
+      and the total number of bytes.
     """
 
     key: str | None = None

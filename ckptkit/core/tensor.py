@@ -42,9 +42,9 @@ class Count(int):
 class Storage:
     """A block of bytes that tensors view.
 
-    - ``record``: the location and the length of the bytes.
-    - ``device``: the device from which the storage was saved.
-    - ``crc32``: the CRC-32 of the bytes, or None if it is unknown.
+    * ``record``: the location and the length of the bytes.
+    * ``device``: the device from which the storage was saved.
+    * ``crc32``: the CRC-32 of the bytes, or None if it is unknown.
     """
 
     record: Final[Record]
@@ -89,12 +89,13 @@ class TypedStorage:
 class Tensor:
     """A strided view of a storage. `shape`, `stride` and `offset` are numbers of elements.
 
-    - ``storage`` is None for a meta tensor.
-    - ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
-    - ``layout`` is ``strided``, ``sparse_coo``, ``nested``... A tensor that is not ``strided``
-      consists of several tensors. Its ``storage`` contains the values, and its ``stride`` is empty.
-    - ``conj`` and ``neg`` are lazy flags, as in torch. If one is true, the elements in the storage
-      are not conjugated or negated yet.
+    * ``storage`` is None for a meta tensor.
+    * ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
+    * ``layout`` is ``strided``, ``sparse_coo``, ``nested`` and so on. A tensor that is not
+      ``strided`` consists of several tensors. For such a tensor, ``storage`` contains the values,
+      and ``stride`` is empty.
+    * If ``conj`` is True, the elements are the conjugates of the numbers in the storage.
+    * If ``neg`` is True, the elements are the negatives of the numbers in the storage.
 
     ckptkit reads elements on demand. ``t[0:3, :, 5]`` and ``t.numpy()`` return numpy arrays, and
     ``t.torch()`` returns a torch tensor.
