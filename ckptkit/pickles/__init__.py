@@ -1,6 +1,10 @@
-"""Pickles, read symbolically and written back: nothing is imported, nothing is called.
+"""Read and write pickles without importing or calling anything that a pickle names.
 
-In: bytes of a stream, or a tree. Out: a tree with lazy tensors, or a pickle of protocol 2.
-``machine`` runs the opcodes for a builder: ``values`` builds the tree, the room scanning a trace.
-``judge`` decides what is harmless, ``policy`` what is written. Uses core and compute.
+``machine`` runs the opcodes of a pickle.
+``values`` builds a tree with lazy tensors.
+``writer`` writes a tree as a pickle of protocol 2.
+``judge`` decides which calls are harmless.
+``policy`` decides which values of a tree may be written.
+
+This package imports only `ckptkit.core` and `ckptkit.compute`.
 """

@@ -1,8 +1,9 @@
-"""Convert Python values of this process to nodes, as if they were read from a file.
+"""Convert Python values of this process to the nodes that reading a saved file would return.
 
-The values are pickled as ``torch.save`` does, and the machine reads that pickle. The bytes of
-tensors and arrays stay in memory: the pickle contains a number as persistent id in their place.
-Tensors and other nodes of a Checkpoint are used unchanged.
+This module pickles the values like ``torch.save``, and then reads the pickle with
+`ckptkit.pickles.values`. The pickle does not contain the bytes of tensors and arrays. Instead, it
+contains a number as the persistent id of each tensor or array. Tensors and other nodes of a
+Checkpoint are used unchanged.
 """
 
 from __future__ import annotations
@@ -39,29 +40,31 @@ _NODES = (
 _PROTOCOL = 2  # the protocol of torch.save
 _NAME = "<memory>"
 _HINT = (
-    "plain values, containers, torch tensors and numpy arrays can be saved; for other objects, "
-    "save their state_dict() or vars()"
+    "ckptkit saves plain values, containers, torch tensors and numpy arrays; for another object, "
+    "save object.state_dict() or vars(object)"
 )
 
 
 def checkpoint(value: object) -> Checkpoint:
-    """Return a Checkpoint whose tree is a value of this process."""
+    """Return a Checkpoint with the content of a Python value."""
     root = node(value)
     names = (each for each in nodes(root) if isinstance(each, Global))
     return Checkpoint(root, globals=tuple(dict.fromkeys(names)))
 
 
 def node(value: object) -> Node:
-    """Return the node of a value. Raises ArgumentError if the value cannot be pickled."""
+    """Convert a Python value to a node. Raises ArgumentError if the value cannot be pickled."""
     import pickle
 
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     numbered: list[Node] = []
-    arrays: dict[int, tuple[Any, Node]] = {}  # by id; a reference to the array keeps its id unique
+    # Maps the id of each array to the array and its node. The dict keeps the array alive, because
+    # Python could reuse the id of a deleted array.
+    arrays: dict[int, tuple[Any, Node]] = {}
     storages: dict[int, Storage] = {}
 
     def unpickled_node(item: Any) -> Node | None:
-        """Return the node of a value that needs no pickling, None for other values."""
+        """Convert a node, Checkpoint, storage or array. Return None for other values."""
         if isinstance(item, _NODES):
             return item
         if isinstance(item, Checkpoint):
@@ -104,7 +107,10 @@ def node(value: object) -> Node:
 
 
 def _check_objects(root: Node, given: set[int]) -> None:
-    """Raise ArgumentError for objects of other classes that hold tensors, except the `given`."""
+    """Raise ArgumentError if an object of an unknown class contains tensors.
+
+    `given` contains the ids of nodes that the caller passed as nodes. These nodes are not checked.
+    """
     waiting = [root]
     while waiting:
         each = waiting.pop()
@@ -121,7 +127,7 @@ def _check_objects(root: Node, given: set[int]) -> None:
 
 
 def _typed_storage(torch: Any, value: Any, known: dict[int, Storage]) -> TypedStorage:
-    """Return the storage of a tensor: the same Storage object for the same memory."""
+    """Convert a torch storage. Return the same Storage object for storages that share memory."""
     is_typed = isinstance(value, torch.storage.TypedStorage)
     untyped = value._untyped_storage if is_typed else value
     dtype = BY_NAME[str(value.dtype).removeprefix("torch.")] if is_typed else None
@@ -134,7 +140,7 @@ def _typed_storage(torch: Any, value: Any, known: dict[int, Storage]) -> TypedSt
 
 
 def _array(numpy: Any, value: Any) -> Node | None:
-    """Return the node of an array, None for an array that is pickled with its elements."""
+    """Convert a NumPy array. Return None for an element type that ckptkit does not support."""
     name = value.dtype.name
     if name not in BY_NAME or value.dtype.hasobject:
         return None
@@ -151,7 +157,7 @@ def _array(numpy: Any, value: Any) -> Node | None:
 
 
 def _reconstructed(empty: Any, shape: tuple[int, ...], extent: Range, fortran: bool) -> Object:
-    """Return the Object of numpy's pickle of `empty`, with another shape and other bytes."""
+    """Return NumPy's pickle of the array `empty` as an Object with the given shape and bytes."""
     import pickle
 
     made = unpickle(Memory(pickle.dumps(empty, _PROTOCOL), _NAME)).root

@@ -1,9 +1,12 @@
-"""Evaluate, symbolically, the calls that build tensors and plain values in torch's pickles.
+"""Evaluate the calls in pickles that make tensors and plain values. No call is executed.
 
-Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A
-reducer receives the Global and the arguments and returns a node. A plain tensor becomes a Tensor.
-Anything more (hooks, attributes, a subclass) stays an Object whose `tensor` is the tensor it
-evaluates to. The first line of a reducer's docstring is the call that it evaluates.
+A reducer is a function that evaluates the calls of one class or function of torch, numpy or Python.
+The first line of its docstring is the call. The signatures are those of torch/_utils.py,
+torch/_tensor.py and torch/nn/parameter.py in all versions of torch.
+
+A reducer takes the Global and the arguments of the call, and returns a node. For a plain tensor,
+the node is a Tensor. For a tensor with hooks or attributes, or of a subclass, the node is an
+Object. The attribute `tensor` of the Object then is the plain tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
-_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # names of element types in torch
+_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # pattern of dtype names in torch
 _LATIN1 = ("latin1", "latin-1")
 
 
@@ -29,7 +32,7 @@ _LATIN1 = ("latin1", "latin-1")
 
 
 def ordered_dict(made: Global, args: Args) -> Node:
-    """OrderedDict(), or Python 2's OrderedDict([[key, value], ...])."""
+    """OrderedDict() or OrderedDict([[key, value], ...]). Python 2 writes the second form."""
     if not args:
         return OrderedMapping()
     if len(args) == 1 and isinstance(args[0], list):
@@ -49,9 +52,10 @@ def _set(made: Global, args: Args) -> Node:
 
 
 def _bytes(made: Global, args: Args) -> Node:
-    """bytes() and bytearray(b"...") of protocols 0 to 2.
+    """bytes() and bytearray(b"...").
 
-    bytes(size) stays an Object, because it would allocate memory.
+    Protocols 0 to 2 contain these calls. A call ``bytes(size)`` becomes an Object, because
+    evaluating the call could allocate much memory.
     """
     make = bytes if made.name == "bytes" else bytearray
     if not args:
@@ -62,11 +66,11 @@ def _bytes(made: Global, args: Args) -> Node:
         return StoredBytes(args[0].extent, made.name)
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
-    return Object(made, args)  # ckptkit shows it, but does not write it
+    return Object(made, args)  # ckptkit shows this Object, but does not write it
 
 
 def _encode(made: Global, args: Args) -> Node:
-    """_codecs.encode(text, "latin1"), the bytes of protocol 2."""
+    """_codecs.encode(text, "latin1"). Protocol 2 stores byte strings as this call."""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return _latin1(args[0])
     return Object(made, args)
@@ -76,7 +80,7 @@ def _latin1(text: str) -> bytes:
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError as error:
-        raise FormatError("pickle encodes bytes with characters above 255") from error
+        raise FormatError("pickle contains a byte string with a character above 255") from error
 
 
 def _complex(made: Global, args: Args) -> Node:
@@ -89,7 +93,7 @@ def _complex(made: Global, args: Args) -> Node:
 
 
 def _getattr(made: Global, args: Args) -> Node:
-    """getattr(Class, "Inner"), the name of a nested class below protocol 4."""
+    """getattr(Class, "Inner"). Below protocol 4, a nested class is stored as this call."""
     outer, inner = args if len(args) == 2 else (None, None)
     if isinstance(outer, Global) and isinstance(inner, str) and inner.isidentifier():
         return Global(outer.module, f"{outer.name}.{inner}")
@@ -97,9 +101,10 @@ def _getattr(made: Global, args: Args) -> Node:
 
 
 def _same(made: Global, args: Args) -> Node:
-    """build_intlist(list) and similar functions, and restore_type_tag(list or dict, type).
+    """build_intlist(list), build_boollist(list) and restore_type_tag(list or dict, type).
 
-    TorchScript calls these functions for types that Python lacks. They return their first argument.
+    TorchScript writes these calls for types that Python does not have. The functions return the
+    first argument.
     """
     return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
 
@@ -111,25 +116,25 @@ def _shape(node: Node) -> tuple[int, ...]:
     if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, (tuple, list)):
-        raise TensorError("a tensor's size or stride is not a tuple")
+        raise TensorError("the size or stride of a tensor is not a tuple")
     return tuple(node)
 
 
 def _storage(node: Node) -> TypedStorage:
     if not isinstance(node, TypedStorage):
-        raise FormatError("a tensor is built on something other than a storage")
+        raise FormatError("the first argument of a tensor is not a storage")
     return node
 
 
 def flag(node: Node) -> bool:
-    """Return a requires_grad flag. Raises TensorError unless it is True or False."""
+    """Return a requires_grad flag as bool. Raises TensorError for a value other than 0 and 1."""
     if node.__class__ is not bool and node not in (0, 1):
-        raise TensorError("a tensor's requires_grad is neither True nor False")
+        raise TensorError("the requires_grad of a tensor is neither True nor False")
     return bool(node)
 
 
 def is_empty(hooks: Node) -> bool:
-    """Return whether the dict of backward hooks is None or empty."""
+    """Return whether a tensor has no backward hooks. `hooks` is their dict, or None."""
     return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
 
 
@@ -141,10 +146,10 @@ def _arity(made: Global, args: Args, least: int, most: int) -> None:
 def strided(
     typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None
 ) -> tuple[Tensor, bool]:
-    """Return the tensor of (storage, offset, size, stride[, ...]), and whether it is plain.
+    """Return the tensor that torch makes of (storage, offset, size, stride[, ...]).
 
-    A tensor with hooks or unknown metadata is not plain. Torch 0.1 to 0.3 passed four arguments,
-    and empty sizes meant a tensor without elements.
+    Also return True for a tensor without hooks and unknown metadata. torch 0.1 to 0.3 passed four
+    arguments. In these versions, an empty size means a tensor without elements.
     """
     if dtype is None:
         raise TensorError("a tensor of an untyped storage has no dtype")
@@ -155,14 +160,14 @@ def strided(
     if shape == stride == () and len(args) == 4 and not typed.elements:
         shape, stride = (0,), (1,)
     if type(args[1]) is not int or args[1] < 0:
-        raise TensorError("a tensor's storage offset is not a non-negative integer")
+        raise TensorError("the storage offset of a tensor is negative or not an integer")
     tensor = Tensor(
         typed.storage, dtype, shape, stride, typed.start + args[1], grad,
         conj="conj" in flags, neg="neg" in flags,
     )  # fmt: skip
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(
-            f"shape {shape}, stride {stride}, offset {args[1]} exceed a view of a storage"
+            f"shape {shape}, stride {stride} and offset {args[1]} exceed the view of the storage"
         )
     known = metadata is None or (bits is metadata and bits.keys() == flags <= {"conj", "neg"})
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
@@ -197,7 +202,7 @@ def _tensor_v3(made: Global, args: Args) -> Node:
 
 
 def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
-    """Return the same tensor with another `requires_grad` and `kind`."""
+    """Return a copy of the tensor with this `requires_grad` and `kind`."""
     return Tensor(
         tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind,
         tensor.layout,
@@ -210,7 +215,7 @@ def _parameter(made: Global, args: Args) -> Node:
     _arity(made, args, 3, 4)
     tensor = as_tensor(args[0])
     if tensor is None:
-        raise FormatError("a parameter is built on something other than a tensor")
+        raise FormatError("the first argument of a parameter is not a tensor")
     grad = flag(args[1])
     parameter = with_grad(tensor, grad, "parameter")
     plain = isinstance(args[0], Tensor) and not args[0].requires_grad
@@ -230,28 +235,31 @@ def _quantized(made: Global, args: Args) -> Node:
 def _sparse(made: Global, args: Args) -> Node:
     """_rebuild_sparse_tensor(layout, data).
 
-    `data` is (indices, values, size, ...) or, for compressed layouts, (compressed indices, plain
-    indices, values, size).
+    For the COO layout, `data` is (indices, values, size, ...). For compressed layouts, `data` is
+    (compressed indices, plain indices, values, size).
     """
     _arity(made, args, 2, 2)
     layout, data = args
     named = isinstance(layout, Object) and len(layout.args) == 1
     name = layout.args[0] if named else "torch.sparse_coo"
     if not isinstance(name, str) or not isinstance(data, tuple) or len(data) < 3:
-        raise FormatError("a sparse tensor lacks its layout or a part")
+        raise FormatError("a sparse tensor has an unknown layout or too few arguments")
     at = 1 if name.endswith("sparse_coo") else 2
     values = as_tensor(data[at])
     if values is None or at + 1 >= len(data):
-        raise FormatError("a sparse tensor lacks its values or its size")
+        raise FormatError("a sparse tensor has no values or no size")
     tensor = _composed(values, _shape(data[at + 1]), name.removeprefix("torch."))
     return Object(made, args, tensor=tensor)
 
 
 def _nested(made: Global, args: Args) -> Node:
-    """_rebuild_nested_tensor(buffer, sizes, strides, storage offsets); its shape is tensor data."""
+    """_rebuild_nested_tensor(buffer, sizes, strides, storage offsets).
+
+    The arguments after ``buffer`` are tensors, so ckptkit does not know the shape.
+    """
     buffer = as_tensor(args[0]) if args else None
     if buffer is None:
-        raise FormatError("a nested tensor lacks its buffer")
+        raise FormatError("a nested tensor has no buffer")
     return Object(made, args, tensor=_composed(buffer, (), "nested"))
 
 
@@ -278,12 +286,15 @@ def _subclass(made: Global, args: Args) -> Node:
 
 
 def _from_type(made: Global, args: Args) -> Node:
-    """_rebuild_from_type_v2(function, class, arguments, state): a subclass or tensor attributes."""
+    """_rebuild_from_type_v2(function, class, arguments, state).
+
+    torch.save writes this call for a tensor of a subclass, and for a tensor with attributes.
+    """
     _arity(made, args, 3, 4)
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
     if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
-    if inner is None:  # a function of the subclass: it makes a tensor if its arguments have one
+    if inner is None:  # an unknown function makes a tensor if its arguments contain a tensor
         first = next(iter(inner_tensors(args)), None)
         tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
         return Object(made, args, tensor=tensor)
@@ -291,9 +302,9 @@ def _from_type(made: Global, args: Args) -> Node:
 
 
 def _on_device(made: Global, args: Args) -> Node:
-    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad) and similar calls.
+    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad).
 
-    _rebuild_device_tensor_from_cpu_tensor has the same arguments but a tensor first.
+    The first argument of _rebuild_device_tensor_from_cpu_tensor is a tensor instead of an array.
     """
     _arity(made, args, 4, 4)
     tensor = as_tensor(args[0])
@@ -316,7 +327,7 @@ def dtype_of(node: Node) -> DType:
 
 
 def dtype_or_unknown(node: Node) -> DType:
-    """Return `dtype_of`, or a placeholder for an unsupported dtype of torch."""
+    """Return the element type like `dtype_of`, or a placeholder for an unsupported torch dtype."""
     known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
     if not known and re.fullmatch(_DTYPE, node.name):
         return unknown(node.name)
@@ -353,9 +364,10 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
 }
 
 
-# Objects whose BUILD completes them: numpy arrays, and tensors and variables of torch 0.1 to 0.3.
-# These are made by calling their class, and the state contains their data; today's
-# `Tensor.__setstate__` still reads it. An object without anything else becomes a plain Tensor.
+# Functions that evaluate the BUILD state of a NumPy array, or of a tensor or variable of torch 0.1
+# to 0.3. These versions of torch pickled a tensor as a call of its class, and stored the data in
+# the state. `Tensor.__setstate__` of current torch still supports such a state. If the pickle
+# contains nothing but the data, the object becomes a plain Tensor.
 
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]
@@ -372,7 +384,10 @@ def _built_array(target: Object, state: State) -> bool:
 
 
 def _built_tensor(target: Object, state: State) -> bool:
-    """Tensors of torch 0.1: ``torch.FloatTensor()`` and a state (storage, offset, size, stride)."""
+    """Evaluate the state (storage, offset, size, stride) of a call such as torch.FloatTensor().
+
+    torch 0.1 wrote such calls.
+    """
     if len(state) != 4 or not isinstance(state[0], TypedStorage):
         return False
     check_class(target.callable, state[0].dtype)
@@ -381,10 +396,11 @@ def _built_tensor(target: Object, state: State) -> bool:
 
 
 def _built_variable(target: Object, state: State) -> bool:
-    """Variables and parameters of torch 0.1 to 0.3.
+    """Evaluate the state of a variable or parameter of torch 0.1 to 0.3.
 
-    Parameter(data) has the state (requires_grad, volatile, hooks). Older ones have no argument and
-    the state (data, grad, hooks, requires_grad, volatile).
+    Newer versions call ``Parameter(data)``, and the state is (requires_grad, volatile, hooks).
+    Older versions call ``Parameter()``, and the state is (data, grad, hooks, requires_grad,
+    volatile).
     """
     if len(state) == 5:
         data, _, hooks, grad, _ = state
@@ -409,15 +425,15 @@ def _is_made_by_class(node: Node) -> bool:
 
 
 def check_class(made: Node, dtype: DType | None) -> None:
-    """Raise FormatError unless `made` is the tensor class of `dtype` on any device."""
+    """Raise FormatError unless `made` is the CPU or CUDA tensor class of `dtype`."""
     expected = "" if dtype is None else (dtype.storage or "").replace("Storage", "Tensor")
     if not isinstance(made, Global) or made.module not in _MODULES or made.name != expected:
-        kind = made if isinstance(made, Global) else "something other than a class"
-        raise FormatError(f"a tensor of class {kind} over a storage of {dtype or 'no type'}")
+        kind = made if isinstance(made, Global) else "(unknown)"
+        raise FormatError(f"a tensor of class {kind} has a storage of {dtype or 'no type'}")
 
 
 def built(target: Object, state: Node) -> bool:
-    """Return whether the object, after a BUILD, is only a plain tensor."""
+    """Evaluate the BUILD state of an object. Return whether the object becomes a plain tensor."""
     made = target.callable
     builder = _BUILDERS.get((made.module, made.name)) if isinstance(made, Global) else None
     return builder is not None and isinstance(state, tuple) and builder(target, state)

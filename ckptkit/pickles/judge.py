@@ -1,20 +1,28 @@
-"""Judge the names, calls and states of a pickle by the allowlist, without calling anything.
+"""Decide by the allowlist whether the names, calls and states of a pickle are harmless.
 
-A file must not supply a callable. A name may be a value only if the allowlist contains it. A call
-must have a row in the allowlist, and its arguments and state must match the shapes of that row.
-Code of Python, torch or numpy that processes such values during loading therefore never runs code
-from the file. Two callers: the trace of a pickle during a scan, and the writer of a tree.
+ckptkit calls a pickle harmless if the pickle meets three conditions.
 
-The sort of a value is its kind for this judgement (such as int, list, tensor), one bit of `SORTS`.
-A shape is a predicate over values, written in ``allowlist.txt`` as
+The allowlist contains every class and function that the pickle uses as a value.
+The allowlist contains every class and function that the pickle calls.
+The arguments and the BUILD state of every call match the patterns in the allowlist.
 
-    int|none         a value of one of these sorts
-    [int]  (int*)    a list, or a tuple, of any number of integers; (text int?) a tuple of 1 or 2
-    {text: tensor}   a dict with keys and values of these shapes
-    {a=int *=any}    a dict with string keys: the shape of the value `a`, and of all other values
-    <scalar list>    a value that has these sorts itself and at every depth inside
-    %name            one of the classes and functions of the set `name`
-    word             the shape, or the test of `_TESTS`, with this name
+Under these conditions, loading never runs code from the file. `ckptkit scan` applies the conditions
+to a pickle that it reads. `ckptkit.pickles.policy` applies the conditions to a tree that ckptkit
+writes. No function in this module calls anything that a pickle names.
+
+`SORTS` lists the sorts of values, such as ``int``, ``list`` and ``tensor``. Each sort is one bit. A
+`Shape` is a function that returns whether a value matches a pattern. ``allowlist.txt`` contains
+these patterns::
+
+    int|none         A value of sort ``int`` or ``none``.
+    [int]            A list of any number of integers.
+    (int*)           A tuple of any number of integers.
+    (text int?)      A tuple of a string and an optional integer.
+    {text: tensor}   A dict that maps strings to tensors.
+    {a=int *=any}    A dict with string keys. The value of the key ``a`` is an integer.
+    <scalar list>    A value that contains only scalars and lists at every depth.
+    %name            A class or function from the set ``name``.
+    word             A value that matches the shape or the function of `_TESTS` with this name.
 """
 
 from __future__ import annotations
@@ -36,38 +44,52 @@ from ckptkit.core.tree import Global, Node
 
 Name = tuple[str, str]
 
-# Levels of a step: its effect on the process that loads the file, from harmless to harmful.
-ACCEPTED = "accepted"  # torch.load(weights_only=True) performs it
-HARMLESS = "harmless"  # allowlisted with matching arguments: it only returns a value
-CLASS = "class"  # makes an object of a class that is not allowlisted: depends on its code
-LOADS = "loads"  # loads a file inside this file; the inner file is judged separately
-UNSURE = "unsure"  # not proved harmless: the arguments or the state match no row
-CALLED = "unknown"  # calls a function of another package, or a class by its constructor
+# Levels of a call or another operation in a pickle, from harmless to harmful
+
+# `torch.load(weights_only=True)` accepts the operation.
+ACCEPTED = "accepted"
+# The operation is allowlisted with these arguments, and only returns a value.
+HARMLESS = "harmless"
+# The operation makes an object of a class that is not allowlisted. The effect depends on the class.
+CLASS = "class"
+# The operation loads a file inside this file. ckptkit judges the inner file separately.
+LOADS = "loads"
+# The callable is allowlisted, but not with these arguments or this state.
+UNSURE = "unsure"
+# The operation calls a function or class of a package other than Python, torch and numpy.
+CALLED = "unknown"
 HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, UNSURE, CALLED, HARMFUL)
-WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # levels that may be written back
+WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # levels of operations that ckptkit writes
 
-# Packages whose calls, like those of Python (`standard`), are harmful unless allowlisted.
+# Calls of these packages and of Python's standard library are harmful unless allowlisted.
 TORCH = {"functorch", "numpy", "torch", "torchgen"}
 _SCRIPT = "__torch__"  # package of classes whose code is inside a TorchScript archive
 
-# Calls that call one of their arguments, or return something inside it.
+# Functions that call one of their arguments, or return an attribute of an argument
 FROM_TYPE: frozenset[Name] = frozenset((
     ("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type"),
     ("torch.tensor", "_rebuild_from_type"),
 ))  # fmt: skip
 _NEW_CALLS: frozenset[Name] = frozenset((("copyreg", "__newobj__"), ("copyreg", "__newobj_ex__")))
-_RECONSTRUCT: Name = ("copyreg", "_reconstructor")  # (class, base, state): protocols 0 and 1
-_GETATTR: Name = ("builtins", "getattr")  # returns a nested class, for protocols below 4
-_LOAD: Name = ("torch.storage", "_load_from_bytes")  # a storage pickled outside torch.save
+# Protocols 0 and 1 make an object by the call _reconstructor(class, base, state).
+_RECONSTRUCT: Name = ("copyreg", "_reconstructor")
+# Protocols below 4 name a nested class by the call getattr(Outer, "Inner").
+_GETATTR: Name = ("builtins", "getattr")
+# pickle.dump saves a torch storage as the call _load_from_bytes(bytes).
+_LOAD: Name = ("torch.storage", "_load_from_bytes")
 _SPECIAL = FROM_TYPE | _NEW_CALLS | {_RECONSTRUCT, _GETATTR, _LOAD}
-# C++ classes whose memory is uninitialized until their state is set: BUILD must come first.
+# C++ classes whose memory is uninitialized until BUILD sets the state. The first operation on such
+# an object must be BUILD.
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _UNFINISHED = frozenset((_PLACEMENTS, name) for name in ("Partial", "Shard", "_StridedShard"))
 
 
 class NumpyType(NamedTuple):
-    """A numpy element type: its letter, its size in bytes, and whether it contains objects."""
+    """A NumPy dtype. ``kind`` is its letter, and ``size`` the number of bytes per element.
+
+    If ``objects`` is True, the elements contain Python objects.
+    """
 
     kind: str
     size: int
@@ -75,14 +97,18 @@ class NumpyType(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The verdict on a call or step: level, sort of the result, and element type of a dtype."""
+    """The verdict on a call, BUILD or other operation.
+
+    ``kind`` is one of `LEVELS`, and ``sort`` is the sort of the result. If the result is a NumPy
+    dtype, ``type`` describes the dtype.
+    """
 
     kind: str
     sort: int
     type: NumpyType | None = None
 
 
-# Sorts
+# Sorts of values
 
 
 NONE, FLAG, INT, FLOAT, TEXT, BYTES = (1 << bit for bit in range(6))
@@ -105,50 +131,54 @@ SORTS: dict[str, int] = {
     "tensor": TENSOR | DRESSED,
     "array": ARRAY, "npdtype": NPDTYPE, "size": SIZE, "time": TIME, "device": DEVICE,
     "layout": LAYOUT, "generator": GENERATOR, "offset": OFFSET,
-    "other": OTHER,  # made by a row, and accepted by no other row
-    "constant": CONSTANT,  # a name that is not callable, such as torch.float32
-    "function": FUNCTION,  # an allowlisted function or class that only computes, for any arguments
-    "name": NAME,  # any other class or function: no file may contain it as a value
-    "bag": BAG,  # an object with arbitrary attributes: argparse.Namespace
-    "listed": LISTED,  # an object of an allowlisted class
-    "object": OBJECT,  # an object of another class: depends on its code
+    "other": OTHER,  # The result of an allowlisted call that is not a valid argument of any call.
+    "constant": CONSTANT,  # A named value that is not callable, such as torch.float32.
+    "function": FUNCTION,  # An allowlisted class or function that is harmless for any arguments.
+    "name": NAME,  # Any other class or function. Files that use it as a value are rejected.
+    "bag": BAG,  # An argparse.Namespace, which may have arbitrary attributes.
+    "listed": LISTED,  # An object of an allowlisted class.
+    "object": OBJECT,  # An object of a class that is not allowlisted.
     "scalar": SCALAR, "literal": LITERAL, "any": ANY,
 }  # fmt: skip
 PLAIN: dict[type, int] = {
     type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
 }  # fmt: skip
-"""The sorts of values that are the same objects in a trace and in a tree."""
+"""Maps each plain Python type to its sort."""
 KEYS = (
     SCALAR | TUPLE | STORAGE | TENSOR | DRESSED | SIZE | TIME | DEVICE | LAYOUT | OTHER | CONSTANT
 ) | (FUNCTION | NAME | OBJECT)
-"""Sorts that may be dict keys or items of a set, which Python hashes and compares."""
+"""Sorts of values that may be dict keys or items of a set."""
 
 
 class View(Protocol):
-    """Access to the values of a traced pickle, or of a tree to write."""
+    """Methods that return facts about a value.
+
+    `ckptkit scan` implements the methods for traced values. `ckptkit.pickles.policy` implements the
+    methods for the nodes of a tree.
+    """
 
     def sort(self, value: Any) -> int:
         """Return the sort of a value."""
 
     def items(self, value: Any) -> Iterable[Any] | None:
-        """Return the items of a container; for a dict, keys and values alternate.
+        """Return the items of a container, or None if the items are unknown.
 
-        Return None if the items are unknown.
+        For a dict, return keys and values alternately.
         """
 
     def numpy(self, value: Any) -> NumpyType | None:
-        """Return the element type of a complete numpy.dtype, None for other values."""
+        """Return the element type if the value is a complete numpy.dtype, otherwise None."""
 
 
-# Shapes
+# Patterns of values
 
 
 Shape = Callable[[View, Any], bool]
-MOST_VISITED = 1_000_000  # maximum number of values of a container that a shape examines
+MOST_VISITED = 1_000_000  # maximum number of nested values that `deep` examines
 
 
 class Mask:
-    """A value of these sorts. Only the sorts matter, so the verdict can be cached."""
+    """Matches values that have one of the given sorts."""
 
     def __init__(self, sorts: int) -> None:
         self.sorts = sorts
@@ -158,7 +188,11 @@ class Mask:
 
 
 class Tuple:
-    """A tuple whose items have these shapes; the last `optional` items may be missing."""
+    """Matches tuples whose items match `shapes`.
+
+    The last `optional` items may be missing. If `rest` is not None, all further items must match
+    `rest`.
+    """
 
     def __init__(self, shapes: list[Shape], optional: int, rest: Shape | None) -> None:
         self.shapes, self.needed, self.rest = shapes, len(shapes) - optional, rest
@@ -187,7 +221,7 @@ def _list(inner: Shape, view: View, value: Any) -> bool:
 
 
 def pairs(view: View, value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, value) pairs of a dict; None for other values and unknown contents."""
+    """Return the (key, value) pairs of a dict. Return None for other values and unknown items."""
     items = view.items(value) if view.sort(value) & (DICT | MAPPING | DEFAULTS) else None
     if items is None:
         return None
@@ -233,10 +267,10 @@ def _member(names: frozenset[Name], view: View, value: Any) -> bool:
 
 
 def _by_sorts(shape: Shape, depth: int = 2) -> bool:
-    """Return whether a shape depends only on the sorts of a value and of its tuple items.
+    """Return whether `shape` depends only on the sorts of a value and of the items of tuples.
 
-    This is the case for values that contain no list, dict or set. `depth` limits the nesting of
-    tuples.
+    The caller may cache the results of such a shape for values without lists, dicts and sets.
+    Return False if `shape` nests tuples more than `depth` levels deep.
     """
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
@@ -253,16 +287,19 @@ _WORD = re.compile(r"[\[\](){}<>|*?=:]|%?[A-Za-z_]\w*|\S")
 
 
 def _read_shape(text: str, known: dict[str, Shape]) -> Shape:
-    """Parse a shape. Raises ValueError for malformed text."""
+    """Parse a pattern of ``allowlist.txt``. Raises ValueError for a malformed pattern."""
     words = ["", *_WORD.findall(text)[::-1]]
     shape = _alternatives(words, known)
     if len(words) > 1:
-        raise ValueError(f"{text!r}: unexpected {words[-1]!r} after the shape")
+        raise ValueError(f"{text!r}: unexpected {words[-1]!r} after the pattern")
     return shape
 
 
 def _alternatives(words: list[str], known: dict[str, Shape]) -> Shape:
-    """Parse alternatives from the end of `words` (reversed), and remove these words."""
+    """Parse a pattern such as ``int|none``, and remove its words from `words`.
+
+    `words` contains the words in reverse order.
+    """
     found = [_one(words, known)]
     while words[-1] == "|":
         words.pop()
@@ -324,22 +361,23 @@ def _end(words: list[str], expected: str) -> None:
         raise ValueError(f"expected {expected!r} in a shape")
 
 
-# Element types and arrays of numpy that a state may describe. numpy does not validate a state, so
-# only states exactly as numpy writes them are accepted. Flags without the object flags would turn
-# raw bytes into pointers, and fields beyond the element would read other memory. A dtype is built
-# once, before it is used.
+# States of NumPy dtypes and arrays. NumPy does not validate a state. A forged state could make
+# NumPy use raw bytes as pointers, or read memory outside the array. ckptkit therefore accepts only
+# states that NumPy writes. A dtype must get its state once, before an array uses the dtype.
 
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16),
           "c": (8, 16, 24, 32), "M": (8,), "m": (8,), "O": (4, 8)}  # fmt: skip
 _TYPE_TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
-_NEEDS_OBJECTS = 27  # flags of numpy: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT, NEEDS_PYAPI
+# Flags of NumPy for a dtype with objects: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT and NEEDS_PYAPI
+_NEEDS_OBJECTS = 27
 _OBJECT = 63
-_HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI, ALIGNED_STRUCT
-_LARGEST = 1 << 16  # bytes of an element with objects: numpy allocates one per item of a list
+_HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI and ALIGNED_STRUCT
+# Maximum size of an element with objects, because NumPy allocates one element per item of a list
+_LARGEST = 1 << 16
 
 
 def named(text: Node) -> NumpyType | None:
-    """Return the type that a string such as ``f4`` names, None for strings numpy never writes."""
+    """Parse a dtype name such as ``f4``. Return None for a name that NumPy does not write."""
     found = _TYPE_TEXT.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         return None
@@ -350,7 +388,7 @@ def named(text: Node) -> NumpyType | None:
 
 
 def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
-    """Return the dtype after BUILD with `state`, None for a state that numpy never writes."""
+    """Return the dtype after BUILD with `state`. Return None for a state NumPy does not write."""
     if fresh is None or not isinstance(state, tuple) or len(state) not in (8, 9):
         return None
     version, order, subarray, names, fields, size, align, flags = state[:8]
@@ -359,7 +397,7 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
     if version not in (3, 4) or order not in ("<", ">", "|", "="):
         return None
     metadata = state[8] if len(state) == 9 else None
-    if fresh.kind in "Mm":  # numpy reads the time unit from the ninth item
+    if fresh.kind in "Mm":  # for a datetime dtype, the ninth item contains the time unit
         if not _is_unit(view, metadata):
             return None
     elif metadata is not None and pairs(view, metadata) is None:
@@ -397,7 +435,7 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
 
 
 def _is_unit(view: View, value: Node) -> bool:
-    """Return whether `value` is (metadata, unit of a datetime dtype)."""
+    """Return whether `value` is the tuple (metadata, unit) of a datetime dtype."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], tuple):
         return False
     unit = value[1]
@@ -407,7 +445,7 @@ def _is_unit(view: View, value: Node) -> bool:
 
 
 def _fields_of(view: View, names: Node, fields: Node, size: int) -> list[NumpyType] | None:
-    """Return the types of the fields of a record, None if the description is invalid."""
+    """Return the types of the fields of a structured dtype. Return None for invalid fields."""
     found = pairs(view, fields)
     if found is None or not isinstance(names, tuple) or not names:
         return None
@@ -426,9 +464,10 @@ def _fields_of(view: View, names: Node, fields: Node, size: int) -> list[NumpyTy
 
 
 def is_shape(value: Node, size: int = 1) -> bool:
-    """Return whether `value` is a shape whose array, of `size`-byte elements, is below 2**63 bytes.
+    """Return whether `value` is the shape of an array with fewer than 2**63 bytes.
 
-    For larger arrays numpy raises MemoryError instead of checking the number of bytes.
+    `size` is the number of bytes per element. NumPy does not check the number of bytes of a larger
+    array.
     """
     if not isinstance(value, tuple):
         return False
@@ -439,9 +478,9 @@ def is_shape(value: Node, size: int = 1) -> bool:
 
 
 def array(view: View, state: Node) -> NumpyType | None:
-    """Return the element type of an array with this state, None if the state is invalid.
+    """Return the element type of an array with this state. Return None for an invalid state.
 
-    The data are bytes, or a list if the elements are objects.
+    The last item of a valid state is a byte string. For a dtype of objects, it is a list.
     """
     if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not int:
         return None
@@ -457,7 +496,7 @@ def array(view: View, state: Node) -> NumpyType | None:
 
 
 def is_bytes(view: View, value: Node) -> bool:
-    """Return whether a value is a byte string, or a string (the byte string of Python 2)."""
+    """Return whether a value is a byte string or a string. Python 2 pickles bytes as strings."""
     return bool(view.sort(value) & (BYTES | TEXT))
 
 
@@ -474,7 +513,7 @@ def top_of(name: Global) -> str:
 
 @lru_cache(maxsize=4096)
 def name_sort(name: Global) -> int:
-    """Return the sort of a class or function that is a value."""
+    """Return the sort of a class or function that a pickle uses as a value."""
     key = key_of(name)
     outer, _, last = name.name.rpartition(".")
     if key in allowlist().constants or (
@@ -499,7 +538,10 @@ def is_known(name: Global) -> bool:
 
 
 def out_of_place(name: Global) -> str | None:
-    """Return the reason why a checkpoint must not contain this name as a value, None if it may."""
+    """Return the reason why a checkpoint must not contain this name as a value.
+
+    Return None if a checkpoint may contain the name.
+    """
     if name_sort(name) != NAME or top_of(name) == _SCRIPT:
         return None
     if is_own(name):
@@ -511,7 +553,10 @@ def out_of_place(name: Global) -> str | None:
 
 @lru_cache(maxsize=4096)
 def is_own(name: Global) -> bool:
-    """Return whether the name may be a class or function outside Python, torch and numpy."""
+    """Return whether the name may be a class or function of the user's code or another package.
+
+    Names of Python, torch and numpy return False.
+    """
     if top_of(name) == _SCRIPT:
         return True
     *outer, last = name.name.split(".")
@@ -528,18 +573,18 @@ def _special(part: str) -> bool:
 
 
 def is_guarded(name: str) -> bool:
-    """Return whether a full name belongs to Python, torch or numpy, or is malformed.
+    """Return whether a full name is malformed or belongs to Python, torch or numpy.
 
-    A user cannot trust such a name as a whole package.
+    A user cannot tell ckptkit to trust all names of such a package.
     """
     top = name.partition(".")[0]
     return top in standard() or top in TORCH or not top.isidentifier()
 
 
 def is_foreign(name: Global) -> bool:
-    """Return whether no checkpoint contains this name.
+    """Return whether a harmless checkpoint cannot contain this name.
 
-    Such a name belongs to Python, or is a function of torch or numpy, and is not allowlisted.
+    Such a name is not allowlisted. It belongs to Python, or is a function of torch or numpy.
     """
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
@@ -552,7 +597,10 @@ def is_foreign(name: Global) -> bool:
 def judge_call(
     view: View, made: Node, args: Node, *, new: bool = False, kwargs: Node = None
 ) -> Judged:
-    """Judge a call of `made` with a tuple of arguments, through ``__new__`` if `new`."""
+    """Judge the call ``made(*args, **kwargs)``.
+
+    If `new` is True, judge ``made.__new__(made, *args, **kwargs)`` instead.
+    """
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return Judged(HARMFUL, UNKNOWN)
     name = key_of(made)
@@ -565,24 +613,30 @@ def judge_call(
         return Judged(UNSURE, row.gives)
     kind = ACCEPTED if name in weights_only() else HARMLESS
     if row.of_class and not _is_listed_class(args[0]):
-        kind = CLASS  # an object of the class that is its first argument
+        kind = CLASS  # the call returns an object of the class in its first argument
     return Judged(kind, row.gives, named(args[0]) if row.gives == NPDTYPE else None)
 
 
 def by_sorts(made: Global) -> bool:
-    """Return whether the verdict on a call depends only on sorts (see `_by_sorts`)."""
+    """Return whether the verdict on a call depends only on the sorts of its arguments.
+
+    See `_by_sorts`.
+    """
     row = allowlist().rows.get(key_of(made))
     return row is not None and row.called and row.by_sorts and key_of(made) not in _SPECIAL
 
 
 def is_final(made: Global) -> bool:
-    """Return whether every step that changes the result of a call of this name is rejected."""
+    """Return whether the allowlist permits no BUILD and no added items after a call of `made`."""
     row = allowlist().rows[key_of(made)]
     return row.state is None and not row.fill
 
 
 def consumed(made: Node, args: Node) -> tuple[Global, ...]:
-    """Return the names among the arguments that the row of a call accepts. They are not values."""
+    """Return the classes and functions that an allowlisted call may have as arguments.
+
+    `out_of_place` need not check these names.
+    """
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return ()
     name = key_of(made)
@@ -599,7 +653,10 @@ def consumed(made: Node, args: Node) -> tuple[Global, ...]:
 
 
 def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
-    """Return the contents of the container that a call returns for `args`; None if unknown."""
+    """Return the items of the container of sort `sort` that a call returns for `args`.
+
+    For a dict, return keys and values alternately. Return None if the items are unknown.
+    """
     found: list[Any] = []
     for arg in args:
         kind = view.sort(arg)
@@ -622,7 +679,7 @@ def _is_empty(view: View, kwargs: Node) -> bool:
 
 
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
-    """Judge a call without a row: a class through ``__new__``, an enumeration, anything else."""
+    """Judge a call of a class or function without a line in the allowlist."""
     if key_of(made) in allowlist().enums and not new:
         plain = len(args) == 1 and view.sort(args[0]) & SCALAR
         return Judged(HARMLESS if plain else UNSURE, OTHER)
@@ -636,7 +693,7 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
         if named is None or not all(isinstance(key, str) for key, _ in named):
             return Judged(UNSURE, OBJECT)
         given += [value for _, value in named]
-    # A class that receives a string may evaluate the string, as sympy does.
+    # Some classes evaluate a string argument as code, such as those of sympy.
     return Judged(UNSURE if any(_may_be_code(view, each) for each in given) else CLASS, OBJECT)
 
 
@@ -645,11 +702,11 @@ def _may_be_code(view: View, value: Node) -> bool:
 
 
 def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """Judge a call that calls an argument or returns something inside it."""
+    """Judge a call of a function in `_SPECIAL`."""
     wrong = Judged(HARMFUL, UNKNOWN)
-    if name == _LOAD:  # _load_from_bytes(bytes): the bytes are a file and are judged as one
+    if name == _LOAD:  # _load_from_bytes(bytes): ckptkit judges the bytes as a separate file
         return Judged(LOADS, STORAGE) if len(args) == 1 else wrong
-    if name == _GETATTR:  # getattr(Class, "Inner"): the resulting name is judged where it is used
+    if name == _GETATTR:  # getattr(Class, "Inner"): ckptkit judges each use of the nested class
         inner = args[1] if len(args) == 2 and isinstance(args[0], Global) else None
         return Judged(HARMLESS, NAME) if isinstance(inner, str) and inner.isidentifier() else wrong
     if not args:
@@ -660,7 +717,7 @@ def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
         given = args[1] if len(args) > 1 else None
         kwargs = args[2] if len(args) > 2 else None
         return judge_call(view, args[0], given, new=True, kwargs=kwargs)
-    if name == _RECONSTRUCT:  # equals NEWOBJ if the base is object and the state is None
+    if name == _RECONSTRUCT:  # the call equals NEWOBJ if base is `object` and state is None
         judged = judge_call(view, args[0], (), new=True)
         if args[1:] == (Global("builtins", "object"), None):
             return judged
@@ -669,7 +726,7 @@ def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
 
 
 def _from_type(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """_rebuild_from_type_v2(function, class, args, state), which calls function(*args)."""
+    """Judge _rebuild_from_type_v2(function, class, args, state). It calls function(*args)."""
     called = args[0]
     made = isinstance(called, Global) and key_of(called) not in _SPECIAL
     if not made or not 3 <= len(args) <= 4 or not isinstance(args[2], tuple):
@@ -694,22 +751,29 @@ def _is_listed_class(value: Node) -> bool:
 
 
 def is_unfinished(made: Node) -> bool:
-    """Return whether an object of this class must get its state before any other step."""
+    """Return whether BUILD must be the first operation on an object of this class."""
     return isinstance(made, Global) and key_of(made) in _UNFINISHED
 
 
 def target_of(made: Node, args: Node) -> Node:
-    """Return the name of the row that lists the steps after a call: usually the object's class."""
+    """Return the class or function whose allowlist line permits BUILD and other later operations.
+
+    For functions that create an object of a class, this is the class. For other calls, it is
+    `made`.
+    """
     name = key_of(made) if isinstance(made, Global) else None
     is_maker = name in _NEW_CALLS or name == _RECONSTRUCT
     return args[0] if is_maker and isinstance(args, tuple) and args else made
 
 
-# Steps after a call
+# BUILD and other operations that change the result of a call
 
 
 def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -> Judged:
-    """Judge a step (build, append, set or add) after a call of `made` with verdict `before`."""
+    """Judge an operation that changes the result of a call of `made`.
+
+    `step` is ``build``, ``append``, ``set`` or ``add``. `before` is the verdict on the call.
+    """
     unsure = before._replace(kind=UNSURE)
     if not isinstance(made, Global) or before.sort == UNKNOWN:
         return unsure
@@ -717,7 +781,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        else:  # a class that is not allowlisted accepts any items, and a state of shape `own_state`
+        else:  # an object of an unlisted class may get any items, and a state of shape `own_state`
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
             )
@@ -739,7 +803,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
 
 
 def _array_sort(view: View, word: str, state: Node) -> int | None:
-    """Return the sort of an array with this state, None for a state that numpy never writes."""
+    """Return the sort of an array with this state. Return None for a state NumPy does not write."""
     masked = word == "masked_state"
     if masked:
         if not isinstance(state, tuple) or len(state) != 7 or not is_bytes(view, state[5]):
@@ -758,11 +822,11 @@ def is_key(view: View, value: Node) -> bool:
     return deep(KEYS, view, value)
 
 
-# Patterns of states that a function checks
+# Patterns that need a function of their own
 
 
 def _keys(view: View, state: Node) -> list[str] | None:
-    """Return the names of the attributes that a state sets, None if unknown."""
+    """Return the names of the attributes that a state sets. Return None for unknown names."""
     if state is None:
         return []
     if isinstance(state, tuple):
@@ -777,9 +841,11 @@ def _keys(view: View, state: Node) -> list[str] | None:
 
 
 def _own_state(view: View, state: Node) -> bool:
-    """Return whether a state is a plain value, tensor or container, with ordinary attribute names.
+    """Return whether an object of a class that is not allowlisted may get this state.
 
-    A state that is an object is rejected, because unpacking it would run its code.
+    The state must be a plain value, tensor or container, and must not set special attributes such
+    as ``__class__``. A state that is itself an object is rejected, because unpacking it would run
+    code of its class.
     """
     if not view.sort(state) & (SCALAR | CONTAINERS | TENSOR | DRESSED | ARRAY | OTHER | STORAGE):
         return False
@@ -788,7 +854,7 @@ def _own_state(view: View, state: Node) -> bool:
 
 
 def is_plain_fields(view: View, state: Node) -> bool:
-    """Return whether a state is a dict of ordinary attribute names, without slots."""
+    """Return whether a state is a dict that sets no special attributes such as ``__class__``."""
     keys = None if isinstance(state, tuple) and state[1:] != (None,) else _keys(view, state)
     return keys is not None and not any(map(_special, keys))
 
@@ -802,7 +868,7 @@ def _attributes(view: View, state: Node) -> bool:
 
 
 def _quantizer(view: View, value: Node) -> bool:
-    """Return whether a value is the quantizer of a tensor: (scheme, number or tensor...)."""
+    """Return whether a value is a tuple of a quantization scheme and numbers or tensors."""
     if not isinstance(value, tuple) or not value or view.sort(value[0]) != CONSTANT:
         return False
     return all(view.sort(each) & (FLOAT | INT | TENSOR) for each in value[1:])
@@ -819,7 +885,7 @@ _TESTS: dict[str, Shape] = {
     "decimal": _matching(
         r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
     ),
-    # The type is compared too, because False equals 0.
+    # (False,) == (0,) is True in Python, so the function also checks the type of the item.
     "empty_shape": lambda view, value: value == (0,) and type(value[0]) is int,
     "fraction": _matching(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
     "latin1": _matching("latin-?1"),
@@ -836,17 +902,21 @@ _TESTS: dict[str, Shape] = {
 
 
 class Row(NamedTuple):
-    """A callable: the tuples of arguments that it accepts, and the sort of its result."""
+    """A line of the allowlist for a class or function.
+
+    A call is allowed if its arguments match a pattern in ``takes``. The result has the sort
+    ``gives``.
+    """
 
     takes: tuple[Shape, ...]
     gives: int
-    new: bool  # may be made through ``__new__``
-    called: bool  # may be called
-    state: str | None  # name of the shape of its BUILD state; None: no BUILD allowed
-    fill: tuple[str, ...]  # other steps that may follow: append, set, add
-    by_sorts: bool  # the verdict depends only on the sorts of the arguments
-    consumed: tuple[int, ...]  # positions of arguments that are names
-    of_class: bool  # returns an object of the class in its first argument
+    new: bool  # If True, a pickle may call ``__new__`` of the class.
+    called: bool  # If True, a pickle may call the class or function.
+    state: str | None  # Name of the pattern of BUILD states. None forbids BUILD.
+    fill: tuple[str, ...]  # Operations allowed after the call: append, set or add.
+    by_sorts: bool  # If True, the verdict depends only on the sorts of the arguments.
+    consumed: tuple[int, ...]  # Positions of arguments that are classes or functions.
+    of_class: bool  # If True, the result is an object of the class in the first argument.
 
 
 _TENSORS = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
@@ -865,7 +935,7 @@ _PLACEHOLDERS: dict[str, list[str]] = {
     "@qschemes": [f"per_channel_{each}" for each in _QSCHEMES]
     + ["per_tensor_affine", "per_tensor_symmetric"],
 }
-# Modules that torch renamed in 1.13: (new, old).
+# New and old names of the modules that torch 1.13 renamed
 _OLDER = (("torch.ao.nn.", "torch.nn."), ("torch.ao.quantization", "torch.quantization"))
 _ROW = re.compile(
     r"(?P<names>(?:[^({\s]|\{[^}]*\})+)(?: (?P<takes>\(.*?\)))?"
@@ -902,7 +972,10 @@ def _split(name: str) -> Name:
 
 
 def _listed(lines: list[str], rows: dict[Name, Row] | None = None) -> Iterator[Name]:
-    """Yield the names of lines ``module: name name``; `@` means all rows of the module."""
+    """Yield the names in lines of the form ``module: name name``.
+
+    A line ``module: @`` stands for all names of the module in `rows`.
+    """
     for line in lines:
         modules, _, names = line.partition(": ")
         found = list(_expanded(f"{{{names}}}"))
@@ -920,10 +993,7 @@ def _also_older(names: Iterable[Name]) -> Iterator[Name]:
 
 
 class Allowlist:
-    """The tables of ``allowlist.txt``.
-
-    A malformed or repeated line raises ValueError, so that a typing error cannot drop a row.
-    """
+    """The content of ``allowlist.txt``. Raises ValueError for a malformed or repeated line."""
 
     def __init__(self, sections: dict[str, list[str]]) -> None:
         self.sets = {
@@ -936,7 +1006,7 @@ class Allowlist:
         for line in sections["shapes"]:
             name, equals, shape = line.partition(" = ")
             if not equals or name in self.shapes:
-                raise ValueError(f"not a shape, or its name exists: {line!r}")
+                raise ValueError(f"expected `name = pattern` with a new name: {line!r}")
             self.shapes[name] = _read_shape(shape, self.shapes)
         self.rows: dict[Name, Row] = {}
         for line in sections["calls"]:
@@ -958,7 +1028,7 @@ class Allowlist:
             names = _also_older(names)
             is_module = line.startswith(("torch.nn.", "torch.ao."))
             state = state or ("module" if is_module else "fields")
-        if state is not None and state not in self.shapes:  # a shape instead of a name
+        if state is not None and state not in self.shapes:  # `state` is a pattern, not a name
             self.shapes[state] = _read_shape(state, self.shapes)
         shapes: list[Shape] = []
         rest = ["", *_WORD.findall(takes)[::-1]]
@@ -992,7 +1062,7 @@ def _text() -> dict[str, list[str]]:
 
 @cache
 def allowlist() -> Allowlist:
-    """Return the allowlist, read at the first call."""
+    """Return the allowlist. The first call reads ``allowlist.txt``."""
     return Allowlist(_text())
 
 
@@ -1000,7 +1070,7 @@ def allowlist() -> Allowlist:
 def standard() -> frozenset[str]:
     """Return the top-level modules of the standard libraries of Python 2 and 3.11 to 3.14.
 
-    Python 2 is included because protocol 2 maps its names to names of Python 3.
+    Python 2 is included because pickles of protocol 2 contain module names of Python 2.
     """
     old = {name for name in IMPORT_MAPPING if "." not in name}
     return sys.stdlib_module_names | old | set(" ".join(_text()["standard"]).split())

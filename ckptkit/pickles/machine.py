@@ -1,16 +1,21 @@
-"""The pickle machine: runs the opcodes of a pickle. It imports nothing and calls nothing.
+"""Run the opcodes of a pickle without importing or calling anything that the pickle names.
 
-A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode).
-This module is the only reader of pickles. It runs protocols 0 to 5 as CPython's C unpickler does
-(Modules/_pickle.c): it reads the bytes and keeps the stack, the marks and the memo. Where CPython
-would import, call or modify something, the machine calls a builder. `ckptkit.pickles.values` builds
-the tree of a checkpoint; `ckptkit.scanning.trace` records what loading would do. If unpicklers
-disagree on an input, or no pickler writes it, the machine calls `odd`: `values` raises an error,
-and the trace records a doubt.
+A pickle is a program for a stack machine. CPython's Lib/pickletools.py describes every opcode. All
+modules of ckptkit read pickles with the `Machine` of this module. `Machine` supports protocols 0 to
+5 and behaves like CPython's C unpickler (Modules/_pickle.c).
 
-The stream is read through a window. Byte strings of 64 KiB and more stay in the source. Frequent
-opcodes are inlined in the loop; other opcodes are methods. A file may have 100,000 tensors of 24
-opcodes each. If torch.save wrote a tensor in its usual form, one step runs all 24.
+`Machine` keeps the stack, the marks and the memo. Where CPython would import a name, call a
+function or modify an object, `Machine` calls a method of a `Builder`. There are two builders.
+`ckptkit.pickles.values` builds the tree of a checkpoint. `ckptkit.scanning.trace` lists the effects
+of loading the pickle.
+
+`Machine` calls `Builder.odd` for input that no pickler writes, or on which unpicklers disagree.
+The builder in `values` then raises an error. The builder in `trace` records a doubt.
+
+`Machine` reads the file through a window of at most 1 MiB. Byte strings of 64 KiB and more are not
+read. The loop inlines frequent opcodes. Each other opcode has its own method. A file may contain
+100,000 tensors of 24 opcodes each. If the opcodes of a tensor are those of torch.save, one method
+runs all 24 opcodes.
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, StoredBytes
 
-WINDOW = 1 << 20  # bytes per read; earlier reads are smaller, because most pickles are small
+# The first read has FIRST_WINDOW bytes, because most pickles are small. Later reads are larger, up
+# to WINDOW bytes.
+WINDOW = 1 << 20
 FIRST_WINDOW = 1 << 14
-LARGE = 1 << 16  # byte strings of this length or more stay in the source
+LARGE = 1 << 16  # minimum length of the byte strings that are not read
 CUT = "download or copy the file again"
 UNSET: Any = object()  # an empty slot of the memo
 
@@ -41,13 +48,15 @@ I4 = Struct("<i").unpack_from
 U2 = Struct("<H").unpack_from
 F8 = Struct(">d").unpack
 
-# The arguments of text opcodes as picklers write them: CPython 2 and 3, in C and in Python
-# (save_bool, save_int, save_long, save_float, memoize, save_string of pickle.py and _pickle.c).
-# CPython's unpicklers accept more forms, and its C and Python versions differ.
+# Patterns of the arguments that the picklers of CPython 2 and 3 write for text opcodes. See
+# save_bool, save_int, save_long, save_float, memoize and save_string in pickle.py and _pickle.c.
+# CPython's unpicklers accept more forms. The C unpickler and the Python unpickler accept different
+# forms.
 _INT = re.compile(rb"0|-?[1-9][0-9]*")
 _INDEX = re.compile(rb"0|[1-9][0-9]*")
 _FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf)|nan")
-# Numbers that an unpickler of CPython may accept: int(), float(), and strtol up to a NUL.
+# Numbers that an unpickler of CPython may accept. CPython uses int(), float() and strtol(). The
+# function strtol() stops at a NUL byte.
 _READABLE = re.compile(
     rb"\s*[+-]?(?:[0-9][0-9a-fxo_.+-]*l?|inf(?:inity)?|nan)\s*(?:\0.*)?", re.IGNORECASE | re.DOTALL
 )
@@ -55,23 +64,25 @@ _STRING = re.compile(
     rb"""'(?:[^'\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*'|"(?:[^"\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*\""""
 )
 _NUMBER = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
-# The arguments of _rebuild_tensor_v2, from after MARK to the PUT of the tensor:
-# (("storage", class, key, device, elements), offset, size, stride, False, OrderedDict()).
+# The opcodes of a tensor, from the byte after MARK to the PUT of the tensor. The opcodes push the
+# arguments of _rebuild_tensor_v2 and call this function. The arguments are
+#     (("storage", class, key, device, elements), offset, size, stride, False, OrderedDict()).
 _TENSOR = re.compile(
     rb"\(h(.)h(.)X(.)\0\0\0([0-9]+)r(....)h(.)(@t)r(....)Q(@@{1,3}[\x85-\x87])r(....)"
     rb"(@{1,3}[\x85-\x87])r(....)\x89h(.)\)Rr(....)tr(....)Rr(....)".replace(b"@", _NUMBER),
     re.DOTALL,
 ).match
-# Seven consecutive memo indices as one number: first * _ONES + _NEXT.
+# `first * _ONES + _NEXT` is the integer whose bytes are seven consecutive 4-byte memo indices. The
+# first of the indices is `first`.
 _ONES, _NEXT = sum(1 << 32 * n for n in range(7)), sum(n << 32 * n for n in range(7))
 
 
 class Builder(Protocol):
-    """The interface that a machine calls for each value, name and call in a pickle."""
+    """The methods that `Machine` calls for the values, names and calls in a pickle."""
 
-    counted: frozenset[type]  # types of values for which a push from the memo calls `pushed`
-    weight: int  # estimated bytes of memory per value, without its content
-    watchful: bool  # `text` is called for each string, which may be an embedded file
+    counted: frozenset[type]  # `Machine` calls `pushed` if it pushes such a value from the memo.
+    weight: int  # Estimated bytes of memory per value, without the content of strings.
+    watchful: bool  # If True, `Machine` calls `text` for each string.
 
     def new_list(self) -> Any: ...
 
@@ -80,7 +91,7 @@ class Builder(Protocol):
     def new_set(self) -> Any: ...
 
     def name(self, module: Node, name: Node) -> Any:
-        """Return a class or function. The arguments are strings unless the pickle is malformed."""
+        """Return a class or function. In a malformed pickle, the arguments may not be strings."""
 
     def pushed(self, value: Any) -> None: ...
 
@@ -90,7 +101,7 @@ class Builder(Protocol):
         """Return a byte string. `kind` is bytes, bytearray or python2."""
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
-        """Return the result of REDUCE, OBJ, INST or, with `new`, of NEWOBJ and NEWOBJ_EX."""
+        """Return the result of calling `made`. If `new` is True, call ``made.__new__`` instead."""
 
     def persistent(self, pid: Any) -> Any: ...
 
@@ -103,26 +114,29 @@ class Builder(Protocol):
         """Set keys. `items` contains keys and values alternately."""
 
     def collected(self, kind: str, items: list[Any]) -> Any:
-        """Return the "list", "dict" or "frozenset" of the items above a mark."""
+        """Return a container with these items. `kind` is "list", "dict" or "frozenset"."""
 
     def drop(self, values: list[Any]) -> None: ...
 
     def odd(self, reason: str) -> None:
-        """Handle input on which unpicklers disagree: raise, or return to continue."""
+        """Handle input on which unpicklers disagree. If this method returns, reading continues."""
 
     def outside(self, opcode: str, value: Any) -> Any:
-        """Return a value from outside the pickle: an extension, a buffer or a persistent id."""
+        """Return a value that the pickle does not contain.
+
+        `value` is the code of a registered extension, an out-of-band buffer or a persistent id.
+        """
 
     def end(self, stack: list[Any], marks: list[list[Any]]) -> Any:
         """Return the value of the pickle at STOP."""
 
 
 class SpellingError(FormatError):
-    """A number or string in a form that no pickler writes but an unpickler of CPython may read."""
+    """Raised for a number or string that no pickler writes but an unpickler of CPython may read."""
 
 
 class Short(Exception):
-    """The window ends inside an opcode; the window must reach at least to offset `end`."""
+    """Raised if the window ends inside an opcode. `end` is the index where the opcode ends."""
 
     def __init__(self, end: int) -> None:
         self.end = end
@@ -130,7 +144,7 @@ class Short(Exception):
 
 @lru_cache(maxsize=4096)
 def _numbers(code: bytes) -> tuple[int, ...]:
-    """Return the integers that the opcodes of `code` push, without the last opcode."""
+    """Return the integers that the opcodes in `code` push. Ignore the last byte of `code`."""
     found, at = [], 0
     while at < len(code) - 1:
         size = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
@@ -140,11 +154,11 @@ def _numbers(code: bytes) -> tuple[int, ...]:
 
 
 class Machine:
-    """One run of a pickle.
+    """Runs one pickle.
 
-    For messages, ``offset`` is the position of the current opcode in the source, and ``opcode`` is
-    its name. ``rare`` maps opcodes outside the loop to the position of the first one: weights_only
-    does not support all of them.
+    Messages use ``offset`` (the position of the current opcode) and ``opcode`` (the name of the
+    current opcode). ``rare`` maps each opcode that has its own method to the offset of its first
+    use. `torch.load(weights_only=True)` rejects some of these opcodes.
     """
 
     def __init__(
@@ -154,22 +168,22 @@ class Machine:
         self.source = source
         self.start = start
         self.limit = stop
-        self.most = most  # name of the limit of `size`
+        self.most = most  # name of the limit on the number of bytes read
         self.builder = builder
         self.data = b""  # the window
         self.base = start  # offset in the source of data[0]
         self.at = 0  # index of the current opcode in the window
-        self.pos = 0  # index of the next byte, while a method runs
+        self.pos = 0  # index of the next byte, valid while the method of an opcode runs
         self.frame_end: int | None = None
-        self.skipped = 0  # bytes of large byte strings
+        self.skipped = 0  # total length of the byte strings that were not read
         self.protocol = 0
         self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []  # for each open MARK, the stack below it
+        self.marks: list[list[Any]] = []  # the values below each open MARK
         self.memo: list[Any] = []
-        self.far: dict[int, Any] = {}  # memo entries with much higher indices
+        self.far: dict[int, Any] = {}  # memo entries whose indices are far beyond those of `memo`
         self.gaps = 0  # number of UNSET entries in `memo`
-        self.rare: dict[int, int] = {}  # opcode outside the loop -> offset of the first one
-        self.made = 0  # number of values made, mostly containers and calls
+        self.rare: dict[int, int] = {}
+        self.made = 0  # approximate number of containers and call results
         self.result: Any = UNSET
 
     @property
@@ -178,18 +192,18 @@ class Machine:
 
     @property
     def opcode(self) -> str:
-        """Name of the current opcode, "" before the first opcode and at the end of the bytes."""
+        """Return the name of the current opcode. Return "" before and after the pickle."""
         return NAMES.get(self.data[self.at], "") if self.at < len(self.data) else ""
 
     @property
     def size(self) -> int:
-        """Number of bytes read, without large byte strings."""
+        """Return the number of bytes read, without large byte strings."""
         return self.offset - self.start - self.skipped
 
     def run(self) -> Any:
         """Run until STOP and return the builder's result.
 
-        Raises FormatError, TruncatedError and LimitError; the builder may raise others.
+        Raises FormatError, TruncatedError and LimitError. The builder may raise other errors.
         """
         while self.result is UNSET:
             self._loop()
@@ -232,7 +246,8 @@ class Machine:
                         self.at = start
                         self._put(index, stack[-1])
                 elif op == 0x28:  # MARK
-                    # With 256 memo entries, the one-byte index of a BINGET is always valid.
+                    # `_TENSOR` matches BINGET opcodes with a one-byte memo index. Such an index is
+                    # always valid if the memo has at least 256 entries.
                     usual = stack and len(memo) > 255 and not self.gaps
                     found = _TENSOR(data, pos) if usual else None
                     if found is not None and self._tensor(found, stack):
@@ -318,7 +333,7 @@ class Machine:
             raise FormatError("pickle contains text that is not UTF-8") from error
         finally:
             self.stack = stack
-            self.at = max(start, self.at)  # `_tensor` sets it to a later opcode
+            self.at = max(start, self.at)  # if `_tensor` raises, `self.at` is beyond `start`
             self.made += made
         self._check_limits()
         if self.result is UNSET:
@@ -327,9 +342,10 @@ class Machine:
             builder.odd("pickle ends inside a frame")
 
     def _tensor(self, found: re.Match[bytes], stack: list[Any]) -> bool:
-        """Run all opcodes of a tensor: its arguments, and the call of the function on the stack.
+        """Run all opcodes of a tensor. `found` is their match with `_TENSOR`.
 
-        Return False and change nothing if the opcodes differ from those of torch.save.
+        The top of the stack is the function `_rebuild_tensor_v2`. If the opcodes differ from those
+        of torch.save, change nothing and return False.
         """
         (
             tag, made, length, key, put_key, device, elements, put_id, size, put_size, stride,
@@ -337,7 +353,7 @@ class Machine:
         ) = found.groups()  # fmt: skip
         memo, builder = self.memo, self.builder
         end = found.end()
-        sizes, strides = _numbers(size), _numbers(stride)  # the first of `sizes` is the offset
+        sizes, strides = _numbers(size), _numbers(stride)  # sizes[0] is the storage offset
         puts = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
         if (
             length[0] != len(key)
@@ -359,7 +375,7 @@ class Machine:
         storage = builder.persistent(id_)
         self.at = end - 18
         empty = builder.call(values[3], ())
-        shape, strides = sizes[1:], (*strides,)  # new tuples: _numbers returns cached ones
+        shape, strides = sizes[1:], (*strides,)  # copies, because `_numbers` caches its tuples
         args = (storage, sizes[0], shape, strides, False, empty)
         self.at = end - 6
         stack[-1] = tensor = builder.call(stack[-1], args)
@@ -367,7 +383,10 @@ class Machine:
         return True
 
     def _read_on(self, start: int, need: int) -> None:
-        """Move the window to `start`, with at least `need` bytes. It stays within the frame."""
+        """Move the window to index `start` and read on until the window has `need` bytes.
+
+        The window ends at the end of the frame or earlier.
+        """
         have = len(self.data) - start
         need = max(need, have + 1)
         at = self.base + start
@@ -392,7 +411,7 @@ class Machine:
         check("value_bytes", memory, "bytes of memory for the values of a pickle")
 
     def _take(self, size: int) -> bytes:
-        """Read the next `size` bytes of the opcode."""
+        """Return the next `size` bytes of the pickle, and skip these bytes."""
         end = self.pos + size
         if end > len(self.data):
             raise Short(end)
@@ -403,7 +422,10 @@ class Machine:
     # The memo
 
     def _put(self, index: int, value: Any) -> None:
-        """Store at an index other than the next: in `memo` if the gap is small, else in `far`."""
+        """Store a memo value at an index other than `len(memo)`.
+
+        If the index is far beyond the end of `memo`, the value is stored in `far`.
+        """
         memo = self.memo
         if index < len(memo):
             if memo[index] is not UNSET:
@@ -419,15 +441,15 @@ class Machine:
             if index in self.far:
                 self.builder.odd("pickle stores two values at one memo index")
             self.far[index] = value
-            check("memo_sparse", len(self.far), "values stored out of order in a pickle")
+            check("memo_sparse", len(self.far), "memo values with out-of-order indices in a pickle")
 
     def _get(self, index: int) -> Any:
         return self.memo[index] if index < len(self.memo) else self.far.get(index, UNSET)
 
     def _again(self, value: Any) -> None:
-        """Notify the builder of a value that the pickle pushes again from the memo."""
+        """Call `Builder.pushed` for a value from the memo, if its type is in `counted`."""
         if value is UNSET:
-            raise FormatError("pickle refers to a value that it did not store")
+            raise FormatError("pickle reads an empty memo entry")
         if value.__class__ in self.builder.counted:
             self.builder.pushed(value)
 
@@ -454,7 +476,7 @@ class Machine:
         return items
 
     def op_pop(self) -> None:
-        """Pop the top value or, if there is none above the mark, the mark."""
+        """Pop the top of the stack, which may be a mark."""
         if self.stack:
             self.builder.drop([self.stack.pop()])
         else:
@@ -476,7 +498,7 @@ class Machine:
         self.stack.append(self.builder.new_set())
 
     def op_collect(self) -> None:
-        """Push the list, dict or frozenset of the items above a mark."""
+        """Pop the items above the last mark. Push a list, dict or frozenset with these items."""
         items, kind = self._items(), self.opcode.lower()
         if kind == "dict" and len(items) % 2:
             raise FormatError("pickle sets a key without a value")
@@ -497,7 +519,7 @@ class Machine:
     # Names and calls
 
     def _name(self, module: Any, name: Any) -> Any:
-        """Return a class or function; below protocol 3, map Python 2 names to those of Python 3."""
+        """Return a class or function. Below protocol 3, translate the name from Python 2 first."""
         if module.__class__ is str and name.__class__ is str:
             check("name_bytes", len(module) + len(name), "characters of a global's name")
             if self.protocol < 3:
@@ -507,9 +529,10 @@ class Machine:
         return self.builder.name(module, name)
 
     def _line(self, limit: str | None = None) -> bytes:
-        """Read up to the next newline, and skip the newline.
+        """Return the bytes up to the next newline, and skip the newline.
 
-        `limit` is the name of the limit on the length, None for the limit of names.
+        `limit` is the name of a limit on the length of the line. If `limit` is None, a line longer
+        than `line_bytes` raises FormatError.
         """
         end = self.data.find(b"\n", self.pos)
         length = (len(self.data) if end < 0 else end) - self.pos
@@ -574,7 +597,7 @@ class Machine:
     def op_proto(self) -> None:
         protocol = self._take(1)[0]
         if protocol > 5:
-            raise UnsupportedError(f"pickle protocol {protocol}; ckptkit reads 0 to 5")
+            raise UnsupportedError(f"pickle protocol {protocol} is unknown; ckptkit reads 0 to 5")
         self.protocol = protocol
 
     def op_frame(self) -> None:
@@ -600,13 +623,13 @@ class Machine:
         self.stack.append(F8(self._take(8))[0])
 
     def _number(self, form: re.Pattern[bytes]) -> int:
-        """Read a line that contains a number in the given form."""
+        """Return the integer in the next line, which must match the pattern `form`."""
         line = self._line("line_bytes")
         if form is _INT:
             line = line.removesuffix(b"L")
         if not form.fullmatch(line):
             self._malformed(line)
-        check("int_bytes", len(line) // 2, "digits of an integer in a pickle, two to a byte")
+        check("int_bytes", len(line) // 2, "bytes of an integer in a pickle")
         return int(line)
 
     def _malformed(self, line: bytes) -> NoReturn:
@@ -644,7 +667,7 @@ class Machine:
         self._text(text)
 
     def op_string(self) -> None:
-        """Push a quoted literal of Python 2."""
+        """Push a string that Python 2 wrote as a quoted literal."""
         line = self._line("string_bytes")
         if not _STRING.fullmatch(line):
             is_quoted = line[:1] in (b"'", b'"') and line.rstrip()[-1:] == line[:1]
@@ -656,7 +679,7 @@ class Machine:
         self.stack.append(self.builder.byte_string(value, "python2"))
 
     def op_sized(self) -> None:
-        """Push a length-prefixed value: an integer, a string or a byte string."""
+        """Push an integer, a string or a byte string. A length field precedes the value."""
         width, signed, kind = SIZED[self.data[self.at]]
         size = int.from_bytes(self._take(width), "little", signed=signed)
         if size < 0:
@@ -673,7 +696,7 @@ class Machine:
             self._stored(size, kind)
 
     def _stored(self, size: int, kind: str) -> None:
-        """Push a byte string that stays in the source, and skip it."""
+        """Push a reference to a large byte string, and skip the bytes without reading them."""
         at = self.base + self.pos
         if self.frame_end is not None and at + size > self.frame_end:
             self.builder.odd("pickle opcode extends beyond its frame")
@@ -688,8 +711,8 @@ class Machine:
             self.data, self.base, self.at, self.pos = b"", at + size, 0, 0
 
 
-# Opcodes of length-prefixed values: bytes of the length field, whether the length is signed, and
-# the kind of the value.
+# Opcodes of values that follow a length field. An entry contains the number of bytes in the length
+# field, True for a signed length, and the type of the value.
 SIZED = {
     0x8A: (1, False, "int"), 0x8B: (4, True, "int"), 0x8C: (1, False, "text"),
     0x8D: (8, False, "text"), 0x54: (4, True, "python2"), 0x55: (1, False, "python2"),
@@ -712,7 +735,7 @@ NAMES = {
     0x93: "STACK_GLOBAL", 0x94: "MEMOIZE", 0x95: "FRAME", 0x96: "BYTEARRAY8", 0x97: "NEXT_BUFFER",
     0x98: "READONLY_BUFFER",
 }  # fmt: skip
-# The methods of the opcodes that are not in the loop.
+# Methods for the opcodes that `Machine._loop` does not inline.
 RARE: dict[int, Callable[[Machine], None]] = {
     0x30: Machine.op_pop, 0x31: Machine.op_pop_mark, 0x32: Machine.op_dup, 0x46: Machine.op_float,
     0x47: Machine.op_binfloat, 0x49: Machine.op_int, 0x4C: Machine.op_long, 0x4E: Machine.op_none,
@@ -727,5 +750,5 @@ RARE: dict[int, Callable[[Machine], None]] = {
     **dict.fromkeys((0x82, 0x83, 0x84), Machine.op_extension),
     **dict.fromkeys(SIZED, Machine.op_sized),
 }  # fmt: skip
-# Bytes of the operand that follows an opcode of the loop.
+# Number of operand bytes for the opcodes that `Machine._loop` inlines.
 OPERANDS = {**dict.fromkeys(b"Khq", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"rjJX", 4)}

@@ -1,10 +1,11 @@
-"""numpy arrays and scalars inside pickles, read without numpy.
+"""Evaluate NumPy arrays and scalars in pickles without importing NumPy.
 
-An array is ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`` (module ``numpy._core``
-since numpy 2), then BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has
-``_frombuffer(data, dtype, shape, order[, axes])``. A dtype is ``numpy.dtype("f4", False, True)``,
-then BUILD with (version, byte order, ...). A scalar is ``numpy.core.multiarray.scalar(dtype,
-data)``.
+NumPy pickles an array as the call ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")``. The
+array's BUILD state is ``(version, shape, dtype, is_fortran, data)``. With protocol 5, the call is
+``_frombuffer(data, dtype, shape, order[, axes])``. Since NumPy 2, the module is ``numpy._core``.
+
+NumPy pickles a dtype as the call ``numpy.dtype("f4", False, True)``. The dtype's BUILD state is
+``(version, byte order, ...)``. A scalar is ``numpy.core.multiarray.scalar(dtype, data)``.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ _STRUCT = {
 
 
 def built(target: Object, state: Node) -> None:
-    """Set the tensor of a `_reconstruct` that is a numeric array; leave other arrays opaque."""
+    """Set `target.tensor` if `target` is a `_reconstruct` call for a numeric array."""
     if not isinstance(state, tuple) or len(state) not in (4, 5):
         return
     shape, dtype, fortran, data = state[-4:]
     if not isinstance(shape, tuple):
-        raise FormatError("a numpy array lacks its shape")
+        raise FormatError("the pickle of a numpy array contains no shape")
     target.tensor = _array(dtype, shape, bool(fortran), data)
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
-    """Return the array of _frombuffer(data, dtype, shape, order[, axes]).
+    """Return the array that ``_frombuffer(data, dtype, shape, order[, axes])`` makes.
 
-    If order is "K", `axes` permutes the dimensions.
+    If ``order`` is "K", ``axes`` permutes the dimensions.
     """
     if not 4 <= len(args) <= 5 or not isinstance(args[2], tuple):
         return Object(made, args)
@@ -65,7 +66,7 @@ def _transposed(tensor: Tensor, axes: Node) -> Tensor:
 
 
 def scalar(made: Global, args: tuple[Node, ...]) -> Node:
-    """Return an Object with the value of scalar(dtype, data)."""
+    """Return an Object whose `value` is the scalar that ``scalar(dtype, data)`` makes."""
     node = Object(made, args)
     kind = _dtype(args[0]) if len(args) == 2 else None
     data = _extent(args[1]) if len(args) == 2 else None
@@ -102,7 +103,7 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
 
 
 def _dtype(node: Node) -> tuple[DType, bool] | None:
-    """Return the element type and whether it is big-endian; None for non-numeric types."""
+    """Return the element type, and True for big-endian. Return None for non-numeric types."""
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None
@@ -120,7 +121,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
 
 
 def _extent(node: Node) -> Extent | None:
-    """Return the bytes of an array in any form that pickles use; None for a list of objects."""
+    """Return the location of an array's bytes. Return None for an array of Python objects."""
     if isinstance(node, StoredBytes):
         return node.extent
     data = node.data if isinstance(node, ByteString) else node

@@ -41,18 +41,18 @@ _SORTS: dict[type, int] = {
     StoredBytes: judge.BYTES, list: judge.LIST, dict: judge.DICT, OrderedMapping: judge.MAPPING,
     Pairs: judge.DICT, SetNode: judge.SET, Tensor: judge.TENSOR, TypedStorage: judge.STORAGE,
 }  # fmt: skip
-_DEEP = 32  # nesting of dtypes
+_DEEP = 32  # maximum nesting depth of dtypes
 
 
 def describe(callable_: Node) -> str:
-    """Return the name of the class or function that returns an Object, for messages."""
+    """Return the name of a class or function for a message."""
     return str(callable_) if isinstance(callable_, Global) else "the result of another call"
 
 
 class _TreeView:
-    """The values of a tree; see `ckptkit.pickles.judge.View`.
+    """Gives `ckptkit.pickles.judge` access to the values of a tree. Implements `judge.View`.
 
-    An Object has the sort that its row gives. Whether its call is harmless is judged separately.
+    The allowlist gives the sort of an Object. `_judge_object` decides whether its call is harmless.
     """
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class _TreeView:
         return self._judged(value).type
 
     def _judged(self, node: Object) -> Judged:
-        """Return the sort of an object, and its element type if it is a dtype.
+        """Return the sort of an object. If the object is a NumPy dtype, also return its type.
 
-        The arguments are not judged here.
+        This method does not check the arguments of the call.
         """
         made = node.callable
         name = judge.key_of(made) if isinstance(made, Global) else None
@@ -125,9 +125,10 @@ _TREE = _TreeView()
 
 
 def _judge_object(node: Object) -> tuple[str, str]:
-    """Return the worst level of the call and steps of an object, and a phrase for that step.
+    """Return the most harmful level among the operations that create an object.
 
-    The values inside the object are not judged.
+    These operations are the call, BUILD, and the opcodes that add items. Also return a phrase that
+    describes the most harmful operation. Values inside the object are not checked.
     """
     judged = judge.judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
     worst, action = judged.kind, f"calls {describe(node.callable)}"
@@ -139,26 +140,26 @@ def _judge_object(node: Object) -> tuple[str, str]:
         kind = judge.HARMFUL if built else after.kind
         judged, built = after, built or step == "build"
         if judge.LEVELS.index(kind) > judge.LEVELS.index(worst):
-            worst, action = kind, f"changes what {describe(node.callable)} made ({step})"
+            worst, action = kind, f"changes the result of {describe(node.callable)} ({step})"
     return worst, action
 
 
 def is_harmful(node: Object) -> bool:
-    """Return whether the object must not be written: loading it cannot be proved harmless."""
+    """Return whether the object must not be written because loading it may be harmful."""
     return _judge_object(node)[0] not in judge.WRITTEN
 
 
 class Policy:
-    """Refuses values of one output unless loading them is proved harmless.
+    """Checks that loading the values of one output is harmless.
 
-    All `check` methods raise UnsafeGlobalError.
+    Every `check` method raises UnsafeGlobalError for a value that may be harmful.
     """
 
     def __init__(self) -> None:
         self._names: set[Global] = set()
 
     def check_object(self, node: Object) -> None:
-        """Check that the call and steps of an object are harmless."""
+        """Check that the operations that create an object are harmless."""
         kind, action = _judge_object(node)
         if kind == judge.UNSURE:
             raise _refused(f"the file {action} with arguments or a state that are not allowlisted")
@@ -168,22 +169,22 @@ class Policy:
     def check_fields(self, state: Node) -> None:
         """Check that the state of an OrderedDict is a dict of ordinary attributes."""
         if not judge.is_plain_fields(_TREE, state):
-            raise _refused("the file sets attributes by the result of a call")
+            raise _refused("the file sets the attributes of an OrderedDict to the result of a call")
 
     def check_keys(self, keys: Iterable[Node]) -> None:
-        """Check dict keys: hashing an object would run code of its class."""
+        """Check that no dict key is an object, because hashing an object runs code of its class."""
         for key in keys:
             if isinstance(key, (Object, tuple)) and not judge.is_key(_TREE, key):
-                raise _refused("the file has objects as the keys of a dict")
+                raise _refused("the file contains a dict whose keys are objects")
 
     def hold(self, name: Global) -> None:
-        """Record a class or function that is written, as a value or as an argument."""
+        """Record that the output contains a class or function as a value or an argument."""
         self._names.add(name)
 
     def check_names(self, root: Node) -> None:
-        """Check the names that the tree contains as values.
+        """Check each class and function that the tree contains as a value.
 
-        Names that are arguments of a call with a row are not values.
+        If a call is allowlisted, the classes and functions among its arguments are not values.
         """
         waiting = [root] if any(map(judge.out_of_place, self._names)) else []
         seen: set[int] = set()
@@ -192,7 +193,7 @@ class Policy:
             if isinstance(node, Global):
                 reason = judge.out_of_place(node)
                 if reason is not None:
-                    raise _refused(f"the file holds {node}, which {reason}")
+                    raise _refused(f"the file contains {node}, which {reason}")
             elif id(node) in seen:
                 continue
             elif isinstance(node, Object) and isinstance(node.args, tuple):
@@ -224,11 +225,11 @@ _JUDGED = (
 
 
 def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[Path, Node]]]:
-    """Return the tree without the values that `gone` selects, and these values with their paths.
+    """Remove the values for which `gone` returns True. Return the tree, and the removed values.
 
-    `gone` is called for objects, names, sets, tensors, storages, strings and byte strings. An entry
-    of a mapping is removed with its key. In a list or tuple, None replaces the value so that other
-    positions stay the same.
+    `gone` is called for objects, classes, functions, sets, tensors, storages, strings and byte
+    strings. In a dict, the key is removed together with the value. In a list or tuple, None
+    replaces the value, so the other values keep their indices.
     """
     dropped, holders = _find(root, gone)
     if not dropped:
@@ -244,7 +245,7 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
 
 
 def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, Node]], list[Node]]:
-    """Return the keys and values to drop, with their paths, and the containers that remain."""
+    """Return the keys and values to drop with their paths. Also return all visited containers."""
     dropped: list[tuple[Path, Node]] = []
     holders: list[Node] = []
     seen: set[int] = set()
@@ -266,7 +267,7 @@ def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, No
 
 
 def _without(holder: Node, gone: set[int]) -> Node:
-    """Return a copy of a container without the direct members whose ids are in `gone`."""
+    """Return a copy of a container without the keys and values whose ids are in `gone`."""
     if not isinstance(holder, dict):
         return type(holder)(None if id(each) in gone else each for each in holder)
     kept = {
@@ -282,10 +283,13 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
 
 
 def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Remove opaque values and embedded files with calls. Return the tree and notes.
+    """Remove all values that `torch.load(weights_only=True)` rejects. Return the tree and notes.
 
-    An object that weights_only accepts is dropped too if it contains an object that weights_only
-    rejects. Raises UsageError if no tensor, or no value at all, remains, unless it `may_be_empty`.
+    An object is removed if it contains a rejected object. Byte strings that contain a pickle with
+    calls are removed too.
+
+    Raises UsageError if all tensors are removed. For a tree without tensors, raises UsageError if
+    all values are removed. If `may_be_empty` is True, neither case raises an error.
     """
     pruned, dropped = without(root, _is_refused)
     if not dropped:
@@ -293,27 +297,30 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
     if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, nodes(root)))):
         held = join(dropped[0][0]) or "the root"
         raise UsageError(
-            f"nothing remains without its Python objects: {held} is a {_name(dropped[0][1])}",
-            hint="`ckptkit inspect {where}` shows what it contains; the format safetensors stores "
-            "only its weights, if it has any",
+            f"nothing remains without Python objects: {held} is of type {_name(dropped[0][1])}",
+            hint="`ckptkit inspect {where}` lists the content; the format safetensors stores "
+            "only the weights, if there are any",
         )
     files = [each for each in dropped if isinstance(each[1], TEXTS)]
     objects = [each for each in dropped if not isinstance(each[1], TEXTS)]
     return pruned, (
         *_dropped_note(objects, "value", "that weights_only rejects"),
-        *_dropped_note(files, "byte string", "that may be a file with calls"),
+        *_dropped_note(files, "byte string", "that may contain a pickle with calls"),
     )
 
 
 def _dropped_note(dropped: list[tuple[Path, Node]], what: str, why: str) -> Iterator[str]:
-    """Yield the note that lists dropped values, if there are any."""
+    """Yield a note with the paths of the dropped values. Yield nothing without dropped values."""
     if dropped:
         named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
         yield f"dropped {plural(len(named), what)} {why}: {some(named, SHOWN)}"
 
 
 def _has_more(root: Node, tensors: bool) -> bool:
-    """Return whether the tree contains a tensor or, unless `tensors`, any value but None."""
+    """Return whether the tree contains a tensor.
+
+    If `tensors` is False, return whether the tree contains a value other than None.
+    """
     if tensors:
         return any(map(_is_tensor, nodes(root)))
     containers = (dict, list, tuple, NoneType)
@@ -325,7 +332,10 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Return whether weights_only rejects a part of the value, or it contains a file with calls."""
+    """Return whether `torch.load(weights_only=True)` rejects the value or a value inside.
+
+    Also return True if a byte string contains a pickle with calls.
+    """
     return holds_calls(node) or any(map(_is_refused_part, nodes(node)))
 
 

@@ -1,17 +1,18 @@
-"""Persistent ids: the references of torch's pickles to storages outside the pickle.
+"""Read the persistent ids by which pickles of torch refer to tensor storages.
 
-    ('storage', class, key, location, numel)                    zip archives
-    ('storage', class, key, location, numel, view_metadata)     legacy streams
+In zip archives, a persistent id is ``('storage', class, key, location, numel)``.
+In legacy files, it is ``('storage', class, key, location, numel, view_metadata)``.
 
-``view_metadata`` is None since torch 0.4; before, it was (view_key, offset, view_size) in elements.
+Since torch 0.4, ``view_metadata`` is None. Older versions wrote ``(view_key, offset, view_size)``,
+and count ``offset`` and ``view_size`` in elements.
 
-`numel` counts elements of the class's type; for a view, the elements of the root storage. For an
-UntypedStorage, `numel` counts bytes.
+``numel`` is the number of elements in the complete storage. For an UntypedStorage, ``numel`` is the
+number of bytes.
 
-torch 0.1 to 1.5 also kept the source code of each class of a pickled module. At the first use of a
-class, the persistent id is ``(class, source file, source text)`` in tar files, and ``('module',
-class, source file, source text)`` in legacy streams. Both strings are None if Python did not find
-the source.
+torch 0.1 to 1.5 also saved the source code of each class of a pickled module. The source code is in
+the persistent id of the first use of the class. In tar files, this persistent id is ``(class,
+source file, source text)``. In legacy files, it is ``('module', class, source file, source text)``.
+If Python did not find the source code, the file and text are None.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 
-# Makes a Storage from key, bytes and device.
+# A function that returns a Storage. The arguments are the key, the number of bytes and the device.
 Opener = Callable[[str, int, str], Storage]
 
 
 class StorageTable:
-    """The storages of one pickle, one object for each key."""
+    """Contains one TypedStorage per storage of a pickle."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        # By key. A key has several classes if one of them is untyped, or if all storages are empty.
+        # Maps each key to its storages. A key has several storages in two cases: a reference to the
+        # storage is untyped, or the storage is empty.
         self._known: dict[str, tuple[TypedStorage, ...]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
-        """Return the TypedStorage of a persistent id: the same object for the same id."""
+        """Return the TypedStorage of a persistent id. Equal ids return the same object."""
         if pid.__class__ is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
-            raise FormatError("pickle refers to a storage, but not by a persistent id of torch")
+            raise FormatError("pickle contains a persistent id that torch.save does not write")
         made, key, location, numel = pid[1:5]
         view = pid[5] if len(pid) == 6 else None
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
             raise FormatError(
-                "the persistent id of a storage is not made of a class, a string and a number"
+                "the persistent id of a storage must contain a class, a string and a number"
             )
         known = self._known.get(key)
         if known is not None:
@@ -53,7 +55,7 @@ class StorageTable:
         else:
             dtype = dtype_of_storage(made)
             if location.__class__ is not str or numel < 0:
-                raise FormatError(f"storage {key!r} lacks its device or its size")
+                raise FormatError(f"storage {key!r} has an invalid device or size")
             if len(key) + len(location) > LIMITS.name_bytes:
                 check("name_bytes", len(key) + len(location), "characters of a storage's name")
             if key in self._views:
@@ -68,7 +70,7 @@ class StorageTable:
         return iter(self._known)
 
     def itemsizes(self) -> dict[str, int]:
-        """Map each key to the bytes per element, 1 if the storage is only used untyped."""
+        """Map the key of each storage to the bytes per element. Untyped elements have 1 byte."""
         return {
             key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
             for key, known in self._known.items()
@@ -84,7 +86,8 @@ class StorageTable:
             raise _two_ways(key)
         types = {typed.dtype: typed for typed in known}
         if dtype not in types:
-            # torch uses the first class for all references, except that untyped equals uint8
+            # torch.load uses the class of the first reference to a storage for all references. For
+            # untyped and uint8, the difference does not matter.
             if nbytes and {dtype, *types} != {UINT8, None}:
                 named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
                 raise AmbiguousError(
@@ -95,9 +98,9 @@ class StorageTable:
         return types[dtype]
 
     def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
-        """Return a view of a storage (torch 0.1 to 0.3)."""
+        """Return a view of a storage. Only torch 0.1 to 0.3 wrote such views."""
         if not isinstance(metadata, tuple) or len(metadata) != 3 or type(metadata[0]) is not str:
-            raise FormatError("a view of a storage is not described by (key, offset, size)")
+            raise FormatError("the metadata of a storage view is not (key, offset, size)")
         key, offset, size = metadata
         if (
             type(offset) is not int
@@ -105,7 +108,8 @@ class StorageTable:
             or not 0 <= offset <= offset + size <= root.elements
         ):
             raise TensorError(
-                f"a view of {size} elements from {offset} exceeds its storage of {root.elements}"
+                f"a storage view of {size} elements at offset {offset} exceeds the "
+                f"{root.elements} elements of the storage"
             )
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
@@ -116,13 +120,13 @@ class StorageTable:
 
 
 def _two_ways(key: str) -> AmbiguousError:
-    return AmbiguousError(f"the file describes storage {key!r} in two ways")
+    return AmbiguousError(f"the file contains two different descriptions of storage {key!r}")
 
 
 def dtype_of_storage(made: Global) -> DType | None:
-    """Return the element type of a storage class, None for an untyped one.
+    """Return the element type of a storage class. Return None for an untyped storage class.
 
-    Raises FormatError for other classes.
+    Raises FormatError for a class that is not a storage class.
     """
     try:
         return _DTYPES[made.module, made.name]
@@ -131,12 +135,15 @@ def dtype_of_storage(made: Global) -> DType | None:
 
 
 def storage_class(dtype: DType | None) -> Global:
-    """Return the storage class of a persistent id for `dtype`: the same object each time."""
+    """Return the storage class that persistent ids contain for `dtype`."""
     return _CLASSES[None if dtype is None else dtype.storage]
 
 
 def _scripted(dtype: DType) -> str:
-    """Return TorchScript's name of the storage of a type without a storage class in torch."""
+    """Return the storage class name that TorchScript files contain for `dtype`.
+
+    Python's torch has no storage class for this dtype.
+    """
     name = "complexHalf" if dtype.name == "complex32" else dtype.name.replace("uint", "UInt")
     return name[0].upper() + name[1:] + "Storage"
 
@@ -154,7 +161,7 @@ _DTYPES: dict[tuple[str, str], DType | None] = {
 
 
 class ModuleSources:
-    """The source code of the classes in one pickle: shown as metadata, never executed."""
+    """Contains the source code of classes in one pickle. ckptkit never runs this code."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -162,17 +169,17 @@ class ModuleSources:
     def load(self, made: Node, text: Node) -> Global:
         """Record the source of a class, and return the class.
 
-        Raises FormatError if `made` is not a class or `text` is not text.
+        Raises FormatError if `made` is not a class or `text` is not a string.
         """
         if not isinstance(made, Global):
-            raise FormatError("the pickle gives the source of something other than a class")
+            raise FormatError("the pickle contains source code for a value that is not a class")
         if isinstance(text, StoredBytes):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
             from ckptkit.compute.operation import stream
 
             text = ByteString(b"".join(stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):
-            raise FormatError(f"the source of {made} is not text")
+            raise FormatError(f"the source code of {made} is not a string")
         self._texts[str(made)] = "" if text is None else str(text)
         check("memo_sparse", len(self._texts), "classes with their source")
         return made
@@ -185,13 +192,11 @@ class ModuleSources:
     def warnings(self) -> tuple[str, ...]:
         if not self._texts:
             return ()
-        return (
-            f"the file contains the source code of {len(self._texts)} classes; kept as metadata",
-        )
+        return (f"the source code of {len(self._texts)} classes in the file is kept as metadata",)
 
 
 def endian_warning(system: Node) -> tuple[str, ...]:
     """Return a warning if the file was written on a big-endian machine."""
     if isinstance(system, dict) and system.get("little_endian") is False:
-        return ("written on a big-endian machine; its data is read as little-endian, as in torch",)
+        return ("the file is from a big-endian machine; ckptkit reads little-endian, like torch",)
     return ()

@@ -1,7 +1,7 @@
-"""Records of the pickles in a file and of the effects of loading them, without a verdict.
+"""Data classes for the pickles in a file, and for the effects of loading a pickle.
 
-Formats find the pickles, :mod:`ckptkit.scanning.trace` traces them, and
-:mod:`ckptkit.scanning.verdict` judges the traces.
+The readers in `ckptkit.formats` find the pickles. :mod:`ckptkit.scanning.trace` lists the effects
+of loading a pickle, and :mod:`ckptkit.scanning.verdict` judges these effects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptkit.core.text import typed_value
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 from ckptkit.pickles import judge
 
-MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of a legacy stream
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # value of the first pickle in a legacy torch.save file
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"
 TORCHSCRIPT = "torch.jit.load"
@@ -28,12 +28,16 @@ NOT_TORCH = "not a file of torch.save"
 class PickleStream:
     """Bytes that a loader passes to an unpickler.
 
-    ``where`` is their place inside the file, ``""`` for the file itself. ``packed`` is the
-    compression method of the `length` bytes, None without compression. ``open_end``: the end of the
-    bytes is unknown. ``count`` is the number of consecutive pickles. If it exceeds 1, other bytes
-    may follow. If it is None, the number is unknown, and other bytes may lie between the pickles.
-    ``no_weights_only`` is the reason why `torch.load(weights_only=True)` cannot read the container,
-    None if it can. ``weak``: only the first bytes suggest that the bytes are a pickle.
+    ``where`` names the position inside the file, such as an archive member. ``where`` is ``""``
+    for the file itself. ``packed`` is the compression method, None for uncompressed bytes. If
+    ``open_end`` is True, the end of the bytes is unknown.
+
+    ``count`` is the number of consecutive pickles. If ``count`` exceeds 1, other bytes may follow
+    the last pickle. If ``count`` is None, the number of pickles is unknown, and other bytes may lie
+    between two pickles.
+
+    ``no_weights_only`` is the reason why `torch.load(weights_only=True)` cannot read the file, None
+    if `torch.load` can read the file. If ``weak`` is True, only the first bytes suggest a pickle.
     """
 
     where: str
@@ -52,7 +56,7 @@ class PickleStream:
 class Inner:
     """Bytes inside a file that may be a separate file.
 
-    ``likely``: the bytes have the file name of a pickle.
+    If ``likely`` is True, the name of the archive member ends like that of a pickle (``.pkl``).
     """
 
     where: str
@@ -66,7 +70,7 @@ class Inner:
 class Remark:
     """A part of a file that ckptkit cannot read, or that two readers interpret differently.
 
-    ``harmless``: the remark casts no doubt on the file, only on how programs treat it.
+    If ``harmless`` is True, the remark does not change the verdict on the file.
     """
 
     where: str
@@ -76,9 +80,9 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """TorchScript source, which loading compiles and a call runs.
+    """TorchScript source code. `torch.jit.load` compiles the code, and calling the model runs it.
 
-    ``files`` are descriptions of the files that its operators read, write or load.
+    ``files`` describes the files that operators in the code read, write or load.
     """
 
     where: str
@@ -90,23 +94,25 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that loading would make: the first of its `kind` for this callable.
+    """A call that loading the pickle would make.
 
-    Kinds are the levels of :mod:`ckptkit.pickles.judge`.
+    ``kind`` is one of `LEVELS` in :mod:`ckptkit.pickles.judge`. Calls of the same kind to the same
+    callable share one `Call`, and ``times`` counts the calls.
     """
 
     name: str  # the callable
     opcode: str
     kind: str
     args: str  # shortened
-    offset: int  # of the opcode, in the stream's source
+    offset: int  # offset of the first call's opcode in the file
     times: int
 
 
 class Nested(NamedTuple):
     """A byte string that looks like a file.
 
-    If `loaded`, the pickle itself loads the file. Otherwise a program that uses the value may.
+    If ``loaded`` is True, unpickling also loads the byte string as a file. If ``loaded`` is False,
+    only a program that uses the byte string may load it.
     """
 
     offset: int  # of the opcode
@@ -118,18 +124,22 @@ class Nested(NamedTuple):
 class Trace:
     """The names and calls of one pickle, up to its end or the first error.
 
-    ``error`` is the position and reason of a failure before the end. ``goes_on``: an unpickler of
-    CPython may continue after that position. ``may_be_legacy``: the value may be the magic number
-    of a legacy file, after which torch.load loads four more pickles. ``doubts`` are points on which
-    unpicklers disagree. ``refused`` describes the first step, other than a name, that
-    `torch.load(weights_only=True)` rejects; None without such a step.
+    ``error`` describes the first error and its position, None without an error. If ``goes_on`` is
+    True, an unpickler of CPython may continue after the error. ``doubts`` describes opcodes that
+    different unpicklers interpret differently.
+
+    If ``may_be_legacy`` is True, the value of the pickle may be the magic number of a legacy
+    torch.save file. After the magic number, torch.load loads four more pickles.
+
+    ``refused`` describes the first operation that `torch.load(weights_only=True)` rejects. Names of
+    classes and functions are not considered. ``refused`` is None without such an operation.
     """
 
     protocol: int
-    size: int  # bytes read, without large byte strings
-    stop: int  # offset in the source of the first byte after STOP, or of the opcode that fails
+    size: int  # Number of bytes read, without large byte strings.
+    stop: int  # Offset of the first byte after STOP, or of the opcode that fails.
     globals: tuple[Global, ...]
-    values: tuple[Global, ...]  # globals that are values or arguments, not only called
+    values: tuple[Global, ...]  # globals that the pickle uses as a value or argument
     calls: tuple[Call, ...]
     nested: tuple[Nested, ...]
     doubts: tuple[str, ...]
@@ -140,7 +150,7 @@ class Trace:
 
     @property
     def is_proved(self) -> bool:
-        """True if all steps may be written back. Files inside byte strings are not considered."""
+        """True if loading the pickle is proved harmless. Byte strings inside are not considered."""
         steps = all(call.kind in (*judge.WRITTEN, judge.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
         return steps and whole and all(judge.out_of_place(name) is None for name in self.values)
@@ -150,28 +160,28 @@ class Trace:
 class Traced:
     """A pickle and its trace.
 
-    ``nested``: the pickle is in a byte string that nothing in the file loads.
+    If ``nested`` is True, the pickle is inside a byte string, and no call in the file loads it.
     """
 
     where: str
-    offset: int  # in the archive member, or in the part that `where` names
-    base: int | None  # offset of that part in the file, None if it was compressed
+    offset: int  # offset of the pickle inside the archive member that `where` names
+    base: int | None  # offset of the archive member in the file, None if it was compressed
     loader: str
     no_weights_only: str | None
     trace: Trace
     nested: bool = False
 
 
-# A byte string in a pickle can contain a file that calls functions, and a program may load that
-# file. Reading it needs every format, so `ckptkit.scanning` reads it, through a hook.
+# A byte string in a pickle can contain a second pickle that calls functions. A program may load the
+# second pickle. `holds_calls` searches byte strings for such pickles. It calls `ckptkit.scanning`
+# through a hook, because the byte string may have any file format.
 
-# First bytes of files that may contain pickles: pickles since protocol 2, zip, gzip, bzip2, xz,
-# numpy.
+# Signatures of pickles since protocol 2, and of the zip, gzip, bzip2, xz and NumPy formats
 _HEADS = (
     *(bytes((0x80, protocol)) for protocol in range(2, 6)),
     *(b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY"),
 )
-# All opcodes: a pickle of protocol 0 or 1 may begin with any of them.
+# All opcodes. A pickle of protocol 0 or 1 may begin with any opcode.
 OPCODES = frozenset((*b"().012BCFGIJKLMNPQRSTUVX]abcdeghijlopqrstu}", *range(0x80, 0x99)))
 
 
@@ -189,9 +199,9 @@ def looks_like_a_pickle(head: bytes) -> bool:
 
 
 def holds_calls(value: Node) -> bool:
-    """Return whether a byte string or string is a file with calls that are not allowlisted.
+    """Return whether a byte string or string contains a pickle with calls outside the allowlist.
 
-    Python 2 pickled byte strings as strings.
+    Strings are checked because Python 2 pickled byte strings as strings.
     """
     if isinstance(value, str):
         return (value[-1:] == "." or value[:1] == "\x80") and _text_holds_calls(value)
@@ -205,11 +215,11 @@ def holds_calls(value: Node) -> bool:
 
 
 def check_no_calls(value: Node) -> None:
-    """Raise UnsafeGlobalError for a byte string or string that is a file with calls."""
+    """Raise UnsafeGlobalError if `holds_calls` returns True for a byte string or string."""
     if holds_calls(value):
         raise UnsafeGlobalError(
-            "a byte string in the file is a file with calls that are not allowlisted",
-            hint="`ckptkit scan {where}` lists them; "
+            "a byte string in the file contains a pickle with calls that are not allowlisted",
+            hint="`ckptkit scan {where}` lists the calls; "
             f"{typed_value('objects', 'drop')} drops the byte string",
         )
 

@@ -1,7 +1,8 @@
-"""Build the tree of a pickle.
+"""Build the tree of values in a pickle.
 
-Containers and scalars become plain Python values. A class or function becomes a Global. A call
-becomes the value that its reducer in `ckptkit.pickles.globals` returns, or else an Object.
+Containers and scalars become plain Python values. A class or function becomes a Global. If
+`ckptkit.pickles.globals` has a reducer for a call, the call becomes the value that the reducer
+returns. Any other call becomes an Object.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from ckptkit.core.tree import (
 from ckptkit.pickles.globals import REDUCERS, Reducer, built
 from ckptkit.pickles.machine import Machine
 
-_NO_TUPLE = "pickle makes a call with arguments that are not a tuple"
+_NO_TUPLE = "pickle calls a function with arguments that are not a tuple"
 _SETATTR, _GETATTR = Global("builtins", "setattr"), Global("builtins", "getattr")
 _DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
 _CODE_OF_DILL = tuple(f"dill._dill._create_{kind}" for kind in ("cell", "function", "type"))
-_DROPPED = "pickle drops the result of a call: reading it would hide what the call did"
-_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # a newline would end the name in the output
-_FULL = object()  # a key that makes a dict with conflicting keys nonempty
+_DROPPED = "pickle discards the result of a call; ckptkit cannot represent such a call"
+_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # a newline would split the name in GLOBAL
+_FULL = object()  # placeholder key, so that a dict with conflicting keys is not empty
 
 
 class Unpickled(NamedTuple):
     root: Node
-    globals: tuple[Global, ...]  # every class and function that the pickle names, in order
+    globals: tuple[Global, ...]  # every class and function that the pickle names
     protocol: int
     stop: int  # offset in the source of the first byte after STOP
     warnings: tuple[str, ...]
@@ -56,10 +57,11 @@ def unpickle(
     persistent_load: Callable[[Node], Node] | None = None,
     reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
-    """Return the tree of the pickle at `start`. The pickle must end before `stop`.
+    """Return the tree of the pickle at offset `start`. The pickle must end before offset `stop`.
 
-    `persistent_load` maps a persistent id to a node. `reducers` evaluate known calls. Raises
-    FormatError, TruncatedError, LimitError, UnsupportedError, and any error of `persistent_load`.
+    `persistent_load` maps a persistent id to a node. `reducers` maps the module and name of a
+    callable to a function that evaluates its calls. Raises FormatError, TruncatedError, LimitError,
+    UnsupportedError, and any error of `persistent_load`.
     """
     values = Values(persistent_load or _no_persistent_ids, reducers)
     machine = Machine(source, start, source.size if stop is None else stop, values)
@@ -74,7 +76,7 @@ def unpickle(
 
 
 class Values:
-    """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
+    """Builds the tree. Implements `ckptkit.pickles.machine.Builder`."""
 
     counted: frozenset[type] = frozenset()
     watchful = False
@@ -94,25 +96,25 @@ class Values:
         self.globals: dict[tuple[str, str], Global] = {}
         self.keys = KeyCheck()
         self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of a dict with conflicting keys
-        self.tensors: list[Object] = []  # objects that a BUILD made plain tensors
+        self.tensors: list[Object] = []  # objects that become plain Tensors in the tree
         self.dropped: dict[int, Node] = {}  # values popped from the stack, by id
         self.drops = 0
         self.warnings: list[str] = []
 
     def name(self, module: Node, name: Node) -> Global:
         if module.__class__ is not str or name.__class__ is not str:
-            raise FormatError("pickle names a global by something other than strings")
+            raise FormatError("pickle names a class or function by values that are not strings")
         known = self.globals.get((module, name))
         if known is not None:
             return known
         parts = name.split(".")
         exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
         if not module or not exists or _UNNAMEABLE.search(module + name):
-            raise FormatError(f"pickle names a global that cannot exist: {module!r} {name!r}")
+            raise FormatError(f"pickle contains an invalid name: {module!r} {name!r}")
         if len(parts) > 1 and self.machine.protocol < 4:
             raise FormatError(
-                f"pickle of protocol {self.machine.protocol} names a nested global: {module!r} "
-                f"{name!r}"
+                f"pickle contains a nested name: {module!r} {name!r}; protocol "
+                f"{self.machine.protocol} does not support nested names"
             )
         found = self.globals[module, name] = Global(module, name)
         reducer = self.meanings.get((module, name))
@@ -130,7 +132,7 @@ class Values:
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Node:
         if isinstance(value, StoredBytes):
             return value
-        if kind == "python2":  # a string if it is ASCII, else bytes of unknown encoding
+        if kind == "python2":  # ASCII bytes become a string; other bytes have an unknown encoding
             return value.decode("ascii") if value.isascii() else ByteString(value)
         return value if kind == "bytes" else bytearray(value)
 
@@ -153,7 +155,7 @@ class Values:
         elif isinstance(target, OrderedMapping) and target.state is None:
             target.state = state
         else:
-            raise FormatError(f"pickle sets the state of a {type_name(target)}")
+            raise FormatError(f"pickle calls __setstate__ on a value of type {type_name(target)}")
 
     def extend(self, target: Node, items: list[Node], how: str) -> None:
         if how == "append" and target.__class__ is list:
@@ -163,21 +165,21 @@ class Values:
         elif isinstance(target, Object):
             _step(target, how, items)
         else:
-            raise FormatError(f"pickle adds items to a {type_name(target)}")
+            raise FormatError(f"pickle adds items to a value of type {type_name(target)}")
 
     def set(self, target: Node, items: Sequence[Node]) -> None:
         keys, values = items[0::2], items[1::2]
         if isinstance(target, Object):
             _step(target, "set", list(zip(keys, values, strict=True)))
         elif not isinstance(target, dict):
-            raise FormatError(f"pickle sets a key of a {type_name(target)}")
+            raise FormatError(f"pickle sets a key of a value of type {type_name(target)}")
         elif id(target) in self.pairs:
             self.pairs[id(target)][1].pairs.extend(zip(keys, values, strict=True))
         else:
             self._set_dict(target, keys, values)
 
     def _set_dict(self, target: Node, keys: Sequence[Node], values: Sequence[Node]) -> None:
-        """Set all items or none: a repeated key must not overwrite its first value."""
+        """Set the items. If a key is repeated or unhashable, store all items in a Pairs instead."""
         if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
             new = dict(zip(keys, values, strict=True))
             if len(new) == len(keys) and (not target or target.keys().isdisjoint(new)):
@@ -197,11 +199,12 @@ class Values:
         return made
 
     def drop(self, values: list[Node]) -> None:
-        """Record popped values. In the end, the tree must contain each value.
+        """Record values that the pickle pops. `_check_dropped` later searches the tree for them.
 
-        CPython pops the items of a tuple that contains itself, and then pushes the finished tuple.
-        dill pushes a dict that exists already, fills it, and pops it. It also pops the results of
-        setattr (`_sets_code`). Any other popped value would hide a call.
+        Two picklers pop values. CPython pops the items of a tuple that contains itself, and then
+        pushes the finished tuple. dill pushes an existing dict, fills the dict, and pops the dict.
+        dill also pops the results of setattr (see `_sets_code`). A pickle that pops any other value
+        could hide a call.
         """
         self.drops += 1
         check("pickle_stack", self.drops, "values dropped in a pickle")
@@ -217,7 +220,8 @@ class Values:
     def end(self, stack: list[Node], marks: list[list[Node]]) -> Node:
         if len(stack) != 1 or marks:
             raise FormatError(
-                f"pickle ends with {len(stack)} values and {len(marks)} open marks, not one value"
+                f"pickle ends with {len(stack)} values and {len(marks)} open marks; expected "
+                "one value"
             )
         root = stack[0]
         self._check_dropped(root)
@@ -228,28 +232,29 @@ class Values:
             pairs.state = target.state if isinstance(target, OrderedMapping) else None
             swap[key] = pairs
         if self.pairs:
-            self.warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
+            self.warnings.append(f"{len(self.pairs)} dicts have repeated or unhashable keys")
         return rebuild(root, swap=swap) if swap else root
 
     def _check_dropped(self, root: Node) -> None:
-        """Raise UnsupportedError if the tree does not contain a popped value.
+        """Raise UnsupportedError if a popped value is missing from the tree.
 
-        Attributes that dill sets on code are not in the tree; such attributes cause a warning.
+        The tree does not contain attributes that dill sets on functions and classes. For such
+        attributes, this method adds a warning instead.
         """
         setting = [node for node in self.dropped.values() if _sets_code(node)]
         lost = self.dropped.keys() - set(map(id, setting))
         if lost:
-            repeated = [pairs for _, pairs in self.pairs.values()]  # they replace their dicts below
+            repeated = [pairs for _, pairs in self.pairs.values()]  # `end` puts them into the tree
             lost.difference_update(map(id, nodes([root, *setting, *repeated])))
         if lost:
             raise UnsupportedError(_DROPPED)
         if setting:
-            code = "functions and classes that dill made from code"
+            code = "functions and classes saved by dill"
             self.warnings.append(f"{plural(len(setting), 'attribute')} of {code} are not read")
 
 
 def _no_persistent_ids(pid: Node) -> NoReturn:
-    raise UnsupportedError("pickle refers to values outside itself (persistent ids)")
+    raise UnsupportedError("pickle contains persistent ids, which refer to external values")
 
 
 def _step(target: Object, step: str, items: list[Node]) -> None:
@@ -260,9 +265,9 @@ def _step(target: Object, step: str, items: list[Node]) -> None:
 
 
 def _sets_code(node: Node) -> bool:
-    """Return whether a call sets an attribute of a function, cell or class that dill made.
+    """Return whether a call sets an attribute of a function, cell or class created by dill.
 
-    dill completes recursive code in this way. No tensor can change.
+    dill restores recursive functions with such calls. These calls cannot change a tensor.
     """
     if not isinstance(node, Object) or node.new or node.steps or len(node.args) != 3:
         return False
@@ -273,27 +278,27 @@ def _sets_code(node: Node) -> bool:
     return called == _SETATTR and str(name) in _CODE_OF_DILL
 
 
-# Dict keys that can be hashed without running slow or recursive code
+# Limits on dict keys, because a file could contain keys that take very long to hash
 
 _UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)
 
 
 class KeyCheck:
-    """Counts dict keys whose hashes a file could choose so that the keys collide."""
+    """Counts dict keys for which a malicious file could choose colliding hashes."""
 
     def __init__(self) -> None:
         self._odd = 0
         self._values = 0
 
     def hashable(self, key: Node) -> bool:
-        """Return whether a key is hashable. Raises LimitError if keys are too deep or too odd."""
+        """Return whether a key is hashable. Raises LimitError for too many or too deep keys."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
         if isinstance(key, (int, float, complex)) or (
             isinstance(key, tuple) and not _all_text(key)
         ):
             self._odd += 1
-            check("odd_keys", self._odd, "dict keys that are large integers, floats or tuples")
+            check("odd_keys", self._odd, "dict keys that are floats, tuples or large integers")
         level, depth = [key], 0
         while level:
             if any(isinstance(each, _UNHASHABLE) and not _is_frozen(each) for each in level):

@@ -1,16 +1,22 @@
 """Write a tree as a pickle of protocol 2. `torch.load(weights_only=True)` accepts its opcodes.
 
-The writer makes one pass, is iterative, and its output is deterministic. The memo finds strings and
-other immutable scalars by value, and containers, tuples, tensors and objects by identity, so that
-shared values stay shared. Sizes, strides and keys of storages are not stored in the memo. Protocol
-4 is used only for what protocol 2 cannot express: keyword arguments of ``__new__``, items of a set
-subclass, and modules whose names meant something else in Python 2.
+Equal trees give equal pickles. If a tree contains the same list or tensor twice, the loaded value
+does too. The pickle stores equal strings only once. The memo does not contain sizes and strides of
+tensors, or keys of storages.
 
-Other forms are normalized to equal ones:
+The writer uses protocol 4 if the tree contains a value that protocol 2 does not support. There are
+three such cases.
 
-- ``_rebuild_tensor`` and hooks of None become ``_rebuild_tensor_v2`` with an empty OrderedDict;
-- bytes become ``_codecs.encode(text, "latin1")``, a set becomes ``set([...])``;
-- a nested class becomes ``getattr(Outer, "Inner")``.
+A call of ``__new__`` has keyword arguments.
+An object of a subclass of set has items.
+A module name stands for another module in Python 2.
+
+The writer always uses the following calls, even if the original file contains an older form.
+
+A tensor is a call of ``_rebuild_tensor_v2`` with an empty OrderedDict as hooks.
+Bytes are a call ``_codecs.encode(text, "latin1")``.
+A set is a call ``set([...])``.
+A nested class is a call ``getattr(Outer, "Inner")``.
 """
 
 from __future__ import annotations
@@ -71,15 +77,18 @@ _MOST_KINDS = 1024
 
 
 class _Kind(NamedTuple):
-    """The opcodes of a tensor, split at the key of its storage; cached for equal tensors."""
+    """The opcodes of a tensor before and after the key of its storage.
+
+    Tensors that differ only in the key share one `_Kind`.
+    """
 
     before: bytes
     after: bytes
     dtype: DType | None  # of the storage
 
 
-BATCH = 1000  # items per SETITEMS or APPENDS, as in CPython
-_JOINED = 1 << 15  # number of byte strings that are joined into one, to save their headers
+BATCH = 1000  # number of items per SETITEMS or APPENDS, equal to that of CPython
+_JOINED = 1 << 15  # number of byte strings that the writer joins at once to save memory
 
 
 class Pickled(NamedTuple):
@@ -95,13 +104,12 @@ def write_pickle(
 ) -> Pickled:
     """Return the pickle of a tree.
 
-    `persistent_id` returns the persistent id of a storage, a tuple. The function is called for each
-    use of a storage.
+    `persistent_id` takes a storage and returns its persistent id, a tuple. It is called for each
+    use of a storage. `objects` is ``keep``, ``drop`` or ``error``. It sets the treatment of values
+    that `torch.load(weights_only=True)` rejects.
 
-    `objects` is the treatment of values that weights_only rejects: ``keep`` them, ``drop`` them, or
-    raise an ``error``. Raises AmbiguousError for mappings that a dict cannot hold,
-    UnsafeGlobalError for calls that are not allowlisted, UnsupportedError for objects that contain
-    themselves.
+    Raises AmbiguousError for a dict with repeated or unhashable keys. Raises UnsafeGlobalError for
+    a call that is not allowlisted. Raises UnsupportedError for an object that contains itself.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":
@@ -110,34 +118,34 @@ def write_pickle(
     if objects == "error" and pickled.notes:
         raise UnsafeGlobalError(
             pickled.notes[0],
-            hint=f"{typed_value('objects', 'keep')} keeps them, "
-            f"{typed_value('objects', 'drop')} drops them",
+            hint=f"{typed_value('objects', 'keep')} keeps such values, "
+            f"{typed_value('objects', 'drop')} drops such values",
         )
     return Pickled(pickled.data, (*notes, *pickled.notes))
 
 
 class _Writer:
-    """The opcodes so far, the memo, and a method for each kind of value.
+    """Converts values to opcodes.
 
-    A leaf is converted to opcodes at once. A container is a generator: it emits opcodes and yields
-    its items, and continues when an item has been written.
+    For scalars, strings and tensors, a method returns the opcodes. For a container, a generator
+    emits opcodes and yields each item. `write` resumes the generator after writing the item.
     """
 
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         self.persistent_id = persistent_id
         self.protocol = protocol
-        self.needed = 2  # the lowest protocol that supports the values so far
+        self.needed = 2  # lowest protocol that supports all values written so far
         self.parts: list[bytes] = []
         self.emit = self.parts.append
         self.joined: list[bytes] = []
         self.count = 0  # memo entries
         self.tensors: dict[Tensor, int] = {}  # memo entries
-        self.by_id: dict[int, int] = {}  # id of any other node -> its memo entry
+        self.by_id: dict[int, int] = {}  # maps the id of another node to its memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
-        self.keep: list[Node] = []  # keeps nodes alive, so that the ids in by_id stay unique
+        self.keep: list[Node] = []  # keeps nodes alive, because `by_id` requires unique ids
         self.kinds: dict[tuple[object, ...] | None, _Kind] = {}
-        self.refused: dict[str, int] = {}  # names that weights_only rejects -> count
+        self.refused: dict[str, int] = {}  # counts the uses of each name that weights_only rejects
         self.policy = Policy()
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves: dict[type, Callable[[Any], bytes]] = {
@@ -166,9 +174,10 @@ class _Writer:
             else:
                 frames.pop()
         self.policy.check_names(root)
-        # These methods form a cycle: with garbage collection paused, it would keep the memo alive.
+        # `leaves` contains methods of this object. Without garbage collection, this reference cycle
+        # would keep the memo alive.
         self.leaves.clear()
-        if self.needed > self.protocol:  # start over: names are written differently there
+        if self.needed > self.protocol:  # write again, because protocol 4 encodes names differently
             return _Writer(self.persistent_id, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *self.joined, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
@@ -184,7 +193,10 @@ class _Writer:
             self.parts.clear()
 
     def _put(self, node: Node = None) -> bytes:
-        """Return the opcode that stores the top of the stack in the next memo entry, for `node`."""
+        """Return the opcode that stores the top of the stack in the memo.
+
+        `node` is the value on top of the stack.
+        """
         index = self.count
         self.count = index + 1
         if node is not None:
@@ -207,7 +219,7 @@ class _Writer:
         return self._global(_COMPLEX) + b"G" + real + b"G" + imaginary + b"\x86R"
 
     def _bytes(self, value: bytes) -> bytes:
-        """Return the opcodes of bytes, stored by value: identity of bytes has no meaning."""
+        """Return the opcodes of a bytes object. Equal bytes share one memo entry."""
         key = (bytes, value)
         if key in self.by_value:
             return _get(self.by_value[key])
@@ -271,7 +283,10 @@ class _Writer:
         return code + self._put(node)
 
     def _spelled(self, node: Global) -> tuple[str, str]:
-        """Return module and name as in Python 2; require protocol 4 for ambiguous names."""
+        """Return the module and name in the spelling of Python 2.
+
+        If Python 3 would load another name, require protocol 4.
+        """
         name = node.module, node.name
         if self.protocol > 2:
             return name
@@ -286,7 +301,7 @@ class _Writer:
     # Tensors
 
     def _storage(self, typed: TypedStorage) -> bytes:
-        """Return the opcodes of a storage: ('storage', class, key, location, numel) BINPERSID."""
+        """Return opcodes that push ('storage', class, key, location, numel), and BINPERSID."""
         tag, made, key, location, numel = self.persistent_id(typed)
         return b"".join((
             b"(", self._string(tag), self._global(made), _unicode(key.encode()),
@@ -314,15 +329,19 @@ class _Writer:
         return code + self._put()
 
     def _new(self, tensor: Tensor, kind: tuple[object, ...] | None) -> bytes:
-        """Return the opcodes of a tensor that has no memo entry yet.
+        """Return the opcodes of a tensor that has no memo entry yet. The opcodes make these calls.
 
-        They call _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
-        metadata]), v3 with a dtype before the metadata, or
-        _rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad). For a parameter,
-        _rebuild_parameter(data, requires_grad, OrderedDict()) is around it.
+        For a tensor:
+            _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])
+        For a dtype without a storage class:
+            _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, bits])
+        For a meta tensor:
+            _rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)
+        For a parameter, with its tensor as `data`:
+            _rebuild_parameter(data, requires_grad, hooks)
 
-        If the opcodes add nothing to the memo, all names in them have memo entries already. Every
-        later tensor of the same kind then has the same opcodes. They are cached.
+        The method caches the opcodes if they add no entry to the memo. Later tensors of the same
+        dtype, shape and device then have the same opcodes, except for the key of the storage.
         """
         if tensor.layout != "strided":
             raise UnsupportedError(f"a {tensor.layout} tensor whose parts are unknown")
@@ -331,7 +350,7 @@ class _Writer:
         before = self._global(_PARAMETER) if is_parameter else b""
         own = _shape(tensor.shape) + _shape(tensor.stride)
         own += _flag(tensor.requires_grad and not is_parameter)
-        # Some types have no storage class in torch.
+        # torch has no storage class for some dtypes.
         dtype = None if tensor.dtype.storage is None else tensor.dtype
         key = after = b""
         if tensor.storage is None:
@@ -357,8 +376,8 @@ class _Writer:
         name = tensor.dtype.name
         if name in NOT_IN_TORCH:
             raise TensorError(
-                f"torch has no dtype {name} (a tensor of shape {tensor.shape}) and could not load "
-                "the file",
+                f"torch has no dtype {name}, so it cannot load a tensor of this dtype (shape "
+                f"{tensor.shape})",
                 hint=f"write safetensors without {typed('--all', 'all=True')}, or drop "
                 f"such tensors with {typed('--drop', 'select(drop=...)')}",
             )
@@ -380,8 +399,8 @@ class _Writer:
             return self._set(node)
         if isinstance(node, Pairs):
             raise AmbiguousError(
-                "a mapping has repeated or unhashable keys, which no output can store",
-                hint="`ckptkit extract` takes another part of the file",
+                "ckptkit cannot write a dict with repeated or unhashable keys",
+                hint="`ckptkit extract` can write other parts of the file",
             )
         raise FormatError(f"cannot store a value of type {type(node).__name__} in a checkpoint")
 
@@ -397,7 +416,7 @@ class _Writer:
             self.emit(b"b")
 
     def _items(self, pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
-        """Emit the leaves among keys and values, and yield the other nodes."""
+        """Emit the opcodes of scalars, strings and tensors. Yield the other keys and values."""
         leaves, emit = self.leaves, self.emit
         for start in range(0, len(pairs), BATCH):
             self._join()
@@ -429,7 +448,8 @@ class _Writer:
         if not size:
             self.emit(b")")
         elif id(node) in self.by_id:
-            # The tuple contains itself and was finished inside: pop the items and push it.
+            # The tuple contains itself, and writing its items has already created the tuple. Pop
+            # the items and push the tuple.
             self.emit((b"1" if size > 3 else b"0" * size) + _get(self.by_id[id(node)]))
         else:
             self.emit((_TUPLES[size] if size < 4 else b"t") + self._put(node))
@@ -469,7 +489,7 @@ class _Writer:
 
     def _begin(self, node: Node) -> None:
         if id(node) in self.making:
-            raise UnsupportedError("an object is an argument of the call that makes it")
+            raise UnsupportedError("an object is an argument of the call that creates this object")
         self.making.add(id(node))
 
     def _made(self, node: Node, code: bytes) -> None:
@@ -478,12 +498,12 @@ class _Writer:
 
 
 def _get(index: int) -> bytes:
-    """Return BINGET or LONG_BINGET."""
+    """Return the opcode BINGET or LONG_BINGET."""
     return _GETS[index] if index < 256 else b"j" + _U4(index)
 
 
 def _unicode(data: bytes) -> bytes:
-    """Return BINUNICODE."""
+    """Return the opcode BINUNICODE with a UTF-8 string."""
     return b"X" + _U4(len(data)) + data
 
 
@@ -497,7 +517,7 @@ def _shape(shape: tuple[int, ...]) -> bytes:
 
 
 def _integer(value: int) -> bytes:
-    """Return the shortest of BININT1, BININT2, BININT, LONG1 and LONG4."""
+    """Return the shortest opcode for an integer: BININT1, BININT2, BININT, LONG1 or LONG4."""
     if 0 <= value < 256:
         return _SMALL[value]
     if 0 <= value < 65536:

@@ -267,7 +267,7 @@ def refused() -> Iterator[Row]:
     for view in ((5, 1, 2, 4), (5, 1, -1, 2), (5, 1, 0, -1), (5, 1, 2**62, 1), (5, 1, 5, 0)):
         yield "TR_05", made_of(tensor(2, 5), views=[view]), TensorError, "a view of"
     beyond = made_of(tensor(2, 5, [3]), views=[(5, 1, 1, 2)])
-    yield "TR_05", beyond, TensorError, "exceed a view"
+    yield "TR_05", beyond, TensorError, "exceed the view"
     views: tuple[Any, ...] = ((5, 1, 0), (5, 1, 0, 1, 2), None, (5, 1, 0.0, 1), (5, 1, 0, "1"))
     for odd in (*views, [5, 1, 0, 1]):
         yield "TR_05", made_of(views=[odd]), FormatError, "not a tuple"

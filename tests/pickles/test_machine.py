@@ -421,7 +421,7 @@ def test_memo_entries_may_begin_anywhere() -> None:
     "data", [b"h\x00.", b"g3\n.", b"j\0\0\0\x01.", b"K\x01q\x05h\x04.", b"Nq\x05j\x02\0\0\0."]
 )
 def test_memo_entries_that_were_not_stored(data: bytes) -> None:
-    with pytest.raises(FormatError, match="did not store"):
+    with pytest.raises(FormatError, match="empty memo entry"):
         machine(data)
 
 

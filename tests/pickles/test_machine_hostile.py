@@ -323,7 +323,7 @@ def test_PK_10_persistent_ids_of_text_and_of_nothing() -> None:
         with_storages(b"P0\n.")
     with pytest.raises(FormatError):
         with_storages(b"(Q.")
-    with pytest.raises(UnsupportedError, match="outside itself"):
+    with pytest.raises(UnsupportedError, match="persistent ids"):
         machine(b"K\x01Q.")
 
 

@@ -350,7 +350,7 @@ def test_a_record_of_ours_that_is_none(said: bytes) -> None:
 
 def test_a_storage_without_a_device() -> None:
     odd = storage().replace(text("cpu"), b"K\1")
-    with pytest.raises(FormatError, match="lacks its device"):
+    with pytest.raises(FormatError, match="has an invalid device"):
         read_made(archive(pickle_of(tensor(odd))))
 
 
