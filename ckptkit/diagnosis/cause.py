@@ -1,4 +1,4 @@
-"""Define causes with their commands and fixes, and the facts that the checks use."""
+"""Define the causes of loading problems, and the facts from which checks derive causes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
 
 ERROR = "error"  # the file does not load
-WARNING = "warning"  # the file loads only with some functions
-NOTE = "note"  # the file loads, but something in it may surprise the user
+WARNING = "warning"  # only some functions load the file
+NOTE = "note"  # the file loads, but a property of the file may surprise the user
 LEVELS = (ERROR, WARNING, NOTE)  # most severe first
 
 
@@ -35,10 +35,11 @@ DROP_OBJECTS: Fix = {OPTIONS: {"objects": "drop"}}  # drop Python objects
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason why a file does not load: `title`, `explanation`, and a `command` if one helps.
+    """A reason why a file does not load.
 
-    ``fix`` contains the edits that `--fix` applies; None if `--fix` cannot remove the cause. An
-    empty fix only rewrites the file, which removes faults of the container.
+    ``command`` is the command line that solves the problem, None without such a command. ``fix``
+    contains the edits that `doctor --fix` applies. If ``fix`` is None, `doctor --fix` cannot solve
+    the problem. If ``fix`` is empty, writing the file again solves the problem.
     """
 
     code: str
@@ -55,7 +56,7 @@ def at_least(causes: Iterable[Cause], level: str) -> list[Cause]:
 
 
 def together(causes: Iterable[Cause]) -> Fix | None:
-    """Merge the fixes of all causes into one; None if no cause has a fix."""
+    """Merge the fixes of all causes into one fix. Return None if no cause has a fix."""
     fixes = [cause.fix for cause in causes if cause.fix is not None]
     return edits.together(fixes) if fixes else None
 
@@ -66,10 +67,10 @@ SHOWN = 4  # maximum number of names in a sentence
 
 
 class Form(NamedTuple):
-    """A way to write the contents of a file: whole, without objects, or only the weights.
+    """A selection of the contents of a file to write.
 
-    ``options`` and ``suffix`` belong to the command; a ``suffix`` of None keeps that of the file.
-    `fix` is the equivalent fix.
+    A command with ``options`` and an output with ``suffix`` writes this selection. If ``suffix`` is
+    None, the output has the suffix of the input. ``fix`` makes the same selection.
     """
 
     options: tuple[str, ...] = ()
@@ -84,21 +85,23 @@ WEIGHTS = Form((), SAFETENSORS.suffixes[0], {"weights": {}, **DROP_OBJECTS})
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about the examined checkpoint.
+    """Facts about the examined checkpoint.
 
-    - ``path``: the file as typed. ``checkpoint``: None if it cannot be read.
-    - ``container``: the format of the file, if it contains a checkpoint of another format (gzip).
-    - ``ambiguous``: entries that could be the weights, if there are several.
-    - ``devices``: devices of this machine; None if torch is not installed.
-    - ``lacking``: names in its pickles that the installed torch does not have.
-    - ``step``: an opcode or call in its pickle that weights_only=True refuses; None if there is
-      none.
-    - ``no_index``: a folder of shards without an index. ``no_version``: the version record is
-      missing.
-    - ``quantized``: the quantized weights. ``method``: the quantization in config.json.
-    - ``with_model``: a model is given, so `fit` checks prefixes. ``needs_floats``: this model has
-      floats where the file has codes and scales.
-    - ``for_here``: messages may mention this machine.
+    ``path`` is the path that the user typed.
+    ``devices`` lists the devices of this machine. ``devices`` is None if torch is not installed.
+    ``lacking`` lists torch classes and functions in the pickle that the installed torch lacks.
+    ``ambiguous`` lists the entries that could be the weights, if several could.
+    ``no_index`` is True for a folder of shards without an index file.
+    ``no_version`` is True for a zip archive without the record ``version``.
+    ``with_model`` is True if the user gave a model. `fit` then checks the prefixes.
+    ``quantized`` describes the quantized weights.
+    ``method`` is the quantization method in config.json.
+    ``needs_floats`` is True if the user's model has floating-point weights where the file has
+    quantized weights.
+    ``for_here`` is True if messages may mention this machine.
+    ``checkpoint`` is None if ckptkit cannot read the file.
+    ``container`` is the outer format, such as gzip, if the file contains a checkpoint file.
+    ``step`` is an opcode or call in the pickle that `torch.load(weights_only=True)` rejects.
     """
 
     path: str
@@ -120,11 +123,11 @@ class Facts:
 
     @cached_property
     def form(self) -> Form | None:
-        """The first form in which ckptkit can write the contents; None if there is none."""
+        """Return the largest selection of contents that ckptkit can write, or None."""
         return next(filter(self.can_be_written, (WHOLE, DROPPED, WEIGHTS)), None)
 
     def can_be_written(self, form: Form) -> bool:
-        """Return whether ckptkit can write the contents in this form."""
+        """Return whether ckptkit can write this selection of the contents."""
         if self.checkpoint is None or not self._is_odd:
             return True
         if form is DROPPED:
@@ -134,7 +137,7 @@ class Facts:
 
     @cached_property
     def _planned(self) -> Checkpoint:
-        """The checkpoint that commands write: packed layers of TorchScript are dequantized."""
+        """Return the checkpoint after dequantizing the packed layers of a TorchScript file."""
         assert self.checkpoint is not None
         if not (is_script(self) and advice.packed(self.summary)):
             return self.checkpoint
@@ -147,7 +150,7 @@ class Facts:
 
     @property
     def _is_odd(self) -> bool:
-        """Return whether a writer may refuse the contents. Otherwise planning can be skipped."""
+        """Return whether the checkpoint may contain values that a format cannot store."""
         dtypes = {row.tensor.dtype.name for row in self.summary.rows}
         return bool(self.summary.refused) or not NOT_IN_TORCH.isdisjoint(dtypes)
 
@@ -160,7 +163,7 @@ class Facts:
 
 
 def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") -> bool:
-    """Return whether a checkpoint can be written in a format, by planning the file."""
+    """Return whether ckptkit can write a checkpoint in a format. No file is written."""
     try:
         formats.layout(checkpoint, format, Options(objects=objects))
     except CkptkitError:
@@ -179,7 +182,7 @@ def is_script(facts: Facts) -> bool:
 
 
 def is_torch_file(facts: Facts) -> bool:
-    """Return whether torch.load reads this format."""
+    """Return whether torch.load reads files of this format."""
     format = format_of(facts)
     return format.loaded_by_torch and not format.program
 
@@ -191,7 +194,7 @@ def is_wrapped(facts: Facts) -> bool:
 def edit(
     facts: Facts, command: str, mark: str, *options: str, suffix: str | None = None
 ) -> str | None:
-    """Return an editing command for the file; None if ckptkit cannot write its contents."""
+    """Return a command that edits the file. Return None if ckptkit cannot write the contents."""
     form = facts.form
     if form is None:
         return None
@@ -201,7 +204,10 @@ def edit(
 
 
 def convert(facts: Facts, mark: str, *options: str) -> str | None:
-    """Return a `convert` command with a .pth output; for compressed safetensors, .safetensors."""
+    """Return a `convert` command whose output torch.load reads.
+
+    For a compressed safetensors file, the output is a safetensors file.
+    """
     suffix = advice.suffix_for_torch(facts.path)
     if facts.summary.format == SAFETENSORS.name and facts.container is not None:
         suffix = SAFETENSORS.suffixes[0]

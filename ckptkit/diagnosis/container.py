@@ -1,4 +1,4 @@
-"""Check the file or folder itself: wrong format or suffix, damage, reasons why reading fails."""
+"""Check the format of a file or folder, its suffix, and damage that stops readers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def part(found: PartOf) -> Cause:
-    """Return the cause for a single rank's file: the model needs the whole folder."""
+    """Return the cause for the file of a single rank. A model needs the files of all ranks."""
     folder, problem = found.folder, None
     if folder is not None:
         problem = _problem(folder)
@@ -69,13 +69,13 @@ def part(found: PartOf) -> Cause:
         "part",
         ERROR,
         f"It is {found}.",
-        f"A model needs all ranks: `convert` merges them from their folder.{why}",
+        f"A model needs the tensors of all ranks. `convert` merges the folder.{why}",
         None if folder is None or problem is not None else shell_command(words),
     )
 
 
 def _problem(folder: str) -> CkptkitError | None:
-    """Return the error of reading a local folder; None for a readable folder or a URL."""
+    """Read a local folder and return the error. Return None without an error, or for a URL."""
     if is_url(folder):
         return None
     try:
@@ -86,7 +86,7 @@ def _problem(folder: str) -> CkptkitError | None:
 
 
 def _sentence(error: CkptkitError) -> str:
-    """Return a sentence, without its first word, with the message and hint of an error."""
+    """Return a sentence that starts with "folder" and contains an error's message and hint."""
     hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
     return f"folder cannot be read: {error.message}.{hint}"
 
@@ -99,8 +99,8 @@ def _container(facts: Facts) -> Iterator[Cause]:
             format.name,
             WARNING,
             f"It is {format.noun}, not a file{what}.",
-            "torch.load reads single files, and a single-process model needs complete tensors: the "
-            "ranks must be merged.",
+            "torch.load reads single files, and a single-process model needs complete tensors. "
+            "ckptkit can merge the ranks.",
             extract_weights(facts, "whole"),
             _bare(facts),
         )
@@ -117,7 +117,10 @@ def _container(facts: Facts) -> Iterator[Cause]:
 
 
 def _bare(facts: Facts) -> Fix:
-    """Return a fix that extracts the weights, if they are in an entry; an empty fix otherwise."""
+    """Return a fix that extracts the weights from their entry.
+
+    If the file contains only weights, return an empty fix.
+    """
     return {"weights": {}} if is_wrapped(facts) else {}
 
 
@@ -130,7 +133,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "suffix",
             ERROR,
-            f"Its suffix is one of torch.save, but its content is {format.name}.",
+            f"Its suffix is that of a torch.save file, but its format is {format.name}.",
             'torch.load raises "invalid load key", "Invalid magic number" or "Weights only load '
             'failed".',
             *_as_torch(facts),
@@ -139,7 +142,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "suffix",
             ERROR,
-            f"Its suffix is .safetensors, but its content is {format.name}.",
+            f"Its suffix is .safetensors, but its format is {format.name}.",
             'safetensors raises "Error while deserializing header".',
             edit(facts, "convert", "safe"),
             {},
@@ -147,9 +150,9 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
 
 
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for formats that torch.load refuses: NumPy, pickle, archives, folders.
+    """Yield the cause for formats that torch.load rejects, such as NumPy, pickles and folders.
 
-    `_suffix` reports files with a suffix of torch.save.
+    `_suffix` yields the cause for files with a suffix of torch.save.
     """
     format, path = facts.container or format_of(facts), facts.path.lower()
     is_named = path.endswith(TORCH_SUFFIXES) and not format.is_folder
@@ -169,8 +172,8 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return the command and the fix that write a file for torch.load.
 
-    Only a safetensors output converts NumPy arrays to tensors, and GGUF tensors without their
-    metadata.
+    For NumPy arrays and GGUF files, the command writes safetensors. This output converts arrays to
+    tensors, and drops the metadata of GGUF.
     """
     if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
         return edit(facts, "convert", "safe", suffix=".safetensors"), None
@@ -202,8 +205,8 @@ def _program(facts: Facts) -> Iterator[Cause]:
             "program",
             WARNING,
             "It is a TorchScript program, not a state_dict.",
-            "torch.jit.load runs it; torch.load(weights_only=True) refuses it. A model class of "
-            "your own needs only its weights." + _PACKED * dequantize,
+            "torch.jit.load runs the program. torch.load(weights_only=True) rejects the file. Your "
+            "own model class needs only the weights." + _PACKED * dequantize,
             convert(facts, "weights", *options),
             {**_bare(facts), **({"dequantize": {}} if dequantize else {})},
         )
@@ -215,7 +218,7 @@ def _version(facts: Facts) -> Iterator[Cause]:
             "no-version",
             ERROR,
             "It has no version record.",
-            'torch refuses archives without one: "Expected hasRecord("version") to be true".',
+            'torch.load raises "Expected hasRecord("version") to be true".',
             convert(facts, "whole"),
             {},
         )
@@ -226,14 +229,17 @@ def _lacking(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "newer",
             ERROR,
-            f"It was saved by a newer torch: the installed one has no {some(facts.lacking)}.",
-            "torch cannot rebuild these objects.",
+            f"It was saved by a newer torch. The installed torch has no {some(facts.lacking)}.",
+            "The installed torch cannot load objects of these classes.",
             "pip install --upgrade torch",
         )
 
 
 def _dtypes(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for dtypes that torch does not have: F6, and F4 with rows of odd length."""
+    """Yield the cause for dtypes that torch does not support.
+
+    These are F6 of safetensors, and F4 with an odd number of elements per row.
+    """
     rows = [row for row in facts.summary.rows if row.tensor.dtype.name in NOT_IN_TORCH]
     names = [f"{row.label} ({row.dtype} {shape(row.tensor.shape)})" for row in rows]
     if names and format_of(facts) is SAFETENSORS:
@@ -241,8 +247,8 @@ def _dtypes(facts: Facts) -> Iterator[Cause]:
             "no-dtype",
             ERROR,
             f"torch has no dtype for {plural(len(names), 'tensor')}: {some(names)}.",
-            'safetensors.torch.load_file refuses the file: "Dtype not understood" for F6, "f4_x2 '
-            'dtype requires that the last dim be divisible by 2" for F4.',
+            'For F6, safetensors.torch.load_file raises "Dtype not understood". For F4, it raises '
+            '"f4_x2 dtype requires that the last dim be divisible by 2".',
         )
 
 
@@ -251,7 +257,7 @@ def _index(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "no-index",
             ERROR,
-            "It is a folder of shards without their index.",
+            "It is a folder of shards without an index file.",
             "transformers and other libraries need the .index.json to find the tensors of a "
             "sharded model.",
             edit(facts, "convert", "indexed", "--format", facts.summary.format),
@@ -270,8 +276,8 @@ def _shard(facts: Facts) -> Iterator[Cause]:
             "one-shard",
             ERROR,
             f"It is one of {int(found[1]):,} shards of a checkpoint.",
-            "The other tensors are in the files next to it; use the path of the folder to read all."
-            + (f" But this {_sentence(problem)}" if problem else ""),
+            "The other tensors are in other files of this folder. To read all tensors, use the "
+            "path of the folder." + (f" But this {_sentence(problem)}" if problem else ""),
             None if problem else command,
         )
 
@@ -282,7 +288,7 @@ def _ambiguous(facts: Facts) -> Iterator[Cause]:
             "ambiguous",
             WARNING,
             f"Several entries could be the weights: {some(facts.ambiguous)}.",
-            "A model needs one of them; choose it with --key.",
+            "Choose the entry for your model with --key.",
             shell_command(
                 ("ckptkit", "doctor", "--key", facts.ambiguous[0], *argument(facts.path))
             ),
@@ -294,23 +300,17 @@ _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 
 @dataclass(frozen=True)
 class Refusal:
-    """A file or folder that cannot be read, with the error.
-
-    - ``known``: its format was recognized. ``head``: its first bytes; empty for a folder.
-    - ``recoverable``: some tensors are intact. ``unverified``: tensors can be read, but not
-      verified. ``opens``: torch.load reads the file without an error.
-    - ``whole``: a complete folder of the same run.
-    """
+    """A file or folder that ckptkit cannot read, and the error."""
 
     path: str
     error: CkptkitError
-    head: bytes = b""
+    head: bytes = b""  # First bytes of the file. Empty for a folder.
     is_folder: bool = False
-    known: bool = False
-    recoverable: bool = False
-    unverified: bool = False
-    opens: bool = False
-    whole: str | None = None
+    known: bool = False  # True if ckptkit recognized the format.
+    recoverable: bool = False  # True if some tensors are intact.
+    unverified: bool = False  # True if ckptkit can read tensors but cannot verify their values.
+    opens: bool = False  # True if torch.load reads the file without an error.
+    whole: str | None = None  # Path of a complete checkpoint folder of the same training run.
 
 
 def refused(refusal: Refusal) -> Cause:
@@ -325,16 +325,16 @@ def refused(refusal: Refusal) -> Cause:
             "html",
             ERROR,
             "It is an HTML page, not a checkpoint.",
-            "The download saved a web page, such as a login form, instead of the file. torch.load "
-            "raises \"invalid load key, '<'\"." + hint,
+            "The download saved a web page, such as a login form, instead of the checkpoint. "
+            "torch.load raises \"invalid load key, '<'\"." + hint,
         )
     if error.code == NEWER_TORCH:
         return Cause(
             "newer",
             ERROR,
             f"Its format is too new for the installed torch: {fault}.",
-            'torch raises "Attempted to read a PyTorch file with version ...". A newer torch reads '
-            "it, and can save it for older versions.",
+            'torch raises "Attempted to read a PyTorch file with version ...". A newer torch can '
+            "read the file, and save it for older versions.",
             "pip install --upgrade torch",
         )
     if (
@@ -352,7 +352,7 @@ def refused(refusal: Refusal) -> Cause:
     if refusal.known:
         return _damaged(refusal, fault)
     return Cause(
-        "foreign", ERROR, f"It {_verb(fault)}.", f"torch.load cannot read it either.{hint}"
+        "foreign", ERROR, f"It {_verb(fault)}.", f"torch.load cannot read the file either.{hint}"
     )
 
 
@@ -363,8 +363,8 @@ _ID = {
     LimitError: "limit",
 }
 _WHY = {
-    AmbiguousError: "ckptkit does not guess which one you need.",
-    LimitError: "ckptkit does not read files above this limit.",
+    AmbiguousError: "ckptkit does not guess which of these you need.",
+    LimitError: "ckptkit does not read files that exceed this limit.",
 }
 
 
@@ -375,8 +375,8 @@ def _pointer(refusal: Refusal) -> Cause:
         "lfs-pointer",
         ERROR,
         f"It is a Git LFS pointer to a file{of_size}, not the file itself.",
-        "The repository was cloned without git-lfs: torch.load raises \"invalid load key, 'v'\". "
-        "Run this in the clone:",
+        "The repository was cloned without git-lfs. torch.load raises \"invalid load key, 'v'\". "
+        "Run this command in the clone:",
         "git lfs pull",
     )
 
@@ -395,14 +395,14 @@ def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
 
 
 def _damaged(refusal: Refusal, fault: str) -> Cause:
-    again = "Download or copy it again."
+    again = "Download or copy the file again."
     command: str | None = None
     fix: Fix | None = None
     if refusal.recoverable:
-        again += " If you cannot, save its intact tensors:"
+        again += " If that is impossible, save the intact tensors:"
         command, fix = advice.recover(refusal.path), {}
     elif refusal.unverified:
-        again += " If you cannot, save the tensors that can be read; their values may be wrong:"
+        again += " If that is impossible, save the readable tensors. Values may be wrong:"
         command = advice.recover(refusal.path, unverified=True)
     truncated = isinstance(refusal.error, TruncatedError)
     title = f"It is {'truncated' if truncated else 'damaged'}: {fault}."
@@ -416,20 +416,19 @@ _TRUNCATED = (
     'directory" or "unexpected EOF"; safetensors raises "incomplete metadata".'
 )
 _CHANGED = (
-    "Bytes changed after the save. torch.load checks no checksums: it fails, or loads wrong values "
-    "without an error."
+    "Bytes changed after the save. torch.load does not verify checksums. It fails, or loads wrong "
+    "values without an error."
 )
 _OPENS = (
-    "Bytes changed after the save. torch.load checks no checksums: it loads wrong values without "
-    "an error."
+    "Bytes changed after the save. torch.load does not verify checksums. It loads wrong values "
+    "without an error."
 )
 
 
 def _verb(fault: str) -> str:
-    """Turn a message into the predicate of a sentence about the file.
+    """Convert an error message to the predicate of a sentence about the file.
 
-    Most messages are already predicates, because they follow the file name: ``is empty``, ``has no
-    ...``.
+    Most error messages are predicates already, such as ``is empty`` or ``has no metadata``.
     """
     return (
         fault

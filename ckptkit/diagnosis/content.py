@@ -45,11 +45,11 @@ from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
 
-BLOAT = 0.3  # minimum share of optimizer state in the bytes to report
+BLOAT = 0.3  # minimum fraction of optimizer state in the bytes of a file for a note
 
 
 def causes(facts: Facts) -> list[Cause]:
-    """Return all causes that apply; causes in the container come first."""
+    """Return all causes that apply to this checkpoint. Causes from `container` come first."""
     looks = (
         container.causes, _delta, _adapter, _quantized, _module, _wrapper, _refused, _step, _names,
         _devices, _optimizer, _slices, _inner,
@@ -58,7 +58,10 @@ def causes(facts: Facts) -> list[Cause]:
 
 
 def _with_writable_fix(facts: Facts, cause: Cause) -> Cause:
-    """Extend the fix so that torch can load the result; set None if that is impossible."""
+    """Add edits to the fix of a cause, so that torch can load the result.
+
+    If no edit makes the file loadable, set the fix to None.
+    """
     if cause.fix is None:
         return cause
     form = facts.form
@@ -72,9 +75,9 @@ def _delta(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "delta",
             ERROR,
-            "It is a delta: it contains compressed differences of tensors under their names.",
-            "A model cannot load it. `delta apply` computes the new checkpoint from it and its "
-            "base.",
+            "It is a delta file, which contains the compressed differences of tensors.",
+            "A model cannot load a delta. `delta apply` computes the new checkpoint from the delta "
+            "and its base.",
             shell_command(("ckptkit", "delta", "inspect", *argument(facts.path))),
         )
 
@@ -87,21 +90,21 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
                 read_adapter(facts.checkpoint)
         except CkptkitError as error:
             title = f"It is an adapter that cannot be read: {error.message}."
-            yield Cause("adapter", ERROR, title, "It cannot be loaded or merged.")
+            yield Cause("adapter", ERROR, title, "ckptkit and peft cannot load this adapter.")
         return
     yield Cause(
         "adapter",
         NOTE,
         f"It is an adapter ({adapter_facts(adapter)}), not a model.",
-        "Its base model does not have these names. `lora merge BASE ADAPTER OUT` merges it into "
-        "the base; PeftModel.from_pretrained of peft loads it on top of the base.",
+        "The base model has no keys with these names. `lora merge BASE ADAPTER OUT` merges the "
+        "adapter into the base. PeftModel.from_pretrained of peft loads both.",
     )
     from ckptkit.lora.check import alone
 
     for each in alone(adapter):
         what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
         step = f"{each.hint[0].upper()}{each.hint[1:]}. " if each.hint else ""
-        why = f"{step}`lora check --base BASE` compares names and shapes with its base."
+        why = f"{step}`lora check --base BASE` compares the names and shapes with a base model."
         yield Cause(each.code, each.level, f"It would not work correctly: {what}.", why)
 
 
@@ -116,10 +119,10 @@ def _module(facts: Facts) -> Iterator[Cause]:
             "module",
             ERROR,
             f"It is a whole pickled module ({kind}), not its state_dict.",
-            "Loading it imports the class from the module where it was defined (\"Can't get "
+            "torch.load imports the class from the module where it was defined (\"Can't get "
             'attribute", "No module named"). '
-            "torch.load(weights_only=True), the default since 2.6, refuses it. A model needs only "
-            "the weights.",
+            "torch.load(weights_only=True), the default since 2.6, rejects the file. A model needs "
+            "only the weights.",
             edit(facts, "convert", "weights", suffix=".safetensors"),
             {"weights": {}},
         )
@@ -138,9 +141,9 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
     beside = f", next to {some(others)}" if others else ""
     yield Cause(
         "wrapper",
-        NOTE if others else WARNING,  # with other entries, it is the usual file of a training loop
+        NOTE if others else WARNING,  # most training loops save other entries next to the weights
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict needs this entry. For the dict around it, load_state_dict raises "
+        "load_state_dict needs this entry. For the complete dict, load_state_dict raises "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         extract_weights(facts, "weights"),
         {"weights": {}},
@@ -148,21 +151,24 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
 
 
 def _refused(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for names that weights_only=True refuses; `_module` reports whole modules."""
+    """Yield the cause for classes and functions that `torch.load(weights_only=True)` rejects.
+
+    `_module` yields the cause for a pickled torch.nn.Module.
+    """
     summary = facts.summary
     refused = summary.refused
     if not refused or not is_torch_file(facts) or summary.is_module:
         return
     harm = coded(summary.warnings, RUNS_CODE)
-    what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
+    what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load the file." if harm else ""
     if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
-        what += " The file contains nothing else: without these values it would be empty."
+        what += " The file contains no other values."
     yield Cause(
         "weights-only",
         ERROR,
         f"torch.load(weights_only=True) refuses it, because of {some(refused)}.",
-        'weights_only=True is the default since torch 2.6; it raises "Weights only load failed". '
-        "weights_only=False would import and call these names." + what,
+        'weights_only=True is the default since torch 2.6. torch.load raises "Weights only load '
+        'failed". With weights_only=False, torch.load would import and call these names.' + what,
         *_plain(facts),
     )
 
@@ -170,7 +176,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return the command and the fix that drop Python objects, including NumPy arrays."""
     if any(row.inside for row in facts.summary.rows):
-        return None, None  # would also drop tensor subclasses, which are weights
+        return None, None  # dropping objects would also drop weights of a tensor subclass
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
         return edit(facts, "convert", "weights", suffix=".safetensors"), None
@@ -182,17 +188,20 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
 
 
 def _step(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for opcodes and calls that weights_only=True refuses: another protocol."""
+    """Yield the cause for opcodes and calls that `torch.load(weights_only=True)` rejects.
+
+    Most such files have a pickle protocol other than 2.
+    """
     if facts.step is not None:
         why = (
-            ' or "Unsupported operand". It reads pickle protocol 2, the default of torch.save; '
-            "this file was saved with another pickle_protocol."
+            ' or "Unsupported operand". weights_only=True supports pickle protocol 2, the default '
+            "of torch.save. This file was saved with another pickle_protocol."
         )
         yield Cause(
             "pickle",
             ERROR,
             f"torch.load(weights_only=True) refuses its pickle: {facts.step}.",
-            "weights_only=True is the default since torch 2.6; it raises "
+            "weights_only=True is the default since torch 2.6. torch.load raises "
             '"Weights only load failed"' + (why if facts.step.startswith("opcode ") else "."),
             convert(facts, "protocol2"),
             {},
@@ -208,20 +217,21 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             "device",
             ERROR,
             f"It was saved on {some(away)}{_lacks(facts)}.",
-            "torch.load puts tensors on the device from which they were saved, and raises "
-            '"Attempting to deserialize object on a CUDA device". With map_location="cpu", it '
-            "loads them on the CPU; this command does the same once, in the file.",
+            "torch.load puts each tensor on the device from which it was saved. Without this "
+            'device, it raises "Attempting to deserialize object on a CUDA device". '
+            'map_location="cpu" loads all tensors on the CPU. This command changes the device in '
+            "the file instead.",
             edit(facts, "remap", "cpu", "--to", "cpu"),
             {"remap": {"devices": "cpu"}},
         )
 
 
 def _lacks(facts: Facts) -> str:
-    """Return a clause about this machine; empty in reports for other machines."""
+    """Return a clause about this machine. Return "" in a report for other machines."""
     if not facts.for_here:
         return ""
     if facts.devices is None:
-        return "; torch is not installed, so it is unknown whether this machine has it"
+        return "; torch is not installed, so ckptkit does not know the devices of this machine"
     return ", which this machine does not have"
 
 
@@ -230,7 +240,7 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if much of the file is optimizer state."""
+    """Yield a note if optimizer state takes a large part of the file."""
     theirs, others = _storages(facts.root)
     everything = sum({**theirs, **others}.values())
     optimizers = sum(without(theirs, others).values())
@@ -239,16 +249,17 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
             "optimizer",
             NOTE,
             f"{optimizers / everything:.0%} of its bytes are optimizer state.",
-            f"{optimizers:,} of {everything:,} bytes are needed only to resume training.",
+            f"Only resuming training needs these {optimizers:,} of {everything:,} bytes.",
             extract_weights(facts, "weights"),
             {"weights": {}},
         )
 
 
 def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the sizes of storages by their ids: (in optimizers, outside of optimizers).
+    """Return two dicts that map the id of each storage to its size.
 
-    If an optimizer contains the weights, their storages are in both dicts.
+    The first dict contains storages of optimizer state. The second dict contains storages of other
+    values. If an optimizer contains the weights, both dicts contain the storages of the weights.
     """
     outside = sys.maxsize
     depth = outside  # depth of the current optimizer
@@ -271,37 +282,37 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "slices",
             NOTE,
             f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
-            "A slice of a larger tensor was saved. torch.save writes the whole storage of each "
-            "tensor.",
+            "Some tensor is a slice of a larger tensor. torch.save writes the complete storage of "
+            "each tensor.",
             convert(facts, "compact", "--compact"),
             {"compact": {}},
         )
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for files inside byte strings; skorch pickles its networks like this."""
+    """Yield a note if byte strings contain complete files. skorch saves its networks like this."""
     inner = facts.summary.inner
     if inner:
         places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
         yield Cause(
             "inner",
             NOTE,
-            f"Byte strings in it contain whole files: {some(places)}.",
-            "These may contain weights. Only the library that wrote the file unpacks them; `scan` "
-            "checks them.",
+            f"Byte strings in it contain complete files: {some(places)}.",
+            "The inner files may contain weights. Only the library that wrote the checkpoint can "
+            "load the inner files. `scan` checks whether they are harmless.",
             shell_command(("ckptkit", "scan", *argument(facts.path))),
         )
 
 
-# Prefixes and components of names that a plain model does not have
+# Prefixes in names, and other parts of names, that a plain model does not have
 
-ATTRIBUTE = "model."  # the usual attribute name of the network inside a module
+ATTRIBUTE = "model."  # usual attribute name of the network inside a wrapper module
 
 
 def _names(facts: Facts) -> Iterator[Cause]:
-    """Yield the causes for wrapper names at the start of keys or inside them.
+    """Yield the causes for keys that contain the name of a wrapper such as DataParallel.
 
-    With a model, `fit` reports them.
+    If the user gives a model, `fit` yields these causes instead.
     """
     if not facts.with_model:
         yield from _prefix(facts)
@@ -310,7 +321,7 @@ def _names(facts: Facts) -> Iterator[Cause]:
 
 
 def _prefix(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for prefixes of (nested) wrappers on most names."""
+    """Yield the cause for wrapper prefixes such as ``module.`` at the start of most names."""
     names = names_of(facts)
     if not names or _is_inside_too(names):
         return
@@ -325,7 +336,7 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
 
 
 def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
-    """Return the cause for the wrapper prefixes `found`, outermost first."""
+    """Return the cause for wrapper prefixes. `found` lists the prefixes, outermost first."""
     count = sum(name.startswith(found[0]) for name in names)
     how_many = "All" if count == len(names) else f"{count:,} of {len(names):,}"
     why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
@@ -333,7 +344,7 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
-        f"{why[:1].upper()}{why[1:]}. A plain model does not have these names; load_state_dict "
+        f"{why[:1].upper()}{why[1:]}. A plain model does not have these names. load_state_dict "
         'raises "Missing key(s) in state_dict".',
         edit(facts, "strip-module", "stripped", *prefix_options(found)),
         {"strip": {"prefix": tuple(found)}},
@@ -343,14 +354,14 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
 def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
     """Return the note for a LightningModule whose only attribute is the network.
 
-    `prefixes` are the prefixes to strip; the last is the prefix of the network.
+    `prefixes` lists the prefixes to strip. The last prefix is the attribute name of the network.
     """
     attribute = prefixes[-1]
     return Cause(
         "attribute",
         NOTE,
         f"All keys start with {attribute!r}, the name of the network in the LightningModule.",
-        "Lightning loads the file as it is. To load it into the network itself:",
+        "Lightning loads the file unchanged. To load the weights into the network itself, run:",
         edit(
             facts,
             "strip-module",
@@ -362,13 +373,16 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
 
 
 def _first_part(names: list[str]) -> str:
-    """Return the common first part of all names with its dot; "" if the first parts differ."""
+    """Return the common first part of all names with a dot, such as ``model.``.
+
+    Return "" if the first parts differ.
+    """
     first = names[0].partition(".")[0] + "."
     return first if all(name.startswith(first) for name in names) else ""
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """Yield a note for a common first part of the names, possibly an attribute of a wrapper."""
+    """Yield a note if all names start with the same part, possibly an attribute of a wrapper."""
     names = names_of(facts)
     if not is_torch_file(facts) or not names:
         return
@@ -379,14 +393,14 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "attribute",
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
-            "Perhaps the network was an attribute of the module that was saved. The network itself "
-            "does not have this prefix. --model checks which of the two yours needs.",
+            "Perhaps the network was an attribute of the saved module. The names of the network "
+            "itself do not have this prefix. --model checks which names your model has.",
             edit(facts, "strip-module", "stripped", "--prefix", ATTRIBUTE),
         )
 
 
 def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
-    """Yield a note for a LightningModule that contains a network and other parts, as metrics."""
+    """Yield a note for a LightningModule that contains a network and, for example, metrics."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
     if wrappers(names) or count == len(names) or 2 * count <= len(names):
         return
@@ -396,14 +410,14 @@ def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
         "attribute",
         NOTE,
         f"{count:,} of {len(names):,} keys start with {prefix!r}.",
-        "Perhaps this is the attribute of the LightningModule with the network. The network itself "
-        "does not have this prefix. --model checks it.",
+        "Perhaps the network is this attribute of the LightningModule. The names of the network "
+        "itself do not have this prefix. --model checks which names your model has.",
         edit(facts, "convert", "network", *words),
     )
 
 
 def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``."""
+    """Yield the cause for wrapped submodules, such as ``layers.0._orig_mod.weight``."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
     if wrappers(names) and not _is_inside_too(names):
@@ -425,9 +439,9 @@ def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
 
 
 def _is_inside_too(names: list[str]) -> bool:
-    """Return whether names have a wrapper prefix other than ``module.``, and wrappers inside.
+    """Return whether names contain wrappers such as ``_orig_mod.`` at the start and inside.
 
-    FSDP saves such names; one edit removes both.
+    FSDP saves such names. `_inner_wrappers` removes all these wrappers with one edit.
     """
     parts = {each[:-1] for each in WRAPPERS if each != "module."}
     begins = {each[:-1] for each in wrappers(names)[:1]}
@@ -442,16 +456,19 @@ def _without(name: str, parts: Collection[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)
 
 
-# Quantized weights, and how to dequantize them
+# Causes for quantized weights
 
 _RAGGED = (
     " Some shapes are not divisible by the block size. transformers 5.23 derives the block size "
-    "from shapes, and computes other values for these."
+    "from the shapes, so it computes other values for such weights."
 )
 
 
 def _quantized(facts: Facts) -> Iterator[Cause]:
-    """Yield a cause for all dequantizable weights together, and a cause for each other weight."""
+    """Yield one cause for the weights that ckptkit can dequantize.
+
+    For the other weights, yield one cause per reason why ckptkit cannot dequantize them.
+    """
     found = facts.quantized
     groups = (
         [group for group in found.groups if group.layout is not None] if found is not None else []
@@ -468,7 +485,7 @@ def _quantized(facts: Facts) -> Iterator[Cause]:
             "quantized-unread",
             WARNING,
             what,
-            f"{some(names)}. Without a known layout, codes have no values; ckptkit does not guess."
+            f"{some(names)}. ckptkit cannot compute the values without knowing the layout."
             + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
         )
     if facts.method and not (found and found.groups):
@@ -476,7 +493,7 @@ def _quantized(facts: Facts) -> Iterator[Cause]:
             "quantized-config",
             NOTE,
             f"config.json has a quantization_config ({facts.method}), but no tensor is quantized.",
-            "Libraries then expect scales and fail: remove quantization_config from config.json.",
+            "Libraries then expect scales and fail. Remove quantization_config from config.json.",
         )
 
 
@@ -485,13 +502,13 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
     all_are_read = facts.quantized is not None and not facts.quantized.unread
     are = "is" if len(groups) == 1 else "are"
-    is_gguf = format_of(facts) is GGUF  # the cause `not-torch` has the command
+    is_gguf = format_of(facts) is GGUF  # for GGUF, the cause `not-torch` has the command
     fix: Fix = {"dequantize": {"dtype": "bfloat16"} if is_gguf else {}}
     return Cause(
         "quantized",
         ERROR if facts.needs_floats else NOTE,
         f"{len(groups):,} of its weights {are} quantized: {counts}.",
-        "A floating-point model cannot load them: codes need their scales to have a value. "
+        "A floating-point model cannot load quantized weights. "
         + _read_as({group.family for group in groups})
         + (_RAGGED if any(map(_is_ragged, groups)) else ""),
         _command(facts, groups[0]) if all_are_read and not is_gguf else None,
@@ -500,7 +517,10 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
 
 
 def _command(facts: Facts, group: QuantizedWeight) -> str | None:
-    """Return the command that dequantizes to the dtype of the model; a folder becomes a folder."""
+    """Return the command that dequantizes to the dtype of the model.
+
+    If the input is a folder, the output of the command is a folder too.
+    """
     assert facts.quantized is not None and facts.quantized.view is not None
     dtype = default_dtype(facts.quantized.view, group).name
     if os.path.isdir(facts.path):
@@ -509,7 +529,7 @@ def _command(facts: Facts, group: QuantizedWeight) -> str | None:
 
 
 def _read_as(used: Container[str]) -> str:
-    """Return a sentence with the libraries whose results ckptkit reproduces bit-exactly."""
+    """Return a sentence that names the libraries whose values ckptkit reproduces bit-exactly."""
     oracles = [each.oracle for each in families() if each.name in used and each.oracle]
     return f"ckptkit dequantizes as {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
 
@@ -518,6 +538,6 @@ def _is_ragged(group: QuantizedWeight) -> bool:
     """Return whether the shape of an FP8 weight is not divisible by its block size."""
     if group.family != "fp8-block":
         return False
-    layout: Any = group.layout  # `Blocks`, for this family
+    layout: Any = group.layout  # for fp8-block, the layout is a `Blocks`
     grid = layout.scales[0].grid
     return bool(layout.rows % grid.height or layout.columns % grid.width)

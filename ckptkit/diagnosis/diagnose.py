@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
     from ckptkit.analysis.json_types import DoctorReport
 
-# Maximum bytes of a file to read completely, because headers do not show damage to tensors.
+# Maximum size of a file whose tensors are verified. Larger files would take too long.
 READ = 256 << 20
 REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,
 )  # fmt: skip
-FOLDERS = 16  # maximum number of folders to try instead of an incomplete folder
+FOLDERS = 16  # maximum number of folders to try if a folder is incomplete
 _NUMBER = re.compile("[0-9]+")
-# Names that all versions of torch have.
+# Classes and functions that all versions of torch have
 _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")
 
 
@@ -64,26 +64,25 @@ _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "devi
 class Diagnosis:
     """The causes found in a checkpoint.
 
-    ``checkpoint`` contains the tree; for a damaged file only the intact tensors; None if nothing
-    can be read. ``readable`` tells whether reading succeeded. ``lost`` lists the losses of a
-    damaged file.
+    For a damaged file, ``checkpoint`` contains only the intact tensors. ``checkpoint`` is None if
+    ckptkit cannot read any tensor.
     """
 
     path: str
     causes: tuple[Cause, ...]
     checkpoint: Checkpoint | None
-    readable: bool
-    lost: tuple[Loss, ...] = ()
+    readable: bool  # True if reading succeeded
+    lost: tuple[Loss, ...] = ()  # damaged tensors that `checkpoint` does not contain
     words: tuple[str, ...] = ()  # command line options that select the model and the key
 
     @property
     def fix(self) -> Fix | None:
-        """One fix for all causes; None if there is none."""
+        """Return one fix for all causes. Return None if no cause has a fix."""
         return None if self.checkpoint is None else together(self.causes)
 
     @property
     def unfixed(self) -> tuple[Cause, ...]:
-        """The causes that `fix` does not remove."""
+        """Return the causes that have no fix."""
         return tuple(cause for cause in self.causes if cause.fix is None)
 
 
@@ -94,11 +93,12 @@ def examine(
     model: nn.Module | None = None,
     words: tuple[str, ...] = (),
 ) -> Diagnosis:
-    """Return all causes that keep `path` from loading on this machine, and into `model` if given.
+    """Return all reasons why this machine or `model` cannot load the checkpoint `path`.
 
     `options` are the options for reading. `words` are the command line options that select the
-    model and the key. Reads headers, and small files whole. Raises PathError, UsageError for a
-    `key` that does not exist, and the errors of remote files.
+    model and the key. This function reads headers. It also verifies the tensors of local files
+    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, and the
+    errors of remote files.
     """
     place = open_place(path)
     with steady(place, remote=True):
@@ -146,15 +146,15 @@ def apply_fixes(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Write a copy with `found.fix` applied; the suffix of `destination` selects the format.
+    """Apply `found.fix` and write the result to `destination`, whose suffix selects the format.
 
-    Raises UsageError if there is no fix, and the errors of `convert`.
+    Raises UsageError if no cause has a fix. Raises the errors of `convert`.
     """
     if found.checkpoint is not None:
         found.checkpoint.require_complete()
     fix = found.fix
     if fix is None or found.checkpoint is None:
-        raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)
+        raise UsageError("ckptkit has no fix for any of the problems", where=found.path)
     given = dict(fix)
     options = Options(**given.pop(edits.OPTIONS, {}), force=force, progress=progress)
     steps = [edits.step(word, **arguments) for word, arguments in given.items()]
@@ -190,9 +190,9 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
 
 
 def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovered | None:
-    """Return the intact tensors of a local file; None if there are none.
+    """Return the intact tensors of a local file. Return None if no tensor is intact.
 
-    With `unverified`, also the tensors that cannot be verified.
+    If `unverified` is True, also return the tensors that ckptkit cannot verify.
     """
     if isinstance(place, Folder) or place.remote:
         return None
@@ -200,9 +200,10 @@ def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovere
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """Return the latest readable folder inside this folder, else next to it from the same run.
+    """Return the latest readable checkpoint folder of the same training run.
 
-    The folder names of one run differ only in numbers, or in a suffix.
+    The function first searches inside this folder, and then in its parent folder. It assumes that
+    the folder names of one run differ only in their numbers or suffixes.
     """
     path, name = os.path.abspath(place.name), os.path.basename(os.path.abspath(place.name))
     start = os.path.dirname(place.name.rstrip(os.sep))
@@ -230,7 +231,7 @@ def _whole_beside(place: Folder) -> str | None:
 
 
 def _latest(paths: Any) -> list[str]:
-    """Sort folders by the numbers in their names, highest first; return at most FOLDERS."""
+    """Return at most FOLDERS folders. Folders with the highest numbers in their names are first."""
     numbers = {path: [int(n) for n in _NUMBER.findall(os.path.basename(path))] for path in paths}
     return sorted(numbers, key=lambda path: (numbers[path], path), reverse=True)[:FOLDERS]
 
@@ -239,7 +240,7 @@ def _latest(paths: Any) -> list[str]:
 
 
 def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
-    """Return the verdict on a readable local file if it is damaged; None otherwise."""
+    """Verify a readable local file. Return the verdict for a damaged file, otherwise None."""
     if not isinstance(place, ByteSource) or place.remote or place.size > READ:
         return None
     try:
@@ -250,16 +251,16 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
 
 
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
-    """Remove the commands from other causes of a damaged file: the damage would stop them.
+    """Remove the commands of other causes, because the commands would fail on a damaged file.
 
-    If some tensors are intact, --fix applies all fixes to the intact tensors.
+    If some tensors are intact, keep the fixes. `doctor --fix` applies them to the intact tensors.
     """
     kept = recovered is not None
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
 
 
 def _named(finding: Defect) -> str:
-    """Format a finding of `verify`, with the names of its tensors."""
+    """Describe a defect that `verify` found, with the names of the tensors."""
     return f"{finding.what} ({some(finding.tensors)})" if finding.tensors else finding.what
 
 
@@ -292,7 +293,7 @@ def _content(
 
 
 def _container(place: ByteSource | Folder) -> Format | None:
-    """Return the format of a file that contains a file of another format, such as gzip."""
+    """Return the format of a file that contains a checkpoint file, such as gzip."""
     if isinstance(place, Folder):
         return None
     holders = (each for each in FORMATS if each.chooses and not each.is_folder)
@@ -300,9 +301,10 @@ def _container(place: ByteSource | Folder) -> Format | None:
 
 
 def _refused_step(checkpoint: Checkpoint) -> str | None:
-    """Return an opcode or call in the pickle that torch.load(weights_only=True) refuses, or None.
+    """Return an opcode or call in the pickle that `torch.load(weights_only=True)` rejects.
 
-    Refused names are reported as another cause.
+    Return None if no opcode or call is rejected. Another check reports classes and functions that
+    `torch.load` rejects.
     """
     source = checkpoint.source
     if not isinstance(source, ByteSource) or not checkpoint.globals:
@@ -313,7 +315,7 @@ def _refused_step(checkpoint: Checkpoint) -> str | None:
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """Return the devices of this machine; None if listing them needs torch and torch is missing."""
+    """Return the devices of this machine. Return None if torch is needed but not installed."""
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
     here: Any = building.environment()
@@ -330,7 +332,10 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the entries that could be the weights if there are several; empty otherwise."""
+    """Return the names of the entries that could be the weights.
+
+    Return an empty tuple if the choice is not ambiguous.
+    """
     try:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:
@@ -354,7 +359,7 @@ def _fit(
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        why = "It contains no dict from names to tensors."
+        why = "It contains no dict that maps names to tensors."
         return [Cause("no-weights", ERROR, "It contains no weights.", why)]
     shapes = building.model_shapes(model)
     theirs = {name: Kind(*kind) for name, kind in shapes.items()}
@@ -366,7 +371,7 @@ def _fit(
         name for name in theirs if is_implied(way.strip + name.removeprefix(way.add), versions)
     }
     expected = without(theirs, implied.difference(way(name) for name in ours))
-    for name, kind in ours.items():  # torch before 0.4 saved scalars with the shape (1,)
+    for name, kind in ours.items():  # torch before 0.4 saved scalars with shape (1,)
         if kind.shape == (1,) and way(name) in expected and expected[way(name)].shape == ():
             ours[name] = Kind(kind.dtype, ())
     ties = [[name for name in same if name in expected] for same in building.model_ties(model)]
@@ -381,10 +386,11 @@ def _fit(
 def doctor(
     source: Source, *, model: nn.Module | str | None = None, key: str | None = None
 ) -> DoctorReport:
-    """Return why a file does not load, and the commands that help, like ``ckptkit doctor --json``.
+    """Return the reasons why a file does not load, and the commands that fix the file.
 
-    `model` is the torch.nn.Module for the weights, or the name of a class: ``package.module:Class``
-    or ``path/to/file.py:Class``. `doctor` imports the class and builds the model.
+    The result is the JSON object of ``ckptkit doctor --json``. `model` is the torch.nn.Module for
+    the weights, or the name of a class. The name has the form ``package.module:Class`` or
+    ``path/to/file.py:Class``. This function imports the class and builds a model.
     """
     from ckptkit.analysis.reports import file_of, listed
     from ckptkit.core import arguments
@@ -404,9 +410,9 @@ def doctor(
 def report(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, model: str | None
 ) -> dict[str, Any]:
-    """Return the JSON object of `doctor`: the causes, and the fixes that were applied.
+    """Return the JSON object of `doctor`, with the causes and the applied fixes.
 
-    `model` is the model as the caller wrote it.
+    `model` is the name of the model. `left` contains the causes that remain after the fixes.
     """
     fixed = None
     if done is not None:

@@ -1,4 +1,4 @@
-"""Check whether weights fit a model: prefixes, renamed keys, ties, shapes, missing keys, dtypes."""
+"""Check whether the keys, shapes and dtypes of weights match those of a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from ckptkit.diagnosis.cause import ERROR, NOTE, Cause
 
 DROPPED = 8  # maximum number of --drop options in a command
 RULES = 4  # maximum number of substitutions in a command
-SHOWN, LONG = 3, 200  # maximum number of names in a sentence, maximum characters of a name
+# Maximum number of names in a sentence, and maximum number of characters of a name
+SHOWN, LONG = 3, 200
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """The keys of the file (``ours``) and of the model (``theirs``), with dtype and shape.
+    """The weights of a file and the parameters of a model.
 
-    ``way`` is the change of prefixes that turns most names of the file into names of the model.
-    Each item of ``ties`` lists the names of one tied parameter. ``options`` are the command line
-    options that select the model; empty if the model is an object. If ``is_quantized``, ``ours``
-    are the dequantized weights.
+    ``ours`` maps the keys of the file to dtypes and shapes. ``theirs`` maps the keys of the model
+    to dtypes and shapes. If ``is_quantized`` is True, ``ours`` describes the dequantized weights.
+
+    ``way`` is a change of prefixes. It converts most keys of the file to keys of the model. Each
+    item of ``ties`` lists the names of one tied parameter.
     """
 
     path: str
@@ -33,14 +35,17 @@ class Fitting:
     theirs: Mapping[str, Kind]
     way: PrefixChange = field(default_factory=PrefixChange)
     ties: Sequence[Sequence[str]] = ()
+    # command line options that select the model; empty if the caller gave a torch.nn.Module
     options: tuple[str, ...] = ()
     is_quantized: bool = False
     chosen: tuple[str, ...] = ()  # command line options that select the weights
 
 
 def causes(fitting: Fitting) -> list[Cause]:
-    """Return all causes that apply. Each check gets the keys that earlier checks did not
-    explain."""
+    """Return all reasons why the weights do not fit the model.
+
+    Each check gets only the keys for which earlier checks found no reason.
+    """
     ours = {fitting.way(name): kind for name, kind in fitting.ours.items()}
     ties = dict(_ties(ours, fitting))
     expected = without(fitting.theirs, ties)
@@ -63,14 +68,17 @@ def causes(fitting: Fitting) -> list[Cause]:
 
 
 def _ties_of_renamed(fitting: Fitting, renamed: Sequence[Renamed]) -> dict[str, str]:
-    """Return the ties to parameters that the file has under another name."""
+    """Map the missing names of tied parameters to names in the file, after renaming the keys."""
     new = {each.old: each.new for each in renamed}
     now = {new.get(name, fitting.way(name)): kind for name, kind in fitting.ours.items()}
     return dict(_ties(now, fitting))
 
 
 def _same_names(fitting: Fitting) -> Iterator[tuple[str, Kind, Kind]]:
-    """Yield (name, kind in the file, kind in the model) of the names that match by prefixes."""
+    """Yield the keys that are equal to keys of the model after the change of prefixes.
+
+    Each item is (key, dtype and shape in the file, dtype and shape in the model).
+    """
     for name, kind in fitting.ours.items():
         new = fitting.way(name)
         if new in fitting.theirs:
@@ -78,7 +86,7 @@ def _same_names(fitting: Fitting) -> Iterator[tuple[str, Kind, Kind]]:
 
 
 def _unpaired(fitting: Fitting, expected: Container[str], paired: Container[str]) -> list[str]:
-    """Return the names of the file that match no name of the model."""
+    """Return the keys of the file that match no key of the model."""
     left = without(fitting.ours, paired)
     return [name for name in left if fitting.way(name) not in expected]
 
@@ -91,19 +99,19 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
     how_many = "All" if count == len(fitting.ours) else f"{count:,} of {len(fitting.ours):,}"
     options = (*(("--strip", strip) if strip else ()), *(("--add", add) if add else ()))
     if not add:
-        title = f"{how_many} keys start with {strip!r}, but those of the model do not."
+        title = f"{how_many} keys start with {strip!r}, but the keys of the model do not."
         command = strip_module(path, [strip], *fitting.chosen)
     elif not strip:
-        title = f"The keys of the model start with {add!r}, but those of the file do not."
+        title = f"The keys of the model start with {add!r}, but the keys of the file do not."
         command = add_module(path, add, *fitting.chosen)
     else:
-        title = f"{how_many} keys start with {strip!r}, but those of the model with {add!r}."
+        title = f"{how_many} keys start with {strip!r}, but the keys of the model with {add!r}."
         command = convert(path, "renamed", *fitting.chosen, *options)
     yield Cause(
         "prefix",
         ERROR,
         title,
-        "Either the saved model was wrapped, or this one is. load_state_dict raises "
+        "Either the saved model was wrapped, or your model is wrapped. load_state_dict raises "
         '"Missing key(s) in state_dict".',
         command,
         {
@@ -114,7 +122,7 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
 
 
 def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str]]:
-    """Yield (missing name, name in the file) of tied parameters."""
+    """Yield (missing name, name in the file) for tied parameters."""
     for same in fitting.ties:
         held = [name for name in same if name in ours]
         there = [name for name in held if ours[name].shape == fitting.theirs[name].shape]
@@ -130,7 +138,7 @@ def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Iterator[Cause]:
         "tied",
         ERROR,
         f"Tied weights were saved under one name: {_some(pairs)}.",
-        "The model has one parameter with both names; the file has only one of the names. "
+        "The model has one parameter with two names, but the file has only one of these names. "
         'load_state_dict raises "Missing key(s)".',
         _doctor(fitting, "tied"),
         {"tie": {"names": ties}},
@@ -155,7 +163,10 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
 
 
 def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
-    """Return the command that renames by substituting prefixes; None if more is needed."""
+    """Return the `rename` command that substitutes prefixes.
+
+    Return None if substituting prefixes is not sufficient.
+    """
     rules = dict.fromkeys(_rule(old, new) for old, new in names.items())
     if any(fitting.way) or len(rules) > RULES or not all(old for old, _ in rules):
         return None
@@ -166,13 +177,13 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
         if new != names.get(name, name):
             return None
     words = flatten(("--sub", f"^{re.escape(old)}={_literal(new)}") for old, new in rules)
-    if any("=" in old for old, _ in rules):  # in --sub, "=" ends the pattern
+    if any("=" in old for old, _ in rules):  # "=" ends the pattern in the argument of --sub
         return None
     return edit("rename", fitting.path, "renamed", *fitting.chosen, *words)
 
 
 def _rule(old: str, new: str) -> tuple[str, str]:
-    """Return the prefixes of two names before their common suffix of dotted parts."""
+    """Split off the common suffix of two dotted names, and return the two prefixes."""
     ours, theirs = old.split("."), new.split(".")
     while ours and theirs and ours[-1] == theirs[-1]:
         del ours[-1], theirs[-1]
@@ -193,8 +204,8 @@ def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> I
             "mismatched",
             ERROR,
             f"{plural(len(shapes), 'key')} with a different shape: {_some(examples)}.",
-            'load_state_dict raises "size mismatch", even with strict=False. To train '
-            "this layer again, drop it from the file and load with strict=False.",
+            'load_state_dict raises "size mismatch", even with strict=False. To train such a layer '
+            "again, drop its keys from the file and load with strict=False.",
             _without(fitting, [name for name, _, _ in shapes]),
         )
 
@@ -205,8 +216,8 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
             "unexpected",
             ERROR,
             f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
-            'load_state_dict raises "Unexpected key(s) in state_dict"; with strict=False, it '
-            "silently ignores them.",
+            'load_state_dict raises "Unexpected key(s) in state_dict". With strict=False, it '
+            "silently ignores these keys.",
             _without(fitting, names) if len(names) < len(fitting.ours) else None,
         )
 
@@ -217,27 +228,27 @@ def _missing(names: Sequence[str]) -> Iterator[Cause]:
             "missing",
             ERROR,
             f"The file lacks {plural(len(names), 'key')} of the model: {_some(names)}.",
-            'load_state_dict raises "Missing key(s) in state_dict"; with strict=False, the model '
-            "silently keeps its initial values.",
+            'load_state_dict raises "Missing key(s) in state_dict". With strict=False, these '
+            "parameters silently keep their initial values.",
         )
 
 
 def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
-    """Yield a note for floating-point dtypes that differ from those of the model."""
+    """Yield a note if floating-point dtypes in the file and in the model differ."""
     other = [
         (a.dtype, b.dtype)
         for _, a, b in pairs
         if a.dtype != b.dtype and _is_float(a) and _is_float(b)
     ]
     if other:
-        first = ("--dequantize",) * fitting.is_quantized  # codes are not cast
+        first = ("--dequantize",) * fitting.is_quantized  # --cast does not change quantized weights
         kinds = [f"{a} in the file, {b} in the model" for a, b in dict.fromkeys(other)]
         yield Cause(
             "dtype",
             NOTE,
             f"{plural(len(other), 'key')} with a different dtype: {_some(kinds)}.",
-            "load_state_dict silently casts them to the dtype of the model; with assign=True, it "
-            "keeps the dtype of the file.",
+            "load_state_dict silently casts tensors to the dtype of the model. With assign=True, "
+            "it keeps the dtype of the file.",
             convert(fitting.path, other[0][1], *fitting.chosen, *first, "--cast", other[0][1]),
         )
 
@@ -247,7 +258,7 @@ def _is_float(kind: Kind) -> bool:
 
 
 def _without(fitting: Fitting, names: Sequence[str]) -> str | None:
-    """Return the command that drops these names; None if there are too many."""
+    """Return the command that drops these keys. Return None for more than DROPPED keys."""
     if len(names) > DROPPED:
         return None
     words = flatten(("--drop", escape(name)) for name in names)
@@ -255,9 +266,9 @@ def _without(fitting: Fitting, names: Sequence[str]) -> str | None:
 
 
 def _doctor(fitting: Fitting, mark: str) -> str | None:
-    """Return the `doctor --fix` command with this model; None if the model is an object.
+    """Return the `doctor --fix` command with the options that select the model.
 
-    Only `doctor` has the names of the model.
+    Return None if the caller gave a torch.nn.Module. No other command takes a model.
     """
     if not fitting.options:
         return None

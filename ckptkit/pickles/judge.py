@@ -1,6 +1,6 @@
 """Decide by the allowlist whether the names, calls and states of a pickle are harmless.
 
-ckptkit calls a pickle harmless if the pickle meets three conditions.
+ckptkit calls a pickle harmless under three conditions.
 
 The allowlist contains every class and function that the pickle uses as a value.
 The allowlist contains every class and function that the pickle calls.
@@ -974,7 +974,7 @@ def _split(name: str) -> Name:
 def _listed(lines: list[str], rows: dict[Name, Row] | None = None) -> Iterator[Name]:
     """Yield the names in lines of the form ``module: name name``.
 
-    A line ``module: @`` stands for all names of the module in `rows`.
+    A line ``module: @`` lists all names of the module in `rows`.
     """
     for line in lines:
         modules, _, names = line.partition(": ")

@@ -9,7 +9,7 @@ three such cases.
 
 A call of ``__new__`` has keyword arguments.
 An object of a subclass of set has items.
-A module name stands for another module in Python 2.
+A module has another name in Python 2, or the name means another module there.
 
 The writer always uses the following calls, even if the original file contains an older form.
 

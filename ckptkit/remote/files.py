@@ -1,4 +1,4 @@
-"""Remote files and folders as byte sources, and listings of them with versions."""
+"""Read remote files and folders as byte sources, and list the versions of remote files."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from ckptkit.remote.transport import (
 )
 
 PIECE = 4 << 20  # maximum number of bytes per request
-FIRST = 64 << 10  # minimum number of bytes per request: a single byte would take as long
-GAP = 64 << 10  # bytes; smaller gaps are read, because another request would take longer
-KEPT = 16 << 20  # bytes cached for repeated reads
-WINDOWS = 256  # maximum number of windows in the cache
-REQUESTS = 8  # parallel requests for ranges that are far apart
+FIRST = 64 << 10  # minimum number of bytes per request, because smaller requests are not faster
+# Two ranges with a gap of at most GAP bytes are read by one request, which is faster than two.
+GAP = 64 << 10
+KEPT = 16 << 20  # maximum number of bytes in the cache
+WINDOWS = 256  # maximum number of byte ranges in the cache
+REQUESTS = 8  # maximum number of parallel requests
 
 
 class _FetchedRange(NamedTuple):
-    """Bytes that were fetched, from offset `start`."""
+    """Bytes of a file from offset `start`."""
 
     start: int
     data: bytes
@@ -45,11 +46,12 @@ class _FetchedRange(NamedTuple):
 
 
 class RemoteFile(ByteSource):
-    """A file behind a URL. Its ranges are fetched on demand.
+    """A file at a URL. `read` downloads only the requested byte ranges.
 
-    Small reads use cached windows. If reads follow each other, the windows grow up to `PIECE`
-    bytes. A pickle of this object contains URL and identity. A worker process that unpickles the
-    object reopens the file, and rejects a changed file.
+    Small reads use a cache of byte ranges. During sequential reads, the requests grow up to `PIECE`
+    bytes. A pickle of this object contains the URL and the identity of the file. A worker process
+    that unpickles the object opens the URL again. If the file has changed, unpickling raises
+    InputChangedError.
     """
 
     remote = True
@@ -99,7 +101,10 @@ class RemoteFile(ByteSource):
                 self._keep(_FetchedRange(start, data))
 
     def _kept(self, at: int, stop: int) -> bytes:
-        """Return bytes from `at`, up to `stop`, of a cached window; b"" without such a window."""
+        """Return the bytes from offset `at` to `stop`, or fewer bytes, from the cache.
+
+        If the cache does not contain the byte at `at`, return b"".
+        """
         with self._lock:
             for number, window in enumerate(self._windows):
                 if window.start <= at < window.end:
@@ -108,9 +113,10 @@ class RemoteFile(ByteSource):
         return b""
 
     def _fetched(self, at: int, stop: int) -> bytes:
-        """Fetch bytes from `at` up to `stop`, or up to a cached window that contains the rest.
+        """Download the bytes from offset `at` to `stop`, and cache them.
 
-        The method may fetch more bytes than requested. It caches the fetched bytes.
+        If the cache contains the last of these bytes, download only the bytes before. The method
+        may also download more bytes than requested.
         """
         with self._lock:
             before = [each for each in self._windows if each.end <= at <= each.end + GAP]
@@ -124,7 +130,7 @@ class RemoteFile(ByteSource):
         return data[: stop - at]
 
     def _keep(self, window: _FetchedRange) -> None:
-        """Cache a window, and drop the least recently used windows."""
+        """Add a byte range to the cache, and drop the least recently used ranges."""
         with self._lock:
             kept = self._windows
             kept.append(window)
@@ -160,9 +166,9 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 
 
 class RemoteFolder(Folder):
-    """A folder behind a URL.
+    """A folder at a URL.
 
-    HTTP servers cannot list the folder, but files with known names can be opened.
+    HTTP servers do not list folders, but ckptkit can open files whose names it knows.
     """
 
     def __init__(self, url: str) -> None:
@@ -173,25 +179,25 @@ class RemoteFolder(Folder):
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
 
     def take(self, name: str, source: ByteSource) -> None:
-        """Use `source` as the file called `name`."""
+        """Return `source` from later calls of `open` for the file `name`."""
         self._open[name] = source
 
     def list(self) -> list[str]:
         return sorted(self._entries())
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the entries of the folder, by name."""
+        """Map the names of the files and folders in this folder to fsspec's information."""
         if is_web(self._fs):
             raise PathError(
                 "HTTP servers do not list folders",
                 where=self.name,
-                hint="give its index: a file such as model.safetensors.index.json",
+                hint="use the URL of the index file, such as model.safetensors.index.json",
             )
         if self._listed is None:
             with translated(self.path):
                 self._fs.invalidate_cache(self._place)
                 found = self._fs.ls(self._place, detail=True)
-            here = self._place.rstrip("/")  # some stores list the folder as an empty object
+            here = self._place.rstrip("/")  # some stores list the folder itself as an empty object
             found = [each for each in found if each["name"].rstrip("/") != here]
             self._listed = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
         return self._listed
@@ -259,7 +265,7 @@ def open_url(url: str) -> ByteSource | Folder:
 
 
 def filesystem(url: str, **options: object) -> tuple[Any, str]:
-    """Return fsspec's file system for `url`, and the path in it."""
+    """Return fsspec's file system for `url`, and the path in this file system."""
     from fsspec.core import url_to_fs
 
     with translated(url, unknown):
@@ -268,23 +274,23 @@ def filesystem(url: str, **options: object) -> tuple[Any, str]:
 
 
 def is_web(fs: Any) -> bool:
-    """Return whether the file system is plain HTTP."""
+    """Return whether the file system is an HTTP server."""
     return "https" in fs.protocol
 
 
 def is_local(fs: Any) -> bool:
-    """Return whether the files are on this machine: ``file://``."""
+    """Return whether the file system contains the files of this machine (``file://``)."""
     return "file" in fs.protocol
 
 
 # Listings
 
 
-Mark = tuple[int, int | str]  # (size in bytes, version); differs between versions of a file
+Mark = tuple[int, int | str]  # size in bytes, and an identifier of the file's version
 
 
 class RemoteEntry(NamedTuple):
-    """A file or folder. `name` is its path relative to the listed folder, with slashes."""
+    """A file or folder. `name` is the path relative to the listed folder."""
 
     name: str
     mark: Mark
@@ -292,7 +298,7 @@ class RemoteEntry(NamedTuple):
 
 
 def matching(folder: str, pattern: str) -> list[RemoteEntry]:
-    """Return the entries that match `pattern` below the URL `folder`, sorted by name.
+    """Return the files and folders below the URL `folder` that match the glob `pattern`.
 
     Raises PathError if the server cannot list folders.
     """
@@ -307,7 +313,10 @@ def matching(folder: str, pattern: str) -> list[RemoteEntry]:
 
 
 def below(folder: str) -> dict[str, Mark]:
-    """Return the files below the URL `folder`, by name; {} if the folder does not exist."""
+    """Map the relative path of each file below the URL `folder` to its size and version.
+
+    If the folder does not exist, return {}.
+    """
     fs, path = _listable(folder)
     with translated(folder):
         try:
@@ -318,9 +327,9 @@ def below(folder: str) -> dict[str, Mark]:
 
 
 def look(url: str) -> RemoteEntry:
-    """Return the current entry of the file or folder at `url`, with the name "".
+    """Return the current size and version of the file or folder at `url`.
 
-    Raises PathError if the URL does not exist.
+    The `name` of the result is "". Raises PathError if the URL does not exist.
     """
     fs, path = filesystem(url)
     with translated(url):
@@ -331,7 +340,7 @@ def look(url: str) -> RemoteEntry:
 
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
-    """Return the mark of a folder with these files."""
+    """Return the size and version of a folder. `marks` contains the files of the folder."""
     lines = (
         f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
     )
@@ -340,7 +349,7 @@ def merged(marks: Mapping[str, Mark]) -> Mark:
 
 
 def read_small(url: str) -> bytes:
-    """Return the content of a small file, b"" if the file does not exist."""
+    """Return the content of a small file. Return b"" if the file does not exist."""
     fs, path = filesystem(url)
     with translated(url):
         try:
@@ -359,7 +368,7 @@ def write_small(url: str, data: bytes) -> None:
 
 
 def make_folders(base: str, names: Iterable[str]) -> None:
-    """Create folders below the URL `base`. Object stores need no folders, so skip them there."""
+    """Create folders below the URL `base`. For object stores, which have no folders, do nothing."""
     fs, path = filesystem(base)
     if fs.async_impl or is_web(fs):
         return
@@ -372,7 +381,9 @@ def _listable(folder: str) -> tuple[Any, str]:
     fs, path = filesystem(folder)
     if is_web(fs):
         raise PathError(
-            "HTTP servers do not list folders", where=shown_url(folder), hint="give each file"
+            "HTTP servers do not list folders",
+            where=shown_url(folder),
+            hint="use the URL of each file",
         )
     fs.invalidate_cache()
     return fs, path

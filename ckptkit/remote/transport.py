@@ -1,13 +1,14 @@
-"""Transports of byte ranges: HTTP, or any other file system of fsspec.
+"""Download byte ranges over HTTP, or from any other file system of fsspec.
 
-HTTP requests are made directly, through fsspec's session, because their statuses and headers
-matter. The first response gives the size, the identity, and whether the server supports ranges. A
-HEAD request would not show whether the server supports ranges, and signed URLs reject HEAD. Every
-later response shows whether the file has changed. An interrupted transfer is resumed.
+For HTTP, this module uses the session of fsspec directly, because it needs the status and headers
+of each response. The first response contains the size and identity of the file. Its status shows
+whether the server supports byte ranges. A HEAD request would not show this, and servers reject HEAD
+for signed URLs. The headers of every later response show whether the file has changed. If a
+transfer breaks, this module downloads the remaining bytes.
 
-Failures of networks and servers become errors with hints. Libraries below fsspec raise errors of
-any class, whose messages may contain the URL with its secrets. This module uses their statuses,
-reasons and classes, and shows their messages only if the URL contains no secret.
+If a network or server fails, this module raises an error with a hint. The libraries below fsspec
+raise errors of any class. The messages of these errors may contain a URL with secrets. If the URL
+may contain a secret, this module does not show the message.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import shown_url, without_query
 
-HEAD = 64 << 10  # bytes of the first request
-WHOLE = 64 << 20  # maximum bytes of a file to download whole from a server without ranges
-PAGE = 1 << 20  # bytes to read of a file of unknown length, often an error page
-PROGRESS = 64 << 10  # bytes that reset the count of failures, even if the connection broke then
-TRIES = 5  # attempts in a row without progress
-TRIES_RETRY_AFTER = 12  # attempts without progress, if the server sends Retry-After
-PAUSE = 0.25  # seconds before the second attempt; doubled before each later attempt
-LONGEST = 30  # maximum number of seconds before the next attempt, despite Retry-After
-SILENCE = 60  # seconds without a byte after which a connection counts as broken
-PATIENCE = 150  # seconds without progress after which ckptkit gives up
-SLOWEST = 4096  # bytes per second; slower requests time out in the end
-SLOWEST_STORED = 64 << 10  # bytes per second, for libraries that return whole responses
+HEAD = 64 << 10  # number of bytes in the first request
+# If a server does not support byte ranges, ckptkit downloads complete files up to this size.
+WHOLE = 64 << 20
+# Maximum number of bytes to download if the server does not send the size of a file. Such a file is
+# often an error page.
+PAGE = 1 << 20
+# If an attempt downloads at least this number of bytes, the count of failed attempts restarts.
+PROGRESS = 64 << 10
+TRIES = 5  # maximum number of consecutive attempts without progress
+TRIES_RETRY_AFTER = 12  # the same maximum for a server that sends the header Retry-After
+# Seconds before the second attempt. The pause doubles before each later attempt.
+PAUSE = 0.25
+LONGEST = 30  # maximum number of seconds to wait for the time in the header Retry-After
+SILENCE = 60  # number of seconds without data after which ckptkit closes a connection
+PATIENCE = 150  # number of seconds without progress after which ckptkit stops retrying
+SLOWEST = 4096  # minimum number of bytes per second, used for the timeout of a request
+# The same minimum for libraries that return a response only after downloading all of it
+SLOWEST_STORED = 64 << 10
 
-# Fields that distinguish versions of a file, in a listing as well as for a single file.
+# Fields of fsspec that differ between versions of a file
 VERSION = (
     "ETag", "etag", "md5Hash", "checksum", "sha", "blob_id", "generation", "mtime",
     "LastModified", "last_modified", "updated", "created",
@@ -55,7 +62,7 @@ _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 class Transport(ABC):
-    """One remote file. `head` contains the first bytes, which the opening request returned."""
+    """One remote file. `head` contains the first bytes, which the first request returned."""
 
     url: str
     size: int
@@ -64,9 +71,9 @@ class Transport(ABC):
     compares_answers = False  # True if every response shows whether the file is unchanged
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` of the file. Broken transfers are resumed.
+        """Download the bytes from offset `start` to `stop`. Retry if the transfer breaks.
 
-        Raises InputError if the network fails, InputChangedError if the file has changed.
+        Raises InputError if the network fails. Raises InputChangedError if the file has changed.
         """
         data = bytearray()
         failures, since = 0, time.monotonic()
@@ -85,10 +92,11 @@ class Transport(ABC):
         return bytes(data)
 
     def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt. `since` is the time of the last progress.
+        """Wait before the next attempt.
 
-        Raises the translated `reason` if a retry cannot help, or after too many attempts or
-        seconds.
+        `reason` is the error of the last attempt. `since` is the time of the last progress. If
+        another attempt cannot help, or after too many attempts or seconds, convert `reason` to a
+        CkptkitError and raise it.
         """
         wait = reason.after if isinstance(reason, Status) else None
         tries = TRIES if wait is None else TRIES_RETRY_AFTER
@@ -99,7 +107,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append bytes `start` to `stop`, or fewer if the transfer breaks."""
+        """Append the bytes from offset `start` to `stop`. Append fewer if the transfer breaks."""
 
     @abstractmethod
     def look(self) -> Identity:
@@ -112,8 +120,8 @@ class Transport(ABC):
 class Http(Transport):
     """A file on an HTTP server.
 
-    Raises the errors of :func:`refused` for the server's responses, and InputError if the server
-    does not support ranges of a large file.
+    Raises InputError if the file is large and the server does not support byte ranges. Raises the
+    errors of :func:`refused` for other responses.
     """
 
     compares_answers = True
@@ -127,11 +135,11 @@ class Http(Transport):
         if self.size < 0 and len(self.head) < PAGE:
             self.size = len(self.head)
         if self._whole and len(self.head) != self.size:
-            why = f"{self.size:,} bytes are too many"
+            why = f"the file is too large ({self.size:,} bytes)"
             if self.size < 0:
                 why = "the size is unknown"
             raise InputError(
-                f"the server supports only whole files, not ranges, and {why}",
+                f"the server does not support byte ranges, and {why}",
                 where=shown_url(url),
                 hint=_fetch_it(url),
             )
@@ -140,7 +148,7 @@ class Http(Transport):
         return self._open(bytearray(), 1)[2]
 
     def _open(self, into: bytearray, wanted: int = HEAD) -> tuple[int, int, Identity]:
-        """Append the first bytes. Return the status, and the size and identity of the file."""
+        """Append the first bytes to `into`. Return the status, size and identity of the file."""
         failures, since = 0, time.monotonic()
         while True:
             try:
@@ -167,15 +175,17 @@ class Http(Transport):
     async def _get(
         self, start: int, stop: int, into: bytearray, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Append a range of the file, or fewer bytes if the connection breaks.
+        """Append the bytes from offset `start` to `stop`. Append fewer if the connection breaks.
 
-        `known` is the identity of the opened file, None for the first request.
+        `known` is the identity that the first request returned. `known` is None for the first
+        request.
         """
         import aiohttp
 
         session = await self._fs.set_session()
         options = dict(self._fs.kwargs)
-        # A range of compressed content would contain other bytes.
+        # "identity" requests an uncompressed response. Offsets in a compressed response would
+        # differ from those in the file.
         ranged = {
             **options.pop("headers", {}),
             "Range": f"bytes={start}-{stop - 1}",
@@ -188,7 +198,8 @@ class Http(Transport):
             status, size, identity = self._judge(response.status, response.headers, start, known)
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
-                # No ranges: read the whole file if it is small, or of unknown size (a web page).
+                # The server does not support byte ranges. Read a complete file if it is small. For
+                # an unknown size, read at most PAGE bytes.
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
             elif known is None:
@@ -204,7 +215,10 @@ class Http(Transport):
     def _judge(
         self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Return status, size (-1 if unknown) and identity. Raises for unusable responses."""
+        """Return the status, the size (-1 if unknown) and the identity of the file.
+
+        Raises Status, InputError or InputChangedError if the response is not usable.
+        """
         where = shown_url(self.url)
         if status == 206:
             found = _RANGE.fullmatch(headers.get("Content-Range", ""))
@@ -232,16 +246,16 @@ class Http(Transport):
 
 
 def _fetch_it(url: str) -> str:
-    return f"download it first: curl -O '{shown_url(url)}'"
+    return f"download the file first: curl -O '{shown_url(url)}'"
 
 
 class Stored(Transport):
-    """A file in any other file system of fsspec."""
+    """A file in a file system of fsspec other than HTTP."""
 
     def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
         if not isinstance(info.get("size"), int):
             raise InputError(
-                "its size is unknown", where=shown_url(url), hint="copy it to a local file first"
+                "its size is unknown", where=shown_url(url), hint="download the file first"
             )
         self.url = url
         self.size = info["size"]
@@ -255,7 +269,7 @@ class Stored(Transport):
         return _version(information(self._fs, self._path, self.url))
 
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        if self._fs.async_impl:  # one request per range, possibly several in parallel
+        if self._fs.async_impl:  # this branch can run several requests in parallel
             seconds = SILENCE + (stop - start) / SLOWEST_STORED
             into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
             return
@@ -272,10 +286,10 @@ class Stored(Transport):
 
 
 def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
-    """Call a method of a file system. If it is asynchronous, raise TimeoutError after `seconds`.
+    """Call a method of a file system.
 
-    Without this limit, libraries of stores retry a request several times, with a timeout for each
-    try.
+    If the file system is asynchronous, raise TimeoutError after `seconds`. Without this limit, the
+    libraries of object stores retry a request several times, and wait for a timeout each time.
     """
     if not fs.async_impl:
         return getattr(fs, name)(*args, **options)
@@ -285,7 +299,7 @@ def _within(seconds: float, fs: Any, name: str, *args: object, **options: object
 
 
 def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
-    """Return the current information of a file system about a file or folder."""
+    """Return what fsspec's `info` currently returns for a file or folder."""
     with translated(url):
         fs.invalidate_cache(path)
         found: Mapping[str, Any] = _within(PATIENCE, fs, "info", path)
@@ -301,9 +315,9 @@ def _version(info: Mapping[str, Any]) -> Identity:
 
 
 def moment(value: object) -> object:
-    """Convert a time to seconds; return other values unchanged.
+    """Convert a datetime to seconds. Return other values unchanged.
 
-    Some file systems use different types for times in listings and for single files.
+    Some file systems return times in listings and for single files as different types.
     """
     return value.timestamp() if isinstance(value, datetime) else value
 
@@ -311,7 +325,8 @@ def moment(value: object) -> object:
 # Failures
 
 
-# The package to install for a scheme. For other schemes, fsspec's message names the package.
+# Maps a URL scheme to the package to install. For other schemes, the message of fsspec names the
+# package.
 _PACKAGES = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
     "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
@@ -322,12 +337,13 @@ _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
 _SET_CREDENTIALS = (
-    "set them as for the service's own tools, or FSSPEC_S3_ANON=true for public S3 buckets"
+    "set the credentials like for the tools of the service, or set FSSPEC_S3_ANON=true for public "
+    "S3 buckets"
 )
 
 
 class Status(Exception):
-    """An unexpected HTTP status, and the seconds after which the server accepts a retry."""
+    """An unexpected HTTP status. `after` is the number of seconds in the header Retry-After."""
 
     def __init__(self, status: int, after: int | None = None) -> None:
         super().__init__(f"HTTP status {status}")
@@ -335,11 +351,14 @@ class Status(Exception):
 
 
 class MissingError(MissingFileError):
-    """The URL does not exist."""
+    """Raised for a URL that does not exist."""
 
 
 def passing(error: BaseException) -> bool:
-    """Return whether a retry may help: the connection broke or timed out, or the server is busy."""
+    """Return whether another attempt may succeed.
+
+    This is true if the connection broke or timed out, or if the server is busy.
+    """
     if _misled(error) is not None:
         return False
     status = _status(error)
@@ -352,7 +371,10 @@ def passing(error: BaseException) -> bool:
 
 
 def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
-    """Convert a library's error to a CkptkitError. `opening`: while `url` was opened."""
+    """Convert a library's error to a CkptkitError.
+
+    `opening` is True if the error occurred while opening `url`.
+    """
     if isinstance(error, CkptkitError):
         return error
     kind, message, hint = _meaning(error, url, opening)
@@ -362,7 +384,7 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
 def _meaning(
     error: Exception, url: str, opening: bool
 ) -> tuple[type[CkptkitError], str, str | None]:
-    """Return class, message and hint of the CkptkitError for a library's error."""
+    """Return the class, message and hint of the CkptkitError for a library's error."""
     causes = [*_causes(error)]
     status = next((found for each in causes if (found := _status(each)) is not None), None)
     if misled := next(filter(None, map(_misled, causes)), None):
@@ -382,7 +404,7 @@ def _meaning(
     if status in (412, 416):
         return InputChangedError, "changed while it was read", "run the command again"
     if status is not None:
-        busy = "the server is busy or broken: try again later" if status in _PASSING else None
+        busy = "the server is busy or broken; try again later" if status in _PASSING else None
         return InputError, f"the server responds with HTTP status {status}", busy
     for each in causes:
         reason = getattr(each, "os_error", each)
@@ -401,7 +423,7 @@ def _meaning(
 def translated(
     url: str, translation: Callable[[Exception, str], CkptkitError] = refused
 ) -> Iterator[None]:
-    """Convert errors inside the block to CkptkitErrors, by `refused` or another function."""
+    """Convert exceptions inside the block to CkptkitErrors by calling `translation`."""
     try:
         yield
     except Exception as error:
@@ -409,12 +431,15 @@ def translated(
 
 
 def presentable(error: Exception, url: str) -> Exception | None:
-    """Return `error` as a cause to chain, None if its message could reveal a secret of `url`."""
+    """Return `error`, or None if its message could contain a secret of `url`.
+
+    The caller uses the result as the `__cause__` of another error.
+    """
     return error if shown_url(url) == url else None
 
 
 def not_written(error: Exception, url: str) -> CkptkitError:
-    """Convert an error of writing to `url` to an OutputError."""
+    """Convert an error that occurred while writing to `url` to an OutputError."""
     if isinstance(error, CkptkitError):
         return error
     known = refused(error, url)
@@ -422,7 +447,7 @@ def not_written(error: Exception, url: str) -> CkptkitError:
 
 
 def unknown(error: Exception, url: str) -> CkptkitError:
-    """Convert fsspec's error for a URL without a file system."""
+    """Convert the error that fsspec raises for a URL without a known file system."""
     scheme = url.rpartition("::")[2].partition("://")[0].lower()
     name = shown_url(url)
     if isinstance(error, ImportError):
@@ -444,10 +469,10 @@ def unknown(error: Exception, url: str) -> CkptkitError:
 
 
 def _misled(error: BaseException) -> str | None:
-    """Describe an invalid redirect of a server; None for other errors."""
+    """Return a message for an invalid redirect of a server. Return None for other errors."""
     names = {each.__name__ for each in type(error).__mro__}
     if "TooManyRedirects" in names:
-        return "the server redirects in circles"
+        return "the server redirects too many times"
     if names & {"RedirectClientError", "NonHttpUrlClientError"}:
         return "the server redirects to a URL that is not http or https"
     return None
@@ -462,7 +487,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of a response, None for other failures."""
+    """Return the HTTP status in an error. Return None for an error without a status."""
     if _is_malformed(error):
         return None
     status = getattr(error, "status", None)
@@ -475,12 +500,18 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_malformed(error: BaseException) -> bool:
-    """Return whether aiohttp failed to parse a response. aiohttp then sets status 400 itself."""
+    """Return whether aiohttp failed to parse a response.
+
+    Such an error has the status 400, although the server did not send this status.
+    """
     return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
 
 
 def _text(error: Exception, url: str) -> str:
-    """Return the library's message, or only its class if the message could reveal a secret."""
+    """Return the message of a library's error.
+
+    If the message could contain a secret, return only the name of the error's class.
+    """
     if _is_malformed(error):
         return "the response is not valid HTTP"
     if isinstance(error, TimeoutError):

@@ -1,5 +1,6 @@
 """Show facts as an HTML page, a picture, a terminal browser, or HTML for notebooks.
 
-Input: checkpoints and the results of analysis. Output: HTML, SVG, PNG, PDF, a terminal program.
+The input is a checkpoint, or a result of `ckptkit.analysis`. The output is an HTML page, an SVG,
+PNG or PDF file, or a program in the terminal.
 Uses core, compute, quantized, formats, analysis and diagnosis.
 """

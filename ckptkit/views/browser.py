@@ -1,7 +1,8 @@
-"""Browse a checkpoint in the terminal: a tree, a panel, and the command that prints the same.
+"""Browse a checkpoint in the terminal.
 
-Only headers are read until the user asks for values. The browser uses textual. Strings of a file
-are escaped and never interpreted as markup.
+The browser shows a tree of names, a panel with details, and the command that prints the panel.
+ckptkit reads only the headers of the file until the user asks for values. The browser uses the
+library textual. Strings of the file are escaped and never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SPECIAL = "[]*?"
 
 @dataclass
 class TreeContents:
-    """An open checkpoint; `path` and `key` are as the user typed them."""
+    """An open checkpoint. `path` and `key` are the arguments that the user typed."""
 
     checkpoint: Checkpoint
     path: str
@@ -65,14 +66,14 @@ class TreeContents:
         found = []
         for share in self.shares:
             facts = columns.brief(share.row)
-            del facts[columns.SIZE.name]  # a search for "b" would match its unit
+            del facts[columns.SIZE.name]  # a search for "b" would match the unit of the size
             text = " ".join([share.place, *facts.values()]).lower()
             if all(word in text for word in searched):
                 found.append(share)
         return branches(found)
 
     def command(self, name: str, *words: str) -> str:
-        """Return a command on this file, ready to paste."""
+        """Return a command line for this file, which the user can paste into a shell."""
         chosen = self.summary.chosen
         return shell_command(("ckptkit", name, *chosen, *argument(self.path), *words))
 
@@ -90,12 +91,12 @@ class TreeContents:
 
 
 def escaped(name: str) -> str:
-    """Escape a name so that, as a glob, the name matches only itself."""
+    """Convert a name to a glob pattern that matches only this name."""
     return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """Return the sorted children of a branch; single-child branches are replaced by their child."""
+    """Return the sorted children of a branch. If a child has only one child, skip the child."""
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
         found.sort(key=lambda each: -getattr(each, measure))
@@ -106,8 +107,10 @@ def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
 
 @dataclass(frozen=True)
 class ValuePanel:
-    """The first cells of a slice, and statistics of the slice; `tally` is None if the slice is
-    large."""
+    """The first elements of a slice, and statistics of the slice.
+
+    For a large slice, `tally` is None.
+    """
 
     picks: Picks
     corner: Picks
@@ -116,9 +119,10 @@ class ValuePanel:
 
 
 def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
-    """Read the first cells of a slice, at most `columns` wide; for a small slice, also statistics.
+    """Read the first elements of a slice, in at most ROWS rows and `columns` columns.
 
-    Raises errors of reading, and UsageError for an `index` that does not fit the tensor.
+    For a slice with at most COUNTED elements, also compute statistics. Raises errors of reading,
+    and UsageError for an `index` that is invalid for the shape of the tensor.
     """
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)
@@ -136,13 +140,13 @@ def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
 
 LISTED = 200
 BINS, BAR = 16, 30
-CELL = 10  # width of a number with the space before it
+CELL = 10  # number of characters per table column
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
 
 
 def bar(part: float, width: int) -> str:
-    """Return a bar for a share `part` from 0 to 1, at most `width` characters long."""
+    """Return a bar of at most `width` characters. `part` is between 0 and 1 (full width)."""
     whole, eighths = divmod(round(8 * width * min(1.0, part)), 8)
     return "█" * whole + EIGHTHS[eighths].strip()
 
@@ -152,7 +156,11 @@ def amount(branch: Branch, measure: str) -> str:
 
 
 def node_label(branch: Branch, above: str, total: int, measure: str) -> Text:
-    """Return the label of a tree node: its name relative to `above`, and its share."""
+    """Return the label of a tree node. `above` is the path of the parent node.
+
+    The label contains the name relative to `above`, the size, and a bar for the fraction of
+    `total`.
+    """
     name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
     made = Text(escape(name), no_wrap=True)
     if branch.share is not None and not branch.children:
@@ -173,7 +181,7 @@ def heading(contents: TreeContents) -> Text:
 
 
 def overview(contents: TreeContents) -> Text:
-    """Return the panel of the totals."""
+    """Return the panel with the totals of the file."""
     summary, totals = contents.summary, contents.summary.totals
     weights = ""
     if summary.weights is not None:
@@ -218,7 +226,7 @@ def _facts(*pairs: tuple[str, str]) -> Text:
 
 
 def group(branch: Branch, contents: TreeContents) -> Text:
-    """Return the panel of a branch."""
+    """Return the panel with the totals of a branch."""
 
     def share(part: int, whole: int) -> str:
         if not part:
@@ -242,10 +250,10 @@ def group(branch: Branch, contents: TreeContents) -> Text:
 
 
 def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None) -> Text:
-    """Return the panel of a tensor.
+    """Return the panel with the details of a tensor.
 
-    `seen` contains the values, or an error message. `seen` is None if the values were not
-    requested.
+    `seen` contains the values or an error message. If the user did not ask for values, `seen` is
+    None.
     """
     share = branch.share
     assert share is not None
@@ -311,9 +319,9 @@ def cell(value: Any) -> str:
 
 
 def diagnosis(causes: Sequence[Cause]) -> Text:
-    """Return the panel of the causes that keep the file from loading, with commands."""
+    """Return the panel with the reasons why the file does not load, and the commands that help."""
     if not causes:
-        return Text("no problem found that keeps it from loading\n", "green")
+        return Text("no problem found\n", "green")
     made = Text()
     for cause in causes:
         made.append(f"{cause.level}  ", STYLES.get(cause.level, "bold blue"))
@@ -335,29 +343,29 @@ def listed(found: Table) -> Text:
     return made
 
 
-OPENED = 200  # maximum results with which a search expands the whole tree
-AT_ONCE = 500  # maximum number of children to add to a node at once
+OPENED = 200  # maximum number of search results for which the whole tree is expanded
+AT_ONCE = 500  # maximum number of children that are added to a node at once
 
 
 def _key(key: str, action: str, name: str, about: str, shown: str | None = None) -> Binding:
-    """Return a key binding. The footer shows `name`, the list of keys shows `about`."""
+    """Return a key binding. The footer shows `name`. The list of keys shows `about`."""
     return Binding(key, action, name, key_display=shown, tooltip=about, show=key != "escape")
 
 
 MOVES = (
     ("↑ ↓", "go to the previous or next line"),
-    ("→", "expand the line, then go into it"),
-    ("←", "collapse the line, then go to its parent"),
-    ("enter", "expand, collapse, or show values"),
+    ("→", "expand the line, or go to its first child"),
+    ("←", "collapse the line, or go to its parent"),
+    ("enter", "expand or collapse the line, or show values"),
 )
 
 
-# The data of a tree node; a list contains children that are not added yet.
+# The data of a tree node. A list contains children that are not in the tree yet.
 Data = Branch | Table | list[Branch]
 
 
 class NameTree(Tree[Data]):
-    """The tree of names, with left and right as in a file manager."""
+    """The tree of names. The keys left and right behave like in a file manager."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right", "open", "Open", show=False),
@@ -365,7 +373,7 @@ class NameTree(Tree[Data]):
     ]
 
     def action_open(self) -> None:
-        """Expand the node; if the node is already expanded, go to its first child."""
+        """Expand the node. If the node is already expanded, go to its first child."""
         node = self.cursor_node
         if node is None or not node.allow_expand:
             return
@@ -375,7 +383,7 @@ class NameTree(Tree[Data]):
             node.expand()
 
     def action_close(self) -> None:
-        """Collapse the node; if the node is already collapsed, go to its parent."""
+        """Collapse the node. If the node is already collapsed, go to its parent."""
         node = self.cursor_node
         if node is not None and node.is_expanded and node.allow_expand and not node.is_root:
             node.collapse()
@@ -384,10 +392,10 @@ class NameTree(Tree[Data]):
 
 
 class Browser(App[str]):
-    """The browser. Leaving it with the key c returns the command that prints the current panel.
+    """The terminal program. The key c quits, and returns the command that prints the panel.
 
-    ``diagnose`` finds the causes that keep the file from loading; ``diagnose`` runs in a thread, on
-    request.
+    If the user presses d, ``diagnose`` runs in a thread and returns the reasons why the file does
+    not load.
     """
 
     CSS_PATH = "static/browser.tcss"
@@ -397,15 +405,15 @@ class Browser(App[str]):
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("slash", "search", "Find", "find by name, shape, dtype, device"),
         _key("v", "values", "Values", "read and show the values of the tensor"),
-        _key("colon", "slice", "Slice", "show a part of the tensor, as in 0, :, 3:7", ":"),
+        _key("colon", "slice", "Slice", "show a slice of the tensor, such as 0, :, 3:7", ":"),
         _key("d", "diagnosis", "Doctor", "show why the file does not load"),
         _key("o", "overview", "Totals", "show the totals of the file"),
-        _key("s", "sort", "Sort", "sort as in the file, by size, or by name"),
+        _key("s", "sort", "Sort", "sort by size, by name, or by the order in the file"),
         _key("m", "measure", "Unit", "count parameters, or bytes"),
-        _key("c", "command", "Command", "quit, and print the same as a command"),
+        _key("c", "command", "Command", "quit, and print the command for this panel"),
         _key("question_mark", "keys", "Keys", "show this list", "?"),
         _key("q", "quit", "Quit", "quit"),
-        _key("escape", "leave", "Back", "leave the search or this list", "esc"),
+        _key("escape", "leave", "Back", "close the search or this list", "esc"),
     ]
 
     def __init__(self, contents: TreeContents, diagnose: Callable[[], tuple[Cause, ...]]) -> None:
@@ -455,7 +463,7 @@ class Browser(App[str]):
         self.command = command
         self.query_one("#command", Static).update(Text(f"$ {escape(command)}"))
 
-    # The tree; children are added when a node is expanded
+    # The tree of names. Expanding a node adds its children.
 
     def _plant(self, branch: Branch) -> None:
         self.shown = branch
@@ -540,7 +548,7 @@ class Browser(App[str]):
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
-        how = "in the order of the file" if self.sort == "file" else f"sorted by {self.sort}"
+        how = "sorted by the order in the file" if self.sort == "file" else f"sorted by {self.sort}"
         self.notify(how, timeout=2)
         self._plant(self.shown)
 
@@ -549,7 +557,10 @@ class Browser(App[str]):
         self._plant(self.shown)
 
     def _later(self, command: str, first: Text, find: Callable[[], Text]) -> None:
-        """Show `first`, run `find` in a thread, and show its result if the panel is unchanged."""
+        """Show `first` and run `find` in a thread. Then show the result of `find`.
+
+        If the user has opened another panel meanwhile, the result is not shown.
+        """
 
         def work() -> None:
             self.call_from_thread(late, find())
@@ -620,7 +631,7 @@ class Browser(App[str]):
         self.names.focus()
 
     def action_leave(self) -> None:
-        """Leave the input field or the search."""
+        """Close the input field or the search."""
         if self.entry.has_focus and self.entry.has_class("slice"):
             self.entry.display = False
         elif self.entry.display or self.words:

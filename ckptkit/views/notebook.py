@@ -1,7 +1,7 @@
-"""Format checkpoints and diffs as HTML tables for notebooks, with the content of the terminal.
+"""Format checkpoints and diffs as HTML tables for notebooks.
 
-The HTML has no script, no colors and no links. Strings from a file are escaped twice: as on the
-terminal, and for HTML.
+The HTML contains the output of the terminal, without scripts, colors and links. Strings from a file
+are first escaped like in the terminal, and then escaped for HTML.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LONG = 80  # maximum number of characters of a value
 
 
 def text(words: str) -> str:
-    """Escape a string for HTML, including attributes."""
+    """Escape a string for HTML text and for attributes of HTML elements."""
     return escape_html(escape(words))
 
 
 def page(heading: str, parts: Iterable[str]) -> str:
-    """Return a heading and the HTML below it."""
+    """Return the HTML of a heading, followed by `parts`."""
     return f"<div><strong>{text(heading)}</strong>{''.join(parts)}</div>"
 
 
@@ -42,7 +42,7 @@ def line(words: str) -> str:
 def table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True
 ) -> str:
-    """Return a table with a title that folds it; at most ROWS rows are shown."""
+    """Return a table with at most ROWS rows. A click on the title hides or shows the table."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
     more = line(and_more(len(rows) - ROWS).strip()) if len(rows) > ROWS else ""
@@ -62,7 +62,10 @@ def html(value: object) -> str:
 
 
 def checkpoint(ck: Checkpoint) -> str:
-    """Return tables of the weights, folded as on the terminal, and of the other root entries."""
+    """Return a table of the weights, and a table of the other root entries.
+
+    Like in the terminal, the table of the weights has one row for similar tensors.
+    """
     weights = columns.tables(_weights(ck))
     parts = [_table(found, plural(found.total, "tensor")) for found in weights]
     if others := _others(ck):
@@ -71,14 +74,14 @@ def checkpoint(ck: Checkpoint) -> str:
 
 
 def diff(found: Diff) -> str:
-    """Return the summary, the tables of differences and the notes."""
+    """Return the summary of a diff, the tables of differences and the notes."""
     report = view_model.of_diff(found)
     shown = [_table(each, f"{each.title.rstrip(':')}: {each.total:,}") for each in report.tables]
     return page(report.title, (*shown, *map(line, report.notes)))
 
 
 def _weights(ck: Checkpoint) -> list[TensorRow]:
-    """Return the tensors of the weights; empty if ambiguous (the heading shows why)."""
+    """Return the tensors of the weights. If the weights are ambiguous, return an empty list."""
     try:
         return [row for row in summarize(ck).rows if row.name is not None]
     except CkptkitError:
@@ -86,7 +89,7 @@ def _weights(ck: Checkpoint) -> list[TensorRow]:
 
 
 def _others(ck: Checkpoint) -> list[tuple[str, str]]:
-    """Return (key, short text) of the root entries, without the entry of the weights."""
+    """Return the key and a short description of each root entry, without the weights."""
     try:
         weights = ck.selection
     except CkptkitError:  # the heading shows this error
@@ -103,7 +106,7 @@ def _table(found: Table, title: str) -> str:
 
 
 def _short(node: Node) -> str:
-    """Return a short text for a value; for containers and objects, the type."""
+    """Return a short description of a value. For containers and objects, this is the type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"
     if isinstance(node, str):

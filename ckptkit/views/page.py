@@ -1,9 +1,10 @@
-"""Build the report: a self-contained HTML page with the facts as JSON and a script to show them.
+"""Build the report, an HTML page with the facts as JSON and a script that shows the facts.
 
-The page loads nothing and works offline. Its content security policy allows only this script and
-this style, by their digests. So no other code can run, whatever the names in a file contain. The
-script creates text nodes, never markup. All strings of a file are escaped as on a terminal: no
-invisible characters, no change of text direction.
+The page loads no other file and works offline. The content security policy of the page contains the
+digests of the script and the style. Browsers therefore run no other code, even if a tensor name
+contains code. The script creates text nodes, never markup. Strings of a checkpoint are escaped like
+in the terminal. The page therefore contains no invisible characters, and no characters that change
+the direction of text.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.page/1"
 LISTED = 400  # maximum number of values, objects or metadata entries on the page
 BINS = 32
-LARGEST = 1e300  # larger numbers are omitted: the script would overflow
+LARGEST = 1e300  # larger numbers are omitted, because calculations in the script would overflow
 MOST = 1 << 53  # maximum exact integer in JavaScript
-# The scripts are joined in this order inside one function. Each script uses definitions of earlier
-# scripts.
+# The page contains these scripts in this order inside one function. Each script uses definitions of
+# earlier scripts.
 SCRIPTS = (
     "treemap.js", "table.js", "facts.js", "map.js", "tensors.js", "differences.js", "report.js",
 )  # fmt: skip
@@ -69,7 +70,7 @@ def page(facts: dict[str, Any]) -> bytes:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON for use inside ``<script>``; characters special in HTML are escaped."""
+    """Return a value as JSON inside ``<script>``. Characters with a meaning in HTML are escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -81,7 +82,7 @@ def static(name: str) -> str:
 
 @dataclass(frozen=True)
 class PageFile:
-    """A checkpoint on the page: summary, shares, and statistics by number of the tensor."""
+    """A checkpoint on the page. ``tallies`` maps the number of a tensor to its statistics."""
 
     checkpoint: Checkpoint
     summary: Summary
@@ -90,9 +91,10 @@ class PageFile:
 
 
 def page_file(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> PageFile:
-    """Summarize a checkpoint; with `progress`, also read all tensors and compute statistics.
+    """Summarize a checkpoint.
 
-    `progress` is called with the number of bytes read.
+    If `progress` is not None, also read all tensors and compute statistics. `progress` is called
+    with the number of bytes read.
     """
     summary = summarize(checkpoint)
     tallies = {}
@@ -110,7 +112,8 @@ def facts(
 ) -> dict[str, Any]:
     """Return the JSON data of a page about one file, or about two files and their differences.
 
-    If `diff` compares all tensors and values, not only the weights, `everything` is true.
+    If `diff` compares all tensors and values, `everything` is True. If `diff` compares only the
+    weights, `everything` is False.
     """
     made = PageColumns(bool(a.tallies))
     made.add(a)
@@ -127,7 +130,7 @@ def facts(
 def _file(seen: PageFile) -> dict[str, Any]:
     summary, whole = seen.summary, seen.checkpoint
     found = quantized.find(whole)
-    # A page is opened on other machines too, so causes must not mention this one.
+    # Users open a page on other machines too, so the causes must not mention this machine.
     what = Facts(summary.path, summary, whole.root, quantized=found, for_here=False)
     return {
         "name": escape(summary.path),
@@ -154,27 +157,32 @@ def _file(seen: PageFile) -> dict[str, Any]:
     }
 
 
-# The tensors are stored column by column: 100,000 of them take a few megabytes of JSON.
+# The JSON contains one list per property of the tensors. 100,000 tensors take a few megabytes.
 
-# COLUMNS are columns of indices into a table of strings. MARKS are facts that apply to few tensors.
+# For COLUMNS, the lists contain indices into a table of strings. For MARKS, the JSON contains dicts
+# instead of lists, because few tensors have these properties.
 COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
 MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
 AMOUNTS = ("parameters", "nbytes", "stored")
 
 
 def _number(table: dict[str, int], value: str) -> int:
-    """Return the index of a string in a table; add a new string to the table."""
+    """Return the index of a string in a table. If the string is new, add it to the table."""
     return table.setdefault(value, len(table))
 
 
 class PageColumns:
-    """All tensors, column by column; rare properties are dicts from tensor number to value."""
+    """The properties of all tensors.
+
+    A property is a list with one item per tensor. A rare property is a dict that maps the number of
+    a tensor to the value.
+    """
 
     def __init__(self, valued: bool) -> None:
         self.valued = valued
         self.labels: list[str] = []
         self.shares: list[Share] = []
-        self.places: dict[int, str] = {}  # paths that differ from the label
+        self.places: dict[int, str] = {}  # paths of the tensors whose label is not their path
         named = (*(fact.name for fact in COLUMNS), "role")
         self.tables: dict[str, dict[str, int]] = {name: {} for name in named}
         self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
@@ -207,7 +215,7 @@ class PageColumns:
             self.stats[number] = _numbers(tally)
 
     def facts(self) -> dict[str, Any]:
-        """Return all columns as JSON values."""
+        """Return all properties as JSON values."""
         return {
             "name": self.labels,
             "place": self.places,
@@ -222,7 +230,7 @@ class PageColumns:
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:
-    """Return statistics with six digits; infinite and complex numbers are None."""
+    """Return statistics, rounded to six digits. Infinite and complex numbers become None."""
     histogram = tally.histogram.at_most(BINS)
     found: dict[str, Any] = {
         "count": tally.count,
@@ -243,11 +251,11 @@ def _numbers(tally: Tally) -> dict[str, Any]:
 
 
 def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
-    """Return the tree of names, and the layout of its branches in the treemap."""
+    """Return the tree of tensor names, and the layout of the treemap."""
     root, labels = branches(shares), dict[str, int]()
     rows = {id(share): number for number, share in enumerate(shares)}
     found: dict[str, list[int]] = {"label": [], "parent": [], "row": []}
-    numbers: dict[int, int] = {}  # id of a branch -> number, parents first
+    numbers: dict[int, int] = {}  # maps the id of each branch to its number; parents come first
     waiting = [(root, -1)]  # -1: no parent
     while waiting:
         branch, parent = waiting.pop()
@@ -279,10 +287,10 @@ STATES = (
 def _differences(
     made: PageColumns, a: PageFile, b: PageFile, diff: Diff, everything: bool
 ) -> dict[str, Any]:
-    """Return the state of each tensor in `made`, and facts about its counterpart in `b`.
+    """Return the state of each tensor, and facts about the matching tensor in `b`.
 
-    `made` contains the tensors of `a`; this function adds those that only `b` has. With
-    `everything`, tensors outside the weights were compared too, by their paths.
+    `made` contains the tensors of `a`. This function adds tensors that only `b` has to `made`. If
+    `everything` is True, `diff` also compares tensors outside the weights by their paths.
     """
     pairs = (*diff.renamed, *diff.reshaped)
     states = {
@@ -329,7 +337,7 @@ def _is_float(seen: PageFile, number: int) -> bool:
 
 
 def _part(part: moved.MovedPart) -> dict[str, Any]:
-    """Return a part of the model as JSON values."""
+    """Return the changes in a group of tensors as JSON values."""
     return {
         "label": escape(part.label),
         "pattern": escape(part.pattern),
@@ -340,7 +348,7 @@ def _part(part: moved.MovedPart) -> dict[str, Any]:
 
 
 def _plain(number: float | None) -> float | None:
-    """Round a number to six digits; return None for NaN and for numbers too large for JSON."""
+    """Round a number to six digits. Return None for NaN and for numbers above `LARGEST`."""
     if number is None or not abs(number) < LARGEST:  # NaN
         return None
     return float(f"{number:.6g}")
@@ -349,7 +357,7 @@ def _plain(number: float | None) -> float | None:
 def _compared(seen: PageFile, everything: bool) -> dict[str, int]:
     """Map the names of compared tensors to their row numbers.
 
-    With `everything`, also map the paths of tensors outside the weights.
+    If `everything` is True, also map the paths of tensors outside the weights.
     """
     rows = [share.row for share in seen.shares]
     found = {row.name: number for number, row in enumerate(rows) if row.name is not None}
@@ -362,7 +370,7 @@ def _compared(seen: PageFile, everything: bool) -> dict[str, int]:
 def _others(
     diff: Diff, a: PageFile, b: PageFile, ours: dict[str, int], theirs: dict[str, int]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name in A, facts about its counterpart in B) of each tensor that differs."""
+    """Yield (name in `a`, facts about the matching tensor in `b`) for each tensor that differs."""
     for name, _, kind, *_ in diff.mismatched:
         yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
     for pair in (*diff.renamed, *diff.reshaped):

@@ -1,7 +1,7 @@
-"""Lay out treemaps: rectangles with areas proportional to parameters or bytes.
+"""Lay out treemaps, in which the areas of rectangles are proportional to parameters or bytes.
 
-`tiles` is for pictures drawn with matplotlib, for papers and model cards. `arranged` is for the
-HTML page: its script scales the layout to the window and zooms.
+`tiles` lays out pictures for papers and model cards, which matplotlib draws. `arranged` lays out
+the treemap of the HTML page. The script of the page scales this layout to the window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-DEEPEST = 12  # maximum number of levels of nested tiles
+DEEPEST = 12  # maximum nesting depth of tiles
 
 
 UNUSED = "in no tensor"
@@ -33,9 +33,10 @@ class TileBox(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle for a branch, or for `rest` small branches merged into one.
+    """A rectangle for a branch of the tree of names.
 
-    ``label`` contains the names of skipped single-child branches too.
+    If ``rest`` is not 0, the rectangle shows that many small branches together. If a branch has
+    only one child, one tile shows both, and ``label`` contains both names.
     """
 
     branch: Branch
@@ -50,14 +51,15 @@ class TreemapCell(NamedTuple):
     label: str
     value: int
     rest: int = 0
-    own: bool = False  # the tile is the branch's own tensor, beside its children
+    own: bool = False  # True if the tile shows only the tensor at the branch, not its children
 
 
 class Frame(NamedTuple):
-    """The margins of tiles, and the sizes below which tiles are merged.
+    """The margins of tiles, and the minimum sizes of tiles.
 
-    `border` is the margin around nested tiles, `top` the height of the label. A tile narrower than
-    `least` has no nested tiles. Tiles with an area below `dust` are merged into one.
+    `border` is the width of the margin around nested tiles. `top` is the height of the label. If
+    the width or height of a tile is below `least`, the tile has no nested tiles. One tile replaces
+    all tiles with an area below `dust`.
     """
 
     border: float
@@ -67,12 +69,14 @@ class Frame(NamedTuple):
 
 
 def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[TileBox]]]:
-    """Divide a box into boxes with areas proportional to `values`, as square as possible.
+    """Divide a box into boxes whose areas are proportional to `values`.
 
-    Yield (is_column, boxes) of each strip: a column on the left side of the remaining space, or a
-    row at its top. If a strip begins with the last value of the previous strip, both strips have
-    the same direction. Layers of equal size then appear in order. The values are positive, in
-    descending order. Algorithm: squarified treemaps, Bruls, Huizing and van Wijk (2000).
+    The values must be positive and in descending order. The boxes are nearly square. The algorithm
+    is "Squarified Treemaps" by Bruls, Huizing and van Wijk (2000).
+
+    Yield (is_column, boxes) for each strip. A strip is a column at the left of the free space, or a
+    row at the top of the free space. If the last value of a strip equals the first value of the
+    next strip, both strips have the same direction. Layers of equal size then appear in order.
     """
     x, y, width, height = box
     rest, start, is_column = float(sum(values)), 0, True
@@ -98,12 +102,15 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 
 
 def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
-    """Return the end of the next strip: values are added while its worst aspect ratio improves."""
+    """Return the index after the last value of the next strip.
+
+    A strip gets more values while this improves the worst aspect ratio of its boxes.
+    """
     end, amount, worst = start, 0.0, float("inf")
     while end < len(values):
         both, square = (amount + values[end]) * scale, side * side
         most, least = values[start] * scale, values[end] * scale
-        if not square * least or not both * both:  # no room
+        if not square * least or not both * both:  # the free space has no area
             return len(values)
         ratio = max(square * most / (both * both), both * both / (square * least))
         if ratio > worst:
@@ -127,8 +134,7 @@ def tiles(root: Branch, measure: str, box: TileBox, frame: Frame) -> Iterator[Ti
 
 
 def _inner(cell: TreemapCell, box: TileBox, frame: Frame) -> TileBox | None:
-    """Return the box for nested tiles; None if there are no nested tiles, or the tile is too
-    small."""
+    """Return the box for nested tiles. Return None if the tile has no children or is too small."""
     if (
         cell.rest
         or cell.own
@@ -147,9 +153,9 @@ def _inner(cell: TreemapCell, box: TileBox, frame: Frame) -> TileBox | None:
 def _cells(
     parent: Branch, measure: str, area: float, dust: float, unused: int = 0
 ) -> list[TreemapCell]:
-    """Return the cells of a branch, largest first; cells too small to see are merged.
+    """Return the cells of a branch, largest first. One cell replaces all very small cells.
 
-    `unused` bytes, which are in no tensor, have their own cell.
+    `unused` is the number of bytes that belong to no tensor. These bytes have their own cell.
     """
     found = []
     for child in parent.children.values():
@@ -171,7 +177,7 @@ def _cells(
     return found
 
 
-WINDOW = TileBox(0, 0, 1200, 560)  # typical size on a page, for which strips are computed
+WINDOW = TileBox(0, 0, 1200, 560)  # typical size of a treemap on the HTML page
 FRAME = Frame(2, 18, 40, 120)
 
 Strips = list[list[int]]
@@ -180,18 +186,21 @@ Strips = list[list[int]]
 def arranged(
     root: Branch, numbers: Mapping[int, int], measure: str, unused: int = 0
 ) -> dict[int, Strips]:
-    """Return the strips of each branch, by the number of the branch.
+    """Map the number of each branch to its strips. `numbers` maps the id of a branch to its number.
 
-    A strip is a list. Its first item is 1 for a column, 0 for a row. Further items are numbers of
-    child branches (the branch's own number for its own tensor), -1 for `unused` bytes, or -n for n
-    merged branches. `numbers` maps the ids of branches to their numbers.
+    A strip is a list of integers. The first integer is 1 for a column and 0 for a row.
+    The other integers represent tiles.
+    The number of a child branch represents the child.
+    The number of the branch itself represents the tensor at the branch.
+    -1 represents the `unused` bytes.
+    -n represents n small branches that share one tile.
     """
     found: dict[int, Strips] = {}
     waiting = [(root, WINDOW)]
     while waiting:
         branch, box = waiting.pop()
         if min(box.width, box.height) < FRAME.least:
-            box = WINDOW  # too small to see until the user zooms in, when it fills the page
+            box = WINDOW  # the page shows this branch only after the user zooms into it
         cells = _cells(branch, measure, WINDOW.width * WINDOW.height, FRAME.dust, unused)
         unused = 0
         left = iter(cells)
@@ -204,7 +213,8 @@ def arranged(
                 line.append(numbers[id(cell.branch)] if is_branch else -(cell.rest or 1))
                 if is_branch and not cell.own and cell.branch.children:
                     waiting.append((cell.branch, _inner(cell, part, FRAME) or WINDOW))
-                    # The page can also zoom to the single-child branches between branch and child.
+                    # The page can also zoom to the branches between `branch` and `cell.branch`.
+                    # Each of these branches has only one child.
                     for child in branch.children.values():
                         while child is not cell.branch and joined(child) is cell.branch:
                             found[numbers[id(child)]] = [[1, numbers[id(cell.branch)]]]
@@ -214,21 +224,22 @@ def arranged(
 
 
 WIDTH, HEIGHT = 800.0, 450.0  # size of the map in 1/100 inch
-# The ten colors of Tableau, which are distinct for color-blind people, and gray for the rest.
+# Ten colors similar to those of Tableau, which color-blind people can distinguish
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
     "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#b5cf6b",
 )  # fmt: skip
 GREY, GROUP, EDGE = "#8a939d", "#eceef1", "#c9ced4"
-FONT, NARROW = 8.0, 0.87  # font size in points; width of a character per point
+# Font size in points, and width of a character in 1/100 inch per point of the font size
+FONT, NARROW = 8.0, 0.87
 LEGEND = 6
 
 
 def drawn(root: Branch, kind: str, measure: str, title: str) -> bytes:
-    """Draw the treemap as SVG, PNG or PDF; equal trees give equal bytes.
+    """Draw the treemap as SVG, PNG or PDF. Equal trees give equal bytes.
 
-    `measure` is ``parameters`` or ``bytes``. Raises UsageError if matplotlib is missing, or if
-    there is nothing to draw.
+    `measure` is ``parameters`` or ``bytes``. Raises UsageError if matplotlib is missing, or if the
+    tree has no parameters or bytes.
     """
     try:
         import matplotlib
@@ -295,7 +306,7 @@ def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
 
 
 def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
-    """Return colors for the largest kinds of tensors, and the amount of each kind."""
+    """Map the largest families of tensors to colors, and count the parameters or bytes."""
     kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
@@ -310,7 +321,7 @@ def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
 
 
 def _kind(branch: Branch) -> str:
-    """Return the family of the first tensor in a branch: ``layers.*.weight``."""
+    """Return the family of the first tensor in a branch, such as ``layers.*.weight``."""
     while branch.share is None and branch.children:
         branch = next(iter(branch.children.values()))
     return family(branch.path if branch.share is None else branch.share.place)

@@ -412,7 +412,7 @@ def test_what_loading_would_run_is_said(diagnose: Diagnose, tmp_path: Path) -> N
     found = diagnose(tmp_path / "run.pth")
     assert (
         "system" in found["weights-only"]["explanation"]
-        and "do not load it" in found["weights-only"]["explanation"]
+        and "do not load the file" in found["weights-only"]["explanation"]
     )
 
 

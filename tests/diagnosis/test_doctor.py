@@ -82,7 +82,7 @@ def test_a_call_that_harms_is_found_by_its_code() -> None:
     for warning, harmful in ((Notice(RUNS_CODE, "odd words"), True), ("odd words", False)):
         facts = Facts("run.pth", replace(summary, warnings=(warning,)), root)
         causes = {cause.code: cause for cause in content.causes(facts)}
-        assert ("Odd words: do not load it" in causes["weights-only"].explanation) is harmful
+        assert ("Odd words: do not load the file" in causes["weights-only"].explanation) is harmful
 
 
 def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:

@@ -500,7 +500,7 @@ def test_nested_classes() -> None:
     data = emit(tree).data
     assert list(map(type, pickle.loads(data))) == [Outer.Inner, Outer]
     assert isomorphic(machine(data), tree)
-    with pytest.raises(UnsafeGlobalError, match=r"holds .*\.Outer, which is your own code"):
+    with pytest.raises(UnsafeGlobalError, match=r"contains .*\.Outer, which is your own code"):
         emit([Global(Outer.__module__, "Outer")])
 
 

@@ -389,7 +389,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("file:///etc/hostname", "not http or https"),
         ("s3://bucket/key", "not http or https"),
-        ("/again", "in circles"),
+        ("/again", "too many times"),
     ],
 )
 def test_redirects_that_are_not_followed(target: str, said: str) -> None:

@@ -305,7 +305,10 @@ def test_a_server_without_ranges(served: Nginx) -> None:
         InputError, match=r"not ranges, and 10,\d+,\d+,\d+ bytes are too many"
     ) as caught:
         ckptkit.open(f"{served.url}/whole/huge.safetensors")
-    assert caught.value.hint == f"download it first: curl -O '{served.url}/whole/huge.safetensors'"
+    assert (
+        caught.value.hint
+        == f"download the file first: curl -O '{served.url}/whole/huge.safetensors'"
+    )
     (served.files / "huge.safetensors").unlink()
 
 

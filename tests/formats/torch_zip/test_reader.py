@@ -155,7 +155,7 @@ def test_D_05_bytes_and_untyped_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [storage(numel=2), storage(numel=8), storage(location="cuda:0")])
 def test_D_06_one_storage_described_in_two_ways(second: bytes) -> None:
-    with pytest.raises(AmbiguousError, match="two ways"):
+    with pytest.raises(AmbiguousError, match="two different descriptions"):
         read(archive(pickle_of(tensor(storage()), tensor(second, (1,)))))
 
 
