@@ -1,6 +1,7 @@
-"""Adapters (LoRA, LoHa, LoKr, IA3...): read, merged into a base, checked, converted, extracted.
+"""Read, merge, check, convert and extract adapters such as LoRA, LoHa, LoKr and IA3.
 
-In: an adapter of peft, kohya, diffusers or ComfyUI, and a base of any format. Out: the base with
-changed weights, as byte ranges and operations. Start reading at `merge.MergePlan`. Uses core,
+The adapter has the layout of peft, kohya, diffusers or ComfyUI. The base may have any format. The
+result of a merge is the base with changed weights. The weights are computed while ckptkit writes
+the result. The central class is `merge.MergePlan`. Uses core,
 compute, quantized, rules, publish, edits, formats and api.
 """

@@ -1,10 +1,12 @@
-"""Add the weight update of an adapter to one matrix of the base, in tiles of whole rows.
+"""Add the weight update of an adapter to one matrix of the base, in tiles of complete rows.
 
-Elements are widened to float32 (float64 if the base is float64), changed, and rounded once to the
-dtype of the base, unless the formula rounds more often. Up to rank 128, products of NumPy and torch
-are bit-identical: both libraries sum in order with fused multiply-add. For higher ranks torch
-multiplies, as peft does. For a matrix of one row or column, both libraries use a different routine,
-whose results differ in bits. Therefore a last single row is added to the previous tile.
+The calculation uses float64 for a float64 base, and float32 for any other base. The result is
+rounded to the dtype of the base once, unless the formula rounds more often.
+
+Up to rank 128, matrix products of NumPy and torch are bit-identical, because both libraries sum in
+order with fused multiply-add. For higher ranks, this module multiplies with torch, like peft. For a
+matrix of one row or column, both libraries use another routine, whose results have other bits. If
+the last tile would have a single row, this row becomes part of the previous tile.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 1 << 19  # number of elements of a tile; a tile and its update fit the caches of a core
-HELD = 1 << 24  # number of elements in memory at a time for the norms of columns
-EXACT = 128  # maximum rank at which NumPy sums as torch does
-LEAST = 8  # minimum number of rows of a tile; with more rows, a product has the same bits
+# Number of elements per tile. A tile and its update fit into the caches of a core.
+TILE = 1 << 19
+HELD = 1 << 24  # maximum number of elements in memory for computing the norms of columns
+EXACT = 128  # maximum rank at which products of NumPy and torch are bit-identical
+# Minimum number of rows per tile. From 8 rows on, the number of rows does not change the bits of a
+# product.
+LEAST = 8
 EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
@@ -47,11 +52,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A matrix or a product of matrices: the indices of the operands, and how to combine them.
+    """A matrix or a product of matrices. ``operands`` contains the indices of the matrices.
 
-    ``how`` is "" for one matrix or L @ R, ``scaled`` for L @ (R * E) with one E for each row of R,
-    ``vera`` for (L * F) @ (R * E) with one F for each row of L. ``core`` is for L, the core of a
-    Tucker decomposition, and R.
+    If ``how`` is "", the factor is one matrix, or the product L @ R.
+    If ``how`` is ``scaled``, the factor is L @ (R * E). E has one number for each row of R.
+    If ``how`` is ``vera``, the factor is (L * F) @ (R * E). F has one number for each row of L.
+    If ``how`` is ``core``, the operands are L, the core of a Tucker decomposition, and R.
     """
 
     operands: tuple[int, ...]
@@ -60,18 +66,26 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """The arithmetic of a change.
+    """The formula of a weight update.
 
-    The change is one factor, the elementwise product of two (``*``), or their Kronecker product
-    (``kron``; ``front`` for peft's one-dimensional convolutions, whose second factor has ``group``
-    columns of kernels). It is multiplied by ``scale`` and divided by ``divisor``. ``rounding`` is
-    ``once``, ``twice`` (the change is rounded before it is added), or ``again`` (the same, then the
-    change is added a second time).
+    If ``combine`` is "", the update is a single factor.
+    If ``combine`` is ``*``, the update is the elementwise product of two factors.
+    If ``combine`` is ``kron``, the update is the Kronecker product of two factors.
+    If ``combine`` is ``front``, the update is the Kronecker product for a one-dimensional
+    convolution of peft. The second factor then has ``group`` columns of kernels.
+    The update is multiplied by ``scale`` and divided by ``divisor``.
 
-    With ``norm``, the sum is multiplied by the last operand, which has one number for each row or
-    column (``by``). Before, this number is divided by the norm of the row or column (``norm``), or
-    by the norm plus `EPS` (``norm+eps``), or by nothing (``none``). In a convolution, ``group``
-    neighbouring columns share one number.
+    If ``rounding`` is ``once``, only the sum of weight and update is rounded.
+    If ``rounding`` is ``twice``, the update is rounded before the addition too.
+    If ``rounding`` is ``again``, the rounded update is added first, and then the update is added
+    again.
+
+    If ``norm`` is not "", the sum is multiplied by the numbers in the last operand. The operand has
+    one number for each row or column of the sum, as ``by`` specifies. In a convolution, ``group``
+    neighboring columns share one number.
+    If ``norm`` is ``norm``, each number is first divided by the norm of its row or column.
+    If ``norm`` is ``norm+eps``, each number is first divided by the norm plus `EPS`.
+    If ``norm`` is ``none``, the numbers are not divided.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -86,10 +100,11 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Adapt(Operation):
-    """Add rows `first` and following of a change to the `rows` rows of a matrix, the first input.
+    """Add a weight update to a matrix. The first input is the matrix.
 
-    With `has_origin`, the last input is the matrix before earlier adapters were merged. Norms are
-    then computed from the sum of that matrix and the change.
+    The first row of the matrix gets row `first` of the update. If `has_origin` is True, the last
+    input is the original matrix before merging earlier adapters. The norms are then those of the
+    original matrix plus the update.
     """
 
     dtype: str
@@ -98,12 +113,12 @@ class Adapt(Operation):
     formula: Formula
     operands: tuple[Operand, ...]
     first: int = 0
-    name: str = ""  # name of the module, for messages
+    name: str = ""  # name of the module for error messages
     has_origin: bool = False
 
     @property
     def height(self) -> int:
-        """Return the number of rows of a tile."""
+        """Return the number of rows per tile."""
         least = LEAST if self._rank <= EXACT else 8 * LEAST
         return max(least, TILE // max(1, self.columns))
 
@@ -122,8 +137,10 @@ class Adapt(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the tiles that contain rows `first` to `last`; the tile boundaries do not depend on
-        the arguments."""
+        """Yield the first and last row of each tile that contains rows from `first` to `last`.
+
+        The boundaries of the tiles do not depend on the arguments.
+        """
         height = self.height
         most = max(1, -(-self.rows // height) - (self.rows % height == 1))
         for number in range(min(first // height, most - 1), most):
@@ -140,7 +157,7 @@ class Adapt(Operation):
 
 
 class _TileWork:
-    """Compute consecutive tiles; values that all tiles share are computed once."""
+    """Computes tiles, and keeps values that several tiles need."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:
         self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
@@ -151,7 +168,7 @@ class _TileWork:
         self.held: dict[int, Array] = {}
 
     def tile(self, top: int, end: int) -> memoryview:
-        """Return the bytes of the rows `top` to `end`."""
+        """Return the bytes of the rows `top` to `end` of the result."""
         import numpy as np
 
         formula, target = self.formula, self.target
@@ -180,7 +197,7 @@ class _TileWork:
         return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
 
     def sum(self, top: int, end: int, reader: Reader) -> Array:
-        """Return rows of the weight plus their change, in a new array."""
+        """Return the rows `top` to `end` of the weight plus the update, as a new array."""
         weight, change = self.weight(top, end, reader), self.change(top, end)
         if change is None:
             return weight.copy()
@@ -188,7 +205,7 @@ class _TileWork:
         return change
 
     def change(self, top: int, end: int) -> Array | None:
-        """Return the change of some rows, in a new array."""
+        """Return the update of the rows `top` to `end` as a new array."""
         formula = self.formula
         if not formula.factors:
             return None
@@ -207,7 +224,7 @@ class _TileWork:
         return made
 
     def rows(self, factor: Factor, top: int, end: int) -> Array:
-        """Return some rows of a factor."""
+        """Return the rows `top` to `end` of a factor."""
         left = self.read(factor.operands[0], top, end)
         if len(factor.operands) == 1:
             return left.copy()
@@ -216,7 +233,10 @@ class _TileWork:
         return _product(left, self._right(factor))
 
     def read(self, number: int, top: int = 0, end: int | None = None) -> Array:
-        """Return rows of an operand, by default all of them. Raises CorruptError for NaN."""
+        """Return the rows `top` to `end` of an operand, by default all rows.
+
+        Raises CorruptError for NaN and infinity.
+        """
         import numpy as np
 
         operand = self.adapt.operands[number]
@@ -225,12 +245,12 @@ class _TileWork:
         unit = operand.columns * dtype.itemsize
         data = decode(self.readers[number](top * unit, (end - top) * unit), dtype)
         if not np.isfinite(data).all():
-            what = f"the adapter has NaN or infinity for {shown(self.adapt.name)}"
+            what = f"the adapter contains NaN or infinity for {shown(self.adapt.name)}"
             raise CorruptError(what, where=name_of(self.readers[number].extent))
         return data.astype(self.wide, copy=False).reshape(end - top, operand.columns)
 
     def _right(self, factor: Factor) -> Array:
-        """Return the right matrix of a product, which all tiles share."""
+        """Return the right matrix of a product. All tiles use this matrix."""
         number = factor.operands[1]
         if number not in self.held:
             right = self.read(number).copy()
@@ -266,7 +286,7 @@ class _TileWork:
         return made.reshape(end - top, -1)
 
     def factor(self, made: Array, top: int, end: int) -> Array:
-        """Return the numbers that multiply the sums `made`, in a shape that broadcasts."""
+        """Return an array of factors for the sums `made`. The array broadcasts to their shape."""
         import numpy as np
 
         if self.formula.by == "rows":
@@ -286,8 +306,10 @@ class _TileWork:
 
     @cached_property
     def norms_of_columns(self) -> Array:
-        """The norms of columns, or of groups of columns, of the sum; computed some columns at a
-        time."""
+        """Return the norms of the sum's columns or groups of columns.
+
+        A limited number of columns is in memory at once.
+        """
         import numpy as np
 
         rows, columns, group = self.adapt.rows, self.adapt.columns, self.formula.group
@@ -303,7 +325,7 @@ class _TileWork:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Return the matrix product in a new array, bit-identical to that of torch."""
+    """Return the matrix product as a new array. The result is bit-identical to that of torch."""
     made: Array
     if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
         import torch
@@ -319,7 +341,7 @@ def _own(values: Array) -> Array:
 
 
 def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
-    """Return the norms of rows, or of groups of columns, as torch sums them."""
+    """Return the norms of rows or of groups of columns, bit-identical to those of torch."""
     import torch
 
     if group > 1:
@@ -336,8 +358,9 @@ def adapted(
 ) -> Record:  # fmt: skip
     """Return the bytes of `rows` rows of `base` plus the update that `formula` computes.
 
-    Operands are matrices; dimensions after the first count as columns. The last operand contains
-    the numbers for `norm`. If `origin` is given, norms are computed from `origin` plus the change.
+    Each operand is a matrix. For a tensor with more dimensions, all dimensions except the first are
+    columns. The last operand contains the numbers for `Formula.norm`. If `origin` is not None, the
+    norms are those of `origin` plus the update.
     """
     tensors = list(operands)
     shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
@@ -348,5 +371,8 @@ def adapted(
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor; all dimensions after the first count as columns."""
+    """Return the numbers of rows and columns of a tensor as a matrix.
+
+    All dimensions except the first are columns.
+    """
     return (shape[0], prod(shape[1:])) if shape else (1, 1)

@@ -1,4 +1,4 @@
-"""Turn a module of an adapter into the formula and the operands of its change."""
+"""Convert a module of an adapter to the formula and operands of its weight update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
 from ckptkit.lora.reading import Module, matches, table
 
-# Columns: the kind of adapter, how the factors combine, the rounding, how three operands of a
-# factor combine, and the roles of the operands of each factor. A role that ends in ' is transposed.
-# If a kind has several rows, the first row whose roles the module has applies. Sources: peft's
-# `get_delta_weight` of each tuner, and LyCORIS' `get_weight`.
+# Each entry contains the kind of adapter, `Formula.combine`, `Formula.rounding`, `Factor.how` for
+# factors of three and more operands, and the roles of the operands of each factor. If a role ends
+# in ', the operand is transposed. If a kind has several entries, the first entry applies whose
+# roles all exist in the module. The sources are `get_delta_weight` of each tuner in peft, and
+# `get_weight` of LyCORIS.
 _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
     ("lora", "", "once", "", (("B", "A"),)),
     ("attention_out", "", "again", "", (("B", "A"),)),
@@ -41,22 +42,25 @@ _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """A formula with its operands, and the size of the matrix to change."""
+    """The weight update of a module, with the numbers of rows and columns of the weight."""
 
     formula: Formula
     operands: tuple[Tensor, ...]
     rows: int
     columns: int
-    kernel: Shape = ()  # kernel size of a convolution, if the adapter has it
-    name: str = ""  # name of the module, for messages
+    kernel: Shape = ()  # kernel size of a convolution, empty if the adapter does not contain it
+    name: str = ""  # name of the module for error messages
 
     def transposed(self) -> ModuleChange:
-        """Return the change of the transposed matrix. Raises UnsupportedError for convolutions."""
+        """Return the update of the transposed weight.
+
+        Raises UnsupportedError for VeRA and Tucker decompositions.
+        """
         operands = list(self.operands)
         for factor in self.formula.factors:
             first, *others = factor.operands
             if factor.how in ("core", "vera") and others:
-                what = "a change of VeRA, or a Tucker decomposition, cannot be transposed"
+                what = "ckptkit cannot transpose an update of VeRA or a Tucker decomposition"
                 raise UnsupportedError(what)
             turned = [turn(operands[number]) for number in (first, *others[:1])]
             for number, made in zip((first, *others[:1]), reversed(turned), strict=True):
@@ -69,7 +73,7 @@ class ModuleChange:
 
 
 def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
-    """Return a tensor as a matrix: by default, all dimensions except the first are columns."""
+    """Return a tensor as a matrix. By default, all dimensions except the first are columns."""
     rows, columns = shape or as_matrix(tensor.shape)
     if not tensor.is_contiguous or tensor.conj or tensor.neg:
         return made_of(contiguous(tensor), tensor.dtype, (rows, columns))
@@ -82,18 +86,21 @@ def turn(tensor: Tensor) -> Tensor:
 
 
 def box(tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
-    """Return a view of the elements `start` to `stop` along a dimension."""
+    """Return a view of the elements `start` to `stop` along the dimension `axis`."""
     shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
     return replace(tensor, shape=shape, offset=tensor.offset + start * tensor.stride[axis])
 
 
 def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
-    """Return a contiguous tensor of these bytes."""
+    """Return a contiguous tensor with the bytes of `record`."""
     return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
 
 
 def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Return a tensor that contains each part at its offset. Missing trailing offsets are 0."""
+    """Return a new tensor. `parts` lists an offset per dimension, and the tensor at this offset.
+
+    Offsets of the last dimensions may be missing and are then 0.
+    """
     dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
     places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
     ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
@@ -102,16 +109,18 @@ def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 
 
 def zeros(like: Tensor, shape: Shape) -> Tensor:
-    """Return zeros of the dtype of another tensor."""
+    """Return a tensor of zeros with the dtype of `like`."""
     zero = Storage(Range(Memory(bytes(16), "zeros"), 0, 16))
     return Tensor(zero, like.dtype, shape, (0,) * len(shape))
 
 
 def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
-    """Return the block-diagonal matrix of BD-LoRA: row blocks of the tensor are on the diagonal."""
+    """Return the block-diagonal matrix of BD-LoRA. Each block consists of rows of `tensor`."""
     rows, columns = tensor.shape
     if not isinstance(blocks, int) or blocks < 1 or rows % blocks:
-        raise UnsupportedError(f"{shown(module.path)} has {rows} rows for {blocks} blocks")
+        raise UnsupportedError(
+            f"{shown(module.path)} has {rows} rows, which are not divisible into {blocks} blocks"
+        )
     step, numbers = rows // blocks, range(blocks)
     zero = zeros(tensor, (step, columns))
     return placed([
@@ -123,10 +132,10 @@ def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
 def change_of(
     module: Module, config: Mapping[str, Any], weight: float = 1.0, **tensors: Tensor
 ) -> ModuleChange:
-    """Return the change of a module, [rows, columns], times `weight`.
+    """Return the update of a module, multiplied by `weight`.
 
-    `tensors` replace tensors of the module, by role. Raises UnsupportedError for factors that do
-    not fit.
+    The keyword arguments `tensors` replace tensors of the module. The keywords are roles. Raises
+    UnsupportedError if the shapes of the factors do not match.
     """
     has = {**module.tensors, **tensors}
     blocks = config.get("use_bdlora") if module.kind == "lora" else None
@@ -155,7 +164,8 @@ def change_of(
     if combine == "kron":
         rows, columns = rows * sizes[1][0], columns * sizes[1][1]
         if "lokr_w2" in has and has["lokr_w2"].ndim == 3 and not module.prefix:
-            # torch.kron adds the missing dimension of w1 in front, and peft reshapes the result.
+            # torch.kron inserts the missing dimension of w1 as the first dimension. peft then
+            # reshapes the result.
             combine, group = "front", has["lokr_w2"].shape[1]
             operands[-1] = matrix(
                 has["lokr_w2"], (prod(has["lokr_w2"].shape[:2]), sizes[1][1] // group)
@@ -175,7 +185,10 @@ def change_of(
 
 
 def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
-    """Return the size of a factor. Raises UnsupportedError for operands that do not fit."""
+    """Return the numbers of rows and columns of a factor.
+
+    Raises UnsupportedError if the shapes of the operands do not match.
+    """
     left, *others = found
     rows, columns = left.shape
     if not others:
@@ -197,14 +210,15 @@ def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
 
 def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
     sizes = " and ".join(shape_text(each.shape) for each in found)
-    what = f"the factors of {shown(module.path)} do not fit: {sizes}"
+    what = f"the shapes of the factors of {shown(module.path)} do not match: {sizes}"
     return UnsupportedError(what, code="shape")
 
 
 def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
-    """Return a change with DoRA magnitudes, one per row, or per column of an embedding.
+    """Return the update with the magnitudes of DoRA.
 
-    LyCORIS also has magnitudes of columns, [1, in, ...], and adds `EPS` to the norm.
+    A magnitude belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of shape
+    [1, in, ...] belong to columns, and `EPS` is added to the norm.
     """
     numbers = module.tensors["magnitude"]
     by, norm, group = "rows", "norm", 1
@@ -217,15 +231,15 @@ def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
     count = change.rows if by == "rows" else change.columns // max(1, group)
     if prod(numbers.shape) != count:
         raise UnsupportedError(
-            f"the magnitudes of {shown(module.path)} are {shape_text(numbers.shape)}, and it has "
-            f"{count} {by}"
+            f"the magnitudes of {shown(module.path)} have shape {shape_text(numbers.shape)}, but "
+            f"the module has {count} {by}"
         )
     formula = replace(change.formula, norm=norm, by=by, group=group)
     return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
 
 
 def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
-    """Return the change of IA3 for a weight of this shape; IA3 multiplies rows or columns."""
+    """Return the update of IA3 for a weight of this shape. IA3 multiplies rows or columns."""
     numbers = module.tensors["ia3"]
     rows, columns = as_matrix(shape)
     by, turned = "rows", bool(config.get("fan_in_fan_out")) and len(shape) == 2
@@ -237,13 +251,14 @@ def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Modul
     count = rows if by == "rows" else columns // max(1, group)
     if prod(numbers.shape) != count:
         raise UnsupportedError(
-            f"{shown(module.path)} has {prod(numbers.shape)} numbers for {count} {by}"
+            f"the IA3 vector of {shown(module.path)} has {prod(numbers.shape)} numbers, but the "
+            f"weight has {count} {by}"
         )
     return ModuleChange(Formula(norm="none", by=by, group=group), (matrix(numbers),), rows, columns)
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
-    """Return whether IA3 multiplies the inputs of a module, as peft decides it."""
+    """Return whether IA3 multiplies the inputs of a module. peft uses the same criterion."""
     names = config.get("feedforward_modules") or ()
     if isinstance(names, str):
         return matches(names, module.path)

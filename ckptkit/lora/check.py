@@ -1,8 +1,8 @@
-"""Check an adapter, alone and against its base: find reasons to refuse it, and no-op changes.
+"""Find problems of an adapter, and problems of merging the adapter into a base.
 
-`lora check` and `doctor` show the findings. Names and shapes come from headers. The elements of the
-adapter are read too. If a base is given, the elements of the weights that the adapter changes are
-read for their norms.
+`lora check` and `doctor` show the findings. This module reads the headers of the adapter and of the
+base, and the elements of the adapter. It also reads the elements of the weights that the adapter
+changes, to compute their norms.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckptkit.lora.reading import Adapter, Module, read_adapter
 ERROR, WARNING = "error", "warning"
 TARGETS = ("vllm",)
 _NO_FACTORS = "alpha", "magnitude", "B_bias", "diff_b", "ia3", "tokens"
-_VLLM_RANK = 16  # vLLM's default of --max-lora-rank
+_VLLM_RANK = 16  # default of the vLLM option --max-lora-rank
 
 
 class AdapterFinding(NamedTuple):
-    """One finding: code, level, sentence, modules, and the command or the next step."""
+    """A problem of an adapter. ``command`` or ``hint`` solves the problem."""
 
     code: str
     level: str
@@ -81,7 +81,10 @@ def check_lora(
     name = os.fspath(base) if isinstance(base, (str, os.PathLike)) else under and under.name
 
     def command(*words: str, new: str = "merged") -> str | None:
-        """Return the command that merges, or another with BASE alone, if the base has a name."""
+        """Return a `lora merge` command, or a `convert` command that changes only the base.
+
+        If the base is not a file, return None.
+        """
         if not name:
             return None
         if words[:1] == ("convert",):
@@ -107,13 +110,13 @@ def check_lora(
 
 
 def alone(read: Adapter) -> Iterator[AdapterFinding]:
-    """Yield the findings about the files of an adapter, without a base."""
+    """Yield the problems of an adapter that are visible without a base."""
     yield from _of(problems(read), lambda *words: None)
     yield from _of_elements(read)
 
 
 def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
-    """Yield problems as findings; equal problems of several modules become one finding."""
+    """Convert problems to findings. Equal problems of several modules become one finding."""
     kinds: dict[str, list[Problem]] = {}
     for each in found:
         kinds.setdefault(each.code if each.modules else each.title, []).append(each)
@@ -128,7 +131,7 @@ def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterato
 
 
 def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
-    """Yield the findings about the elements of an adapter."""
+    """Yield findings about NaN, infinity and zeros in an adapter."""
     import_numpy()
     odd, empty = [], []
     for key, module in read.modules.items():
@@ -140,22 +143,22 @@ def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
             empty.append(key)
     if odd:
         title, hint = (
-            f"has NaN or infinity in {quoted(odd)}",
-            "take an earlier save of the training",
+            f"contains NaN or infinity in {quoted(odd)}",
+            "use an earlier checkpoint of the training run",
         )
         yield AdapterFinding("nonfinite", ERROR, title, tuple(odd), None, hint)
     if empty and len(empty) == len(read.modules):
-        title = "every change is zero: it was not trained, or saved from another object"
-        hint = "save the object that was trained: model.save_pretrained(FOLDER) of the peft model"
+        title = "every change is zero: the adapter was not trained, or the wrong object was saved"
+        hint = "save the trained object: model.save_pretrained(FOLDER) of the peft model"
         yield AdapterFinding("zero", WARNING, title, tuple(empty), None, hint)
 
 
 def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
-    """Yield the findings about an adapter and its base that do not prevent the merge."""
+    """Yield findings about an adapter and its base that do not prevent merging."""
     renames = plan.renames
     if renames and not any(each.code == "no-module" for each in plan.problems):
         said = some(map(str, renames))
-        title = f"all modules exist after a rename that other programs do not make: {said}"
+        title = f"the base has all modules, but only after a rename: {said}"
         subs = [w for each in renames for w in ("--sub", f"^{re.escape(each.old)}={each.new}")]
         modules = tuple(plan.renamed)
         yield AdapterFinding("prefix", ERROR, title, modules, command(*subs))
@@ -168,17 +171,17 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
         if change > weight > 0:
             large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
-        title = f"the norm of the change is above that of the weight in {some(large.values())}"
-        hint = "compare lora_alpha with that of the training, or merge with a smaller weight"
+        title = f"the norm of the change exceeds the norm of the weight in {some(large.values())}"
+        hint = "compare lora_alpha with the value used in training, or merge with a smaller weight"
         yield AdapterFinding("norm", WARNING, title, tuple(large), None, hint)
     for name, rows, old in plan.unlike:
-        title = f"{name} has {rows:,} rows, and {old:,} in the base"
-        hint = "use the tokenizer of the adapter, if the rows are those of its vocabulary"
+        title = f"{name} has {rows:,} rows in the adapter, but {old:,} in the base"
+        hint = "if the adapter has a larger vocabulary, use the tokenizer of the adapter"
         yield AdapterFinding("vocab", WARNING, title, (name,), None, hint)
 
 
 def _norm(module: Module) -> float | None:
-    """Return the Frobenius norm of a change ``s B A``; None for other kinds of adapter."""
+    """Return the Frobenius norm of the update ``s B A``. Return None for other adapter kinds."""
     is_plain = module.kind in ("lora", "embedding") and not (module.is_dora or module.parameter)
     if not is_plain or module.scale is None:
         return None
@@ -190,7 +193,7 @@ def _norm(module: Module) -> float | None:
 
 
 def _square(tensor: Tensor) -> float:
-    """Return the sum of the squares of the elements."""
+    """Return the sum of the squared elements of a tensor."""
     import numpy as np
 
     pieces = stream_reusing_buffer(contiguous(tensor).locate())
@@ -198,13 +201,13 @@ def _square(tensor: Tensor) -> float:
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:
-    """Yield findings about fields that vLLM refuses or ignores: it reads only r and lora_alpha.
+    """Yield findings about properties of an adapter that vLLM rejects or ignores.
 
-    Source: vllm/lora/peft_helper.py and lora_model.py.
+    vLLM reads only the fields r and lora_alpha. See vllm/lora/peft_helper.py and lora_model.py.
     """
     config = read.config or {}
     if read.layout != "peft" or read.config is None:
-        title = f"vLLM loads folders of peft, not the layout {read.layout} without a configuration"
+        title = f"vLLM loads only peft folders with a configuration, not the layout {read.layout}"
         yield AdapterFinding("vllm-layout", ERROR, title, (), convert)
         return
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
@@ -217,14 +220,14 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Adapte
          tuple(read.replaced)),
         ("vllm-bias", config.get("bias", "none") != "none" or biases, "does not load biases",
          biases),
-        ("vllm-pattern", patterns, f"ignores {some(patterns)}: modules get other scales", ()),
+        ("vllm-pattern", patterns, f"ignores {some(patterns)}, so some scales would be wrong", ()),
     )  # fmt: skip
-    into = "merge it into its base: vLLM loads the result"
+    into = "merge the adapter into its base, and load the result in vLLM"
     for code, applies, why, modules in rows:
         if applies:
             yield AdapterFinding(code, ERROR, f"vLLM {why}", modules, merge, into)
     recorded = config.get("r")
     rank = max([*read.ranks, recorded if isinstance(recorded, int) else 0], default=0)
     if rank > _VLLM_RANK:
-        title = f"vLLM loads ranks up to {_VLLM_RANK} by default, and this adapter has {rank}"
+        title = f"vLLM loads ranks up to {_VLLM_RANK} by default, but this adapter has rank {rank}"
         yield AdapterFinding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")

@@ -1,9 +1,9 @@
 """Convert adapters between the layouts of peft, diffusers, kohya and ComfyUI.
 
-A conversion renames tensors and keeps their bytes. The scale is stored where the new layout stores
-it. If one spelling of the model fuses matrices that the other spelling separates, factors are split
-or stacked. The A of a fused module is the stack of the A of all its parts. Its B is block-diagonal,
-with the B of each part as a block.
+A conversion renames tensors without changing their bytes. The new layout may store the scale in
+another place. If only one of the layouts fuses matrices such as q, k and v, the factors are split
+or joined. The matrix A of a fused module contains the rows of the A of every part. The matrix B of
+a fused module is block-diagonal. Each block is the B of one part.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
-_ORIGINALS = "kohya", "comfy"  # layouts that use the original spellings
+_ORIGINALS = "kohya", "comfy"  # layouts with the original module names, not those of diffusers
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
-_SD3 = 1536, 2432  # widths of SD 3 and 3.5; their double blocks are named like those of Flux
-# Modules of HunyuanVideo that Flux lacks. In diffusers, the two share their other names.
+# Widths of SD 3 and 3.5. The double blocks of SD 3 and Flux have the same names.
+_SD3 = 1536, 2432
+# Modules of HunyuanVideo that Flux does not have. In diffusers, the other modules of the two models
+# have the same names.
 _HUNYUAN = re.compile(
     r"context_embedder\..*token_refiner|transformer_blocks\.(19|[2-9]\d)\.|"
     r"single_transformer_blocks\.(3[89]|[4-9]\d)\."
 )
 _BLOCKS = "down_blocks.", "mid_block.", "up_blocks."
-_SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # only in SD 1.5 and 2
-# Only in SDXL: deeper attention, the embedding of sizes, and the width of the text encoder.
+# Modules that only SD 1.5 and 2 have
+_SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."
+# Modules that only SDXL has: further attention layers, and embeddings of image sizes
 _LARGE = re.compile(r"(.*\.)?(transformer_blocks\.[1-9]\.|add_embedding\.|label_emb\.)")
-_TEXT = 2048
+_TEXT = 2048  # width of the text encoder output in SDXL
 
-Place = tuple[tuple[int, ...], Tensor]  # (offsets in a larger tensor, tensor)
+Place = tuple[tuple[int, ...], Tensor]  # a tensor, and its offset per dimension in another tensor
 
 
 @checked
@@ -68,8 +71,9 @@ def convert_lora(
     options: Options | None = None,
     **changes: Any,
 ) -> Conversion:
-    """Write an adapter in another layout: ``peft`` (a folder), ``diffusers``, ``kohya``, ``comfy``.
+    """Write an adapter in another layout.
 
+    `to` is ``peft``, ``diffusers``, ``kohya`` or ``comfy``. For ``peft``, the output is a folder.
     Underscores in kohya's names can represent dots. The names of `base` show which underscores do.
     `component` selects one component of a pipeline. For an adapter of peft, `component` names the
     component that the adapter changes. `alpha` is the alpha of adapters without a scale. With
@@ -94,7 +98,8 @@ def convert_lora(
         modules = [_dotted(each, read, to, component, names) for each in read.modules.values()]
         is_flux = any((spelled(each.path) or ("",))[0] == FLUX for each in modules)
         if is_flux and to not in _ORIGINALS:
-            # T5 is the second text encoder of Flux, where kohya and ComfyUI number all three.
+            # In diffusers, T5 is the second text encoder of Flux. In kohya and ComfyUI, T5 always
+            # has the number 3.
             second = {"text_encoder_3": "text_encoder_2"}
             modules = [replace(m, component=second.get(m.component, m.component)) for m in modules]
         modules = list(_respelled(modules, to, read, warnings))
@@ -103,14 +108,14 @@ def convert_lora(
         configs = {each: _config(m for m in modules if m.component == each) for each in parts}
         if to == "peft" and len(parts) > 1:
             what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
-            hint = f"{typed('--component NAME', 'component=...')} takes one"
-            raise UnsupportedError(f"{what}; a folder of peft changes one", hint=hint)
+            hint = f"{typed('--component NAME', 'component=...')} selects one component"
+            raise UnsupportedError(f"{what}; a peft folder changes only one", hint=hint)
         if to == "peft":
             config = configs[parts[0]] | {"base_model_name_or_path": read.base}
         elif to == "diffusers" and not bake:
             flat = {f"{part}.{key}": v for part, each in configs.items() for key, v in each.items()}
             extras[METADATA] = json.dumps(flat, indent=2, sort_keys=True)
-        # Pipelines with a single text encoder name it differently.
+        # In a pipeline with a single text encoder, kohya uses another prefix for the text encoder.
         single = {*parts} <= {"unet", "text_encoder"} and not _is_xl(modules)
         single = single and not any(key.startswith("lora_te1_") for key in read.modules)
         keys = [_key(each, to, single) for each in modules]
@@ -118,11 +123,11 @@ def convert_lora(
             raise AmbiguousError(f"two modules would have the name {some(twice)}")
         tensors = dict(tensors_of(dict(zip(keys, modules, strict=True)), to))
     except (UnsupportedError, AmbiguousError) as error:
-        error.hint = error.hint or "`ckptkit help lora` lists what each layout can hold"
+        error.hint = error.hint or "`ckptkit help lora` lists the adapters that each layout stores"
         raise error.at(read.path) from error.__cause__
     notes = [f"{plural(len(modules), 'module')} as {to}"]
     if read.ignored:
-        notes.append(f"dropped {quoted(read.ignored)}, which have no effect")
+        notes.append(f"dropped unused tensors: {quoted(read.ignored)}")
     return written(
         tensors, path, asked, config=config, metadata=extras, source=read.checkpoint.source,
         notes=(*notes,), warnings=(*warnings,),
@@ -130,11 +135,11 @@ def convert_lora(
 
 
 def refuse_damaged(read: Adapter) -> None:
-    """Raise UnsupportedError for an adapter that cannot be merged into any base."""
+    """Raise UnsupportedError for an adapter that ckptkit cannot convert or resize."""
     for problem in problems(read, "residual"):
         raise problem.error.at(read.path)
     if (read.config or {}).get("use_bdlora"):
-        what = "is BD-LoRA, whose matrices are block-diagonal: it can only be merged"
+        what = "is a BD-LoRA with block-diagonal matrices; ckptkit can only merge such an adapter"
         raise UnsupportedError(what, where=read.path)
     for name, module in read.modules.items():
         if not isfinite(module.scale or 0.0):
@@ -142,10 +147,10 @@ def refuse_damaged(read: Adapter) -> None:
 
 
 def _check(read: Adapter, to: str) -> None:
-    """Raise UnsupportedError for an adapter that the layout, or no conversion, can express."""
+    """Raise UnsupportedError for an adapter that the layout cannot store."""
     refuse_damaged(read)
     if read.layout == "peft" and read.method != "LORA":
-        raise UnsupportedError(f"has the method {read.method}: only LORA can be converted")
+        raise UnsupportedError(f"has the method {read.method}; ckptkit converts only LORA")
     known = ("alpha", *table("written")["original" if to in _ORIGINALS else "peft"])
     known = (*known, "diff", "diff_b", "hada", "lokr") if to in _ORIGINALS else known
     odd = ["fan_in_fan_out"] if (read.config or {}).get("fan_in_fan_out") else []
@@ -160,7 +165,7 @@ def _check(read: Adapter, to: str) -> None:
 def _dotted(
     module: Module, read: Adapter, to: str, component: str | None, names: BaseNames | None
 ) -> Module:
-    """Return a module with its dotted name, and the diffusers name of its component."""
+    """Return a module with dots in its name, and with the diffusers name of its component."""
     part, path = naming.of_comfy(module.component, module.path)
     if read.layout == "kohya":
         shape = next(iter(module.tensors.values())).shape
@@ -170,7 +175,7 @@ def _dotted(
     found = {UNET: "unet", FLUX: "transformer"}.get((spelled(path) or ("",))[0])
     part = part or component or found or ("" if _LANGUAGE.search(path) else "unet")
     if not part and to != "peft":
-        hint = f"{typed('--component NAME', 'component=...')} names its component"
+        hint = f"{typed('--component NAME', 'component=...')} sets the component"
         raise UnsupportedError(f"{path} looks like a module of a language model", hint=hint)
     return replace(module, component=found if part == "unet" and found else part, path=path)
 
@@ -181,7 +186,7 @@ def _dotted(
 def _respelled(
     modules: list[Module], to: str, read: Adapter, warnings: list[str]
 ) -> Iterator[Module]:
-    """Yield the modules in the spelling of a layout: renamed, split or fused."""
+    """Yield the modules with the names of a layout. Modules are split or fused if necessary."""
     is_xl, paths = _is_xl(modules), [each.path for each in modules]
     fused: dict[str, list[tuple[Part, Module]]] = {}
     odd = []
@@ -205,20 +210,25 @@ def _respelled(
     for name, members in fused.items():
         yield _fused(name, sorted(members, key=lambda each: each[0].at))
     if odd and (read.layout in _ORIGINALS) != (to in _ORIGINALS):
-        warnings.append(f"kept the names of {quoted(odd)}: no other spelling of them is known")
+        warnings.append(f"kept the names of {quoted(odd)}; ckptkit has no other names for them")
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
-        warnings.append("wrote the names of SD 1.5: no name shows whether the U-Net is SDXL's")
+        warnings.append("wrote the names of SD 1.5; the names do not exclude that this is SDXL")
     if fused and not any(each.startswith("single_transformer_blocks.") for each in paths):
         if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
-            raise UnsupportedError("is of SD 3: ckptkit does not have its original names")
-        warnings.append("wrote the original names of Flux: other models have such blocks too")
+            raise UnsupportedError("is for SD 3; ckptkit does not support its original names")
+        warnings.append("wrote the original names of Flux; other models have such blocks too")
     if fused and any(map(_HUNYUAN.match, paths)):
-        raise UnsupportedError("is not of Flux: ckptkit lacks the original names of HunyuanVideo")
+        raise UnsupportedError(
+            "is not for Flux; ckptkit does not support the original names of HunyuanVideo"
+        )
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:
-    """Return whether a U-Net is that of SDXL, judged by a second text encoder or its attention."""
+    """Return whether the adapter is for SDXL.
+
+    SDXL has a second text encoder, further attention layers, and wider text embeddings.
+    """
     return any(
         each.component == "text_encoder_2"
         or (each.component == "unet" and _LARGE.match(each.path) is not None)
@@ -231,19 +241,25 @@ def _is_xl(modules: Iterable[Module]) -> bool:
 
 
 def _place(path: str, paths: list[str], is_xl: bool) -> int:
-    """Return the index of the upsampler's name: 1 if its block has no attention layers, else 0."""
+    """Return the index of the original name of an upsampler.
+
+    Return 1 if the block of the upsampler has no attention layers, otherwise 0.
+    """
     block = path.partition(".upsamplers.")[0]
     if is_xl or any(each.startswith(f"{block}.attentions.") for each in paths):
         return 0
     if any(each.startswith(_SMALL) for each in paths):
         return int(block == "up_blocks.0")
-    raise AmbiguousError(f"{path} has another number in SDXL than in SD 1.5; no name shows which")
+    raise AmbiguousError(
+        f"{path} has different names in SDXL and SD 1.5, and the adapter may be for either model"
+    )
 
 
 def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
-    """Split a module into parts; each part has the complete A and its own rows of B.
+    """Split a fused module into the modules of its parts.
 
-    If B is block-diagonal, each part has its own A. Parts with the same name become one module.
+    Each part gets the complete A and some rows of B. If B is block-diagonal, each part also gets
+    only some rows of A. Parts with the same name become one module.
     """
     a, b = _factors(module)
     if b.shape[0] % parts[0].units:
@@ -267,8 +283,10 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
 
 
 def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Return whether B is block-diagonal: blocks of these rows, each with an equal share of
-    columns."""
+    """Return whether B is block-diagonal. `spans` contains the rows of the blocks.
+
+    All blocks have the same number of columns.
+    """
     width, rest = divmod(b.shape[1], len(spans))
     array = b.numpy().copy()
     for number, (start, stop) in enumerate(spans):
@@ -277,7 +295,7 @@ def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
 
 
 def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
-    """Fuse several parts into one module; the rows of missing parts are zero."""
+    """Fuse several parts into one module. The rows of missing parts are zero."""
     parts, modules = zip(*members, strict=True)
     factors = [_factors(module) for module in modules]
     whole, step = parts[0].whole, factors[0][1].shape[0] // parts[0].length
@@ -302,7 +320,7 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
     tensors = {"A": placed(stacked), "B": placed([each for each in diagonal if each[1].numel])}
     weights = [each.tensors["magnitude"] for each in modules if "magnitude" in each.tensors]
     if weights and (len(weights) < len(modules) or len(filled) < whole):
-        raise UnsupportedError(f"{name} would be DoRA in some of its rows only")
+        raise UnsupportedError(f"only some rows of {name} would have DoRA magnitudes")
     if weights:
         rows = [(part.at * step,) for part in parts]
         tensors["magnitude"] = placed([*zip(rows, weights, strict=True)])
@@ -311,10 +329,10 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
 
 
 def _factors(module: Module) -> tuple[Tensor, Tensor]:
-    """Return A and B of a plain LoRA of a matrix. Raises UnsupportedError for other kinds."""
+    """Return A and B of a LoRA for a matrix. Raises UnsupportedError for other modules."""
     if module.kind != "lora" or module.tensors["B"].ndim != 2:
-        what = f"{module.path} ({module.kind}) is cut or joined by rows in the other spelling"
-        raise UnsupportedError(f"{what}: only LoRA can be")
+        what = f"the other layout splits or fuses {module.path} ({module.kind})"
+        raise UnsupportedError(f"{what}; ckptkit supports this only for LoRA of a matrix")
     return module.tensors["A"], module.tensors["B"]
 
 
@@ -322,7 +340,7 @@ def _factors(module: Module) -> tuple[Tensor, Tensor]:
 
 
 def _times(tensor: Tensor, factor: float | None) -> Tensor:
-    """Return the elements multiplied by a float32 factor, rounded once."""
+    """Return a tensor multiplied by a float32 factor. Each element is rounded once."""
     if factor == 1:
         return tensor
     name, single = tensor.dtype.name, struct.unpack("f", struct.pack("f", factor))[0]
@@ -332,10 +350,10 @@ def _times(tensor: Tensor, factor: float | None) -> Tensor:
 
 
 def _baked(module: Module) -> Module:
-    """Multiply the scale into A and B, as diffusers does; return the module with scale 1."""
+    """Multiply A and B by the scale, like diffusers. Return the module with the scale 1."""
     first, second = module.pair
     if first not in module.tensors or "mid" in module.tensors:
-        what = f"{module.path} ({module.kind}): only scales of LoRA can be baked in"
+        what = f"{module.path} ({module.kind}) is not a LoRA; ckptkit cannot bake in its scale"
         raise UnsupportedError(what)
     down, up = module.scale or 0.0, 1.0
     while 0 < down * 2 < up:
@@ -348,7 +366,7 @@ def _baked(module: Module) -> Module:
 
 
 def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of modules with their names and shapes in a layout."""
+    """Yield the tensors of modules with the names and shapes of a layout."""
     is_original = to in _ORIGINALS
     names = table("written")["original" if is_original else "peft"]
     for key, module in modules.items():
@@ -358,7 +376,7 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
                 tensor = _magnitude(tensor, module, to)
             if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
-        if has_rank:  # in the dtype of A if it represents the number exactly, else in float32
+        if has_rank:  # alpha has the dtype of A if this is exact, otherwise float32
             import numpy as np
 
             value = np.array(_number(module))
@@ -373,7 +391,7 @@ def _key(module: Module, to: str, single: bool) -> str:
     if to in ("peft", "diffusers"):
         return f"{PEFT}{path}" if to == "peft" else f"{component}.{path}"
     if component not in prefixes:
-        what = f"{to} has no component {component!r}: it has {some(prefixes, 9)}"
+        what = f"{to} has no component {component!r}; its components are {some(prefixes, 9)}"
         raise UnsupportedError(what)
     if to == "kohya":
         prefix = "lora_te1_" if component == "text_encoder" and not single else prefixes[component]
@@ -386,8 +404,11 @@ def _key(module: Module, to: str, single: bool) -> str:
 
 
 def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
-    """Return a magnitude in the shape of a layout. Raises UnsupportedError for column
-    magnitudes."""
+    """Return a DoRA magnitude in the shape of a layout.
+
+    Raises UnsupportedError for the magnitudes of columns, unless the layout supports such
+    magnitudes.
+    """
     out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
     if to in _ORIGINALS:
         shape = (out, *ones) if tensor.numel == out else tensor.shape
@@ -395,18 +416,18 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
         shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # convolution, or matrix
     else:
         what = f"{module.path} has a magnitude for each column"
-        raise UnsupportedError(f"{what}: the layout {to} cannot store it")
+        raise UnsupportedError(f"{what}; the layout {to} cannot store such magnitudes")
     return made_of(contiguous(tensor), tensor.dtype, shape)
 
 
 def _number(module: Module) -> float:
-    """Return alpha: the stored alpha if it still results in the scale."""
+    """Return the alpha that gives the scale. Prefer the stored alpha if it gives the same scale."""
     rank, scale, alpha = module.rank or 0, module.scale or 0.0, module.alpha
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 
 
 def _config(modules: Iterable[Module]) -> dict[str, Any]:
-    """Return the configuration of the modules of one component."""
+    """Return the peft configuration for the modules of one component."""
     found = {each.path: each for each in modules}
     return config_of(
         {name: each.rank or 0 for name, each in found.items()},

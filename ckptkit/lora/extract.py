@@ -1,8 +1,10 @@
-"""Extract the difference of two checkpoints as a low-rank adapter; resize an adapter.
+"""Extract the difference of two checkpoints as a low-rank adapter, or resize an adapter.
 
-``D = TUNED - BASE`` in float64; ``B = U sqrt(S)`` and ``A = sqrt(S) V``, so that the scale is 1. D
-is read some rows at a time. Of a large matrix only some singular vectors are computed, in the span
-of random products (Halko, Martinsson and Tropp 2011, algorithm 4.4). The error is exact:
+For each matrix, ``D = TUNED - BASE`` is computed in float64. With ``D = U S V``, the factors are
+``B = U sqrt(S)`` and ``A = sqrt(S) V``. The scale is 1. Only some rows of D are in memory at once.
+
+For a large matrix, this module computes only the largest singular values, by a randomized method
+(Halko, Martinsson and Tropp 2011, algorithm 4.4). The squared error is exactly
 ``|D|^2 - sum(S^2)``, because B A is a projection of D.
 """
 
@@ -45,37 +47,40 @@ _EMBEDDINGS = (
     *EMBEDDINGS, "wpe", "embed_positions", "position_embeddings", "token_type_embeddings",
     "token_embedding", "position_embedding",
 )  # fmt: skip
-# Conv1D of transformers is [in, out]; models with linear layers of the same names are [out, in].
+# In transformers, a weight of Conv1D has the shape [in, out]. In other models, linear layers of the
+# same names have the shape [out, in].
 _WIDE = re.compile(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight")
 _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
-_SMALL = 256  # maximum rows or columns of a matrix whose singular vectors are all computed
-_EXTRA, _POWERS = 8, 2  # random products beyond the rank, and power iterations
-_BLOCK = 1 << 20  # number of elements of a difference in memory at a time
-_LEAST = 1e-6  # fraction of the largest singular value; smaller singular values count as zero
+# If a matrix has at most this number of rows or columns, all its singular vectors are computed.
+_SMALL = 256
+_EXTRA, _POWERS = 8, 2  # oversampling and power iterations of the randomized method
+_BLOCK = 1 << 20  # maximum number of elements of a difference in memory at once
+_LEAST = 1e-6  # singular values below this fraction of the largest singular value become zero
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(slots=True)
 class ExtractReport:
-    """The result of an extraction: rank and relative error (Frobenius) of each module.
+    """The result of an extraction.
 
-    ``saved`` lists tensors stored completely. ``left`` lists tensors that differ, but are not in
-    the adapter. ``error`` is the error of all modules together.
+    ``modules`` maps each module to its rank and its relative error in the Frobenius norm.
+    ``error`` is the relative error of all modules together. ``saved`` lists tensors that the
+    adapter stores completely. ``left`` lists tensors that differ but are missing from the adapter.
     """
 
     modules: dict[str, tuple[int, float]] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     conversion: Conversion | None = None
-    norm: float = 0.0  # the square of the norm of all changes
-    rest: float = 0.0  # the square of the norm of the remaining changes
+    norm: float = 0.0  # squared norm of all differences
+    rest: float = 0.0  # squared norm of the differences that the adapter does not reproduce
 
     @property
     def error(self) -> float:
         return sqrt(self.rest / self.norm) if self.norm else 0.0
 
     def best(self, name: str, svd: tuple[Array, Array, Array], most: int, norm: float) -> Any:
-        """Return B and A of the best approximation; `norm` is the squared norm of the change."""
+        """Return B and A of the best approximation. `norm` is the squared norm of the change."""
         import numpy as np
 
         left, values, right = svd
@@ -88,21 +93,21 @@ class ExtractReport:
 
     @property
     def note(self) -> str:
-        whole = f", {plural(len(self.saved), 'tensor')} stored whole" if self.saved else ""
+        whole = f", {plural(len(self.saved), 'tensor')} stored completely" if self.saved else ""
         count = plural(len(self.modules), "module")
         return f"{count}{whole}, relative error {self.error:.3g}"
 
 
 @dataclass
 class _Difference:
-    """The difference of two tensors as a float64 matrix, transposed on request."""
+    """The difference of two tensors as a float64 matrix. `is_turned` transposes the matrix."""
 
     new: Tensor
     old: Tensor
     is_turned: bool = False
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
-        """Yield some rows at a time, and the number of the first."""
+        """Yield blocks of rows. Each item is (index of the first row, rows)."""
         rows, columns = as_matrix(self.new.shape)
         step = max(1, _BLOCK // max(1, columns))
         for row in range(0, rows, step):
@@ -112,11 +117,11 @@ class _Difference:
 
     @cached_property
     def square(self) -> float:
-        """The square of the norm."""
+        """Return the square of the Frobenius norm."""
         return fsum(float((block * block).sum()) for _, block in self.blocks())
 
     def product(self, other: Array, *, turned: bool = False) -> Array:
-        """Return the matrix times `other`, or with `turned` the transposed matrix times `other`."""
+        """Return the matrix times `other`. If `turned` is True, transpose the matrix first."""
         import numpy as np
 
         if turned == self.is_turned:
@@ -126,7 +131,7 @@ class _Difference:
         return total
 
     def svd(self, rank: int) -> tuple[Array, Array, Array]:
-        """Return singular vectors and values, at least `rank` of them."""
+        """Return the `rank` largest singular values, or more, and their singular vectors."""
         import numpy as np
 
         sizes = as_matrix(self.new.shape)
@@ -181,7 +186,7 @@ def extract_lora(
         olds = before.required.tensors
         wide = (each for name, each in olds.items() if _WIDE.fullmatch(name) and each.ndim == 2)
         is_conv1d = any(each.shape[1] > each.shape[0] for each in wide)
-        places: dict[str, tuple[int, Shape]] = {}  # factors in the spool
+        places: dict[str, tuple[int, Shape]] = {}  # offset and shape of each factor in the spool
         for name, difference in _differences(after, before, save_modules, found):
             sizes = difference.new.shape
             is_embedding = len(sizes) == 2 and name.rpartition(".")[2] in _EMBEDDINGS
@@ -215,10 +220,11 @@ def extract_lora(
         )  # fmt: skip
         others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
         if any(other.endswith(f".{name}") for other in others for name in ranks):
-            # Plain suffixes would make peft adapt more modules.
+            # peft compares `target_modules` with the ends of module names. A regular expression
+            # prevents a match with other modules.
             config["target_modules"] = "|".join(map(re.escape, ranks))
-        store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
-        lost = f"dropped: {quoted(found.left)} differ, and are no matrices; {store}"
+        store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a complete module"
+        lost = f"dropped changes of tensors that are not matrices: {quoted(found.left)}; {store}"
         found.conversion = written(
             tensors, path, asked, config=config, source=after.source, notes=(found.note,),
             warnings=(lost,) if found.left else (),
@@ -229,7 +235,10 @@ def extract_lora(
 def _differences(
     after: Checkpoint, before: Checkpoint, save: Sequence[str], found: ExtractReport
 ) -> Iterator[tuple[str, _Difference]]:
-    """Yield the difference of each changed matrix, tied matrices once; handle other tensors."""
+    """Yield the difference of each changed matrix. Yield the difference of tied matrices once.
+
+    Add the names of other tensors to `found`.
+    """
     news, olds = after.required.tensors, before.required.tensors
     unused = [each for each in save if not any(_is_in(name, each) for name in news)]
     gone = [name for name in olds if name not in news]
@@ -261,7 +270,7 @@ def _differences(
             raise TensorError(f"{name} has numbers that are not finite", where=after.name)
         end, tied = module.rpartition(".")[2], embedding
         if tied and end in HEADS and same_bytes(tied.new, new) and same_bytes(tied.old, old):
-            continue  # the head is the embedding, stored twice
+            continue  # the head equals the embedding
         if end in _EMBEDDINGS:
             embedding = embedding or difference
         if difference.square:
@@ -275,7 +284,7 @@ def _is_in(name: str, module: str) -> bool:
 def _refusal(name: str, what: str, ck: Checkpoint) -> UnsupportedError:
     module = name.rpartition(".")[0] or name
     stored = typed(f"--save-module {module}", f"save_modules=[{module!r}]")
-    return UnsupportedError(f"{name} {what}", where=ck.name, hint=f"{stored} stores it whole")
+    return UnsupportedError(f"{name} {what}", where=ck.name, hint=f"{stored} stores it completely")
 
 
 @checked
@@ -287,8 +296,9 @@ def resize_lora(
     options: Options | None = None,
     **changes: Any,
 ) -> ExtractReport:
-    """Write an adapter with matrices of at most `rank`, in the same layout and dtypes.
+    """Write an adapter whose updates have at most rank `rank`.
 
+    The layout and dtypes stay the same.
     Each weight update ``s B A`` becomes its best approximation of that rank, with the scale 1.
     Raises UnsupportedError for adapters other than plain LoRA.
     """
@@ -306,7 +316,7 @@ def resize_lora(
         is_odd = module.kind not in ("lora", "embedding") or module.parameter
         if is_odd or not module.tensors.keys() <= {*module.pair, "alpha"}:
             what = f"{key} ({module.kind or some(module.tensors)}) is not plain LoRA with a scale"
-            hint = "`ckptkit help lora` lists what can be resized"
+            hint = "`ckptkit help lora` lists the adapters that ckptkit can resize"
             raise UnsupportedError(what, where=read.path, hint=hint)
         a, b = (module.tensors[role].numpy().astype("f8") for role in module.pair)
         outer, upper = np.linalg.qr(b.reshape(b.shape[0], -1) * (module.scale or 0.0))
@@ -326,7 +336,7 @@ def resize_lora(
     tensors = dict(tensors_of(modules, read.layout))
     tensors |= {f"{before}{name}": tensor for name, tensor in read.replaced.items()}
     ranks = {each.path: each.rank or 0 for each in modules.values()}
-    # Without the metadata of diffusers, alpha is the rank.
+    # diffusers sets alpha to the rank if the file does not contain its metadata.
     extras, config = {k: v for k, v in read.metadata.items() if k != METADATA}, None
     if read.layout == "peft":
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}

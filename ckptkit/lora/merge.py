@@ -1,7 +1,8 @@
-"""Merge adapters into a base; changed tensors are computed while the checkpoint is written.
+"""Merge adapters into a base. Changed tensors are computed while ckptkit writes the result.
 
-`MergePlan` pairs the modules of one adapter with tensors of a base, in any layout, and collects all
-reasons to refuse the merge. `lora check` shows these reasons; `merge_lora` raises the first.
+`MergePlan` finds the tensor of the base for each module of an adapter. It also collects all reasons
+why the merge is impossible. `lora check` shows these reasons. `merge_lora` raises the first reason
+as an error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, re
 from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
 from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
 
-# Models that transformers marks with `is_transposed`: the matrices of experts are [in, out].
+# Models for which transformers sets `is_transposed`, because matrices of experts are [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
@@ -57,7 +58,7 @@ _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
 
 
 def _listed(name: str, given: object) -> list[object]:
-    """Return the given adapters as a list."""
+    """Return `given`, which is one adapter or several adapters, as a list."""
     kinds = (str, os.PathLike, Checkpoint, Adapter)
     found = [given] if isinstance(given, kinds) else given
     if not isinstance(found, (list, tuple)):
@@ -105,7 +106,7 @@ def merge_lora(
     factors = [1.0] * len(given) if weight is None else list(weight)
     if len(factors) != len(given) or not given or not all(map(isfinite, factors)):
         what = plural(len(given), "adapter")
-        raise UsageError(f"{what} need as many weights, all finite, and not {factors}")
+        raise UsageError(f"{what} require one finite weight each, but got {factors}")
     checkpoint = opened(base).require_complete()
     refuse_base(checkpoint)
     found = [
@@ -128,15 +129,18 @@ def merge_lora(
 
 
 def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoint:
-    """Return `base` with one adapter merged into it: the step `lora` of recipes."""
+    """Return `base` with one adapter merged. Recipes call this function for the step `lora`."""
     if not adapter:
         known = "lora: {adapter: PATH, weight: 1.0}"
-        raise UsageError("the step lora names no adapter", hint=known)
+        raise UsageError("the step `lora` requires an adapter", hint=known)
     return merge_lora(base, adapter, weight=[weight])
 
 
 def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
-    """Return the command that merges an adapter into one of `others`, if that is possible."""
+    """Return a hint with the command that merges an adapter into one of `others`.
+
+    If the merge is impossible, return a hint that names a help page.
+    """
     base = next((each for each in others if not is_adapter(each)), None)
     places = [each and (each.folder.name if each.folder else each.name) for each in (base, adapter)]
     if base is not None and all(places):
@@ -147,21 +151,22 @@ def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
         else:
             out = output_name(str(places[0]), "merged")
             words = ("ckptkit", "lora", "merge", *map(str, places), out)
-            return f"`{shell_command(words)}` adds it to its base"
-    return "`ckptkit help lora` explains how to add an adapter to its base"
+            return f"`{shell_command(words)}` merges the adapter into its base"
+    return "`ckptkit help lora` explains how to merge an adapter into its base"
 
 
 def refuse_base(base: Checkpoint) -> None:
-    """Raise UnsupportedError for a base that is an adapter itself."""
+    """Raise UnsupportedError if the base is an adapter itself."""
     if is_adapter(base):
-        what = "is an adapter, and not a base model"
-        raise UnsupportedError(
-            what, where=base.name, hint="the base comes first, then its adapters"
-        )
+        what = "is an adapter, not a base model"
+        raise UnsupportedError(what, where=base.name, hint="the first argument must be the base")
 
 
 class _Piece(NamedTuple):
-    """A change of one tensor: rows `start` to `stop` of the change are added from row `at` on."""
+    """An update of some rows of a tensor.
+
+    Rows `start` to `stop` of `change` are added to the rows of the tensor from row `at` on.
+    """
 
     key: str  # key of the module
     change: ModuleChange
@@ -171,11 +176,12 @@ class _Piece(NamedTuple):
 
 
 class MergePlan:
-    """The places of one adapter's changes in a base, and all reasons to refuse the merge.
+    """The tensors of a base that an adapter changes, and all reasons why a merge is impossible.
 
-    ``pieces`` maps each tensor to its changes. ``renames`` lists prefixes in peft's names for which
-    the base has a different prefix. ``unlike`` lists vocabularies of different sizes: (tensor,
-    rows, rows in the base).
+    ``pieces`` maps each tensor to its updates. ``problems`` lists the reasons why the merge is
+    impossible. ``renames`` lists prefixes of names that differ between the adapter and the base.
+    ``unlike`` contains (tensor, rows in the adapter, rows in the base) for each embedding or head
+    whose vocabulary sizes differ.
     """
 
     def __init__(
@@ -196,10 +202,12 @@ class MergePlan:
         self.warnings: list[str] = []
         self.new_config: dict[str, Any] = {}
         self.pieces: dict[str, list[_Piece]] = {}
-        self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # replaced rows, by tensor
+        self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # rows to replace in each tensor
         self.unlike: list[tuple[str, int, int]] = []
         self.replaced = 0
-        self.is_joined = self.is_untied = False  # about the embedding and the head
+        # `is_joined` is True if embedding and head get the same update. `is_untied` is True if the
+        # head gets its own matrix.
+        self.is_joined = self.is_untied = False
         self.old = dict(self.base.required.tensors)
         self.new = dict(self.old)
         self.pair: tuple[str, str] | None = None
@@ -221,7 +229,7 @@ class MergePlan:
         whole = [name.rpartition(".")[0] or name for name in adapter.replaced]
         paths, unused = substituted(dict.fromkeys([*names, *whole]), sub)
         if unused:
-            raise UsageError(f"no module is changed by the substitution {unused[0]!r}")
+            raise UsageError(f"the substitution {unused[0]!r} matches no module")
         self.pair = self._tied_pair({*paths.values(), *adapter.replaced})
         self.untouched = dict(self.new)
         shapes = {name: each.shape for name, each in self.new.items()}
@@ -248,17 +256,18 @@ class MergePlan:
         mixed = next((each for each in adapter.modules.values() if not each.is_sum), None)
         if self.weight != 1 and mixed is not None:
             what = (
-                f"{shown(mixed.path)} is no sum: a weight of {self.weight:g} has no meaning for it"
+                f"a weight of {self.weight:g} is impossible for {shown(mixed.path)}, because its "
+                "update is not a plain sum"
             )
             raise UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
 
     # Find the tensors of each module
 
     def _rename(self, paths: Sequence[str]) -> None:
-        """Find the modules of a peft adapter whose names have a different prefix in the base."""
+        """Find the names of a peft adapter's modules in the base. Their prefixes may differ."""
         if self.adapter.layout != "peft":
             return
-        if not self.adapter.modules:  # only complete tensors, which the base may lack
+        if not self.adapter.modules:  # the adapter has only complete tensors, even new tensors
             paths = [each for each in paths if each in self.names.modules]
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
         self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
@@ -268,11 +277,14 @@ class MergePlan:
             if found:
                 like = self.names.like(found[0])
                 title = f"{len(found)} of {len(paths)} modules of the adapter {what}: "
-                title += quoted(found[:4]) + (f" (it has {quoted(like)})" if like else "")
+                title += quoted(found[:4]) + (f" (the base has {quoted(like)})" if like else "")
                 self._refuse("no-module", title, sub, *found)
 
     def _miss(self, keys: list[str]) -> None:
-        """Refuse modules that the base lacks, unless they are already refused."""
+        """Add a problem for modules that the base does not have.
+
+        Modules that already have a problem are skipped.
+        """
         modules, known = self.adapter.modules, {name for p in self.problems for name in p.modules}
         if self.adapter.layout == "peft" and all(
             self.paths[modules[k].path] in known for k in keys
@@ -283,20 +295,20 @@ class MergePlan:
         lacking = {modules[key].component for key in keys}
         parts = [each for each in self.adapter.components if each not in lacking]
         given = typed("--component NAME", "component=")
-        hint = f"{given} takes the modules of one component ({quoted(parts)})" if parts else HELP
+        hint = f"{given} selects the modules of one component ({quoted(parts)})" if parts else HELP
         self._refuse(
             "no-module", title, hint, *keys, mend=f"--component {parts[0]}" if parts else ""
         )
 
     def _path(self, path: str) -> str:
-        """Translate a name of the adapter to the name in the base."""
+        """Return the name in the base for a name in the adapter."""
         path = self.paths.get(path, path)
         return self.renamed.get(path) or renamed(path, self.renames)
 
     def _place(self, key: str, module: Module) -> bool:
-        """Find the tensors that a module changes; return False if the base lacks them."""
+        """Find the tensors that a module changes. Return False if the base does not have them."""
         if any(key in each.modules and each.code != "rank" for each in self.problems):
-            return True  # already refused
+            return True  # the module already has a problem
         path = self._path(module.path)
         try:
             place = self._place_experts if module.parameter else self._place_module
@@ -340,7 +352,7 @@ class MergePlan:
             return True
         if component is None:
             change = self._as_peft(module, change, name)
-            if found[0].rows == shape[0]:  # rows of the transposed or IA3 change
+            if found[0].rows == shape[0]:  # `change` may have another number of rows now
                 found = (found[0]._replace(stop=change.rows, rows=change.rows),)
         for each in found:
             self._check_shape(module, change, each)
@@ -348,7 +360,7 @@ class MergePlan:
         return True
 
     def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
-        """Return a change of the tensor `name` as peft computes it: transposed or rounded twice."""
+        """Return an update of the tensor `name` with the transposition and rounding of peft."""
         if name.endswith("in_proj_weight"):
             change = replace(change, formula=replace(change.formula, rounding="twice"))
         is_turned = self.options.get("fan_in_fan_out") and module.kind not in ("embedding", "ia3")
@@ -357,7 +369,10 @@ class MergePlan:
         return change
 
     def _check_shape(self, module: Module, change: ModuleChange, place: Placed) -> None:
-        """Raise UnsupportedError unless the change or part of it fits the shape of the weight."""
+        """Raise UnsupportedError if the shapes of the update and the weight do not match.
+
+        For a fused weight, the update may apply to some of the rows.
+        """
         shape = self.new[place.tensor].shape
         rows, columns = as_matrix(shape)
         fits = (rows, columns) == (place.rows, change.columns)
@@ -371,12 +386,15 @@ class MergePlan:
             raise _misfit(module, (change.rows, change.columns), shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
-        """Find the matrix of each expert that a change of a parameter of all experts modifies."""
+        """Find the matrices that a module changes, if one LoRA changes the matrices of all experts.
+
+        Return False if the base does not have these matrices.
+        """
         a, b = (matrix(module.tensors[role]) for role in "AB")
         rank, (height, width) = module.expected or module.rank or 1, (b.shape[0], a.shape[1])
         experts, name = a.shape[0] // rank, self.names.modules.get(path)
         if name is not None:
-            count, *shape = (1, *self.new[name].shape)[-3:]  # a 2-dimensional tensor is one expert
+            count, *shape = (1, *self.new[name].shape)[-3:]  # a two-dimensional tensor has 1 expert
             if count != experts or len(shape) != 2:
                 raise _misfit(module, (height, width), self.new[name].shape)
             rows: list[tuple[tuple[str, int, int], ...]]
@@ -384,7 +402,7 @@ class MergePlan:
         elif path in self.names.experts:
             parts = self.names.experts[path]
             if len(parts) != experts or not all(map(all, parts)):
-                what = f"{shown(path)} is for {experts} experts, and the base has {len(parts)}"
+                what = f"{shown(path)} has {experts} experts, but the base has {len(parts)}"
                 raise UnsupportedError(what)
             rows = [tuple((one, 0, self.new[one].shape[0]) for one in row) for row in parts]
             shape = [sum(count for *_, count in rows[0]), self.new[parts[0][0]].shape[1]]
@@ -392,7 +410,7 @@ class MergePlan:
             return False
         is_turned = self._is_turned(module, (height, width), tuple(shape))
         for number, places in enumerate(rows):
-            down, right = b.stride  # in the columns of B, the expert index varies fastest
+            down, right = b.stride  # adjacent columns of B belong to different experts
             own_b = replace(
                 box(b, number, number + 1, 1), shape=(height, rank), stride=(down, experts * right)
             )
@@ -406,10 +424,10 @@ class MergePlan:
         return True
 
     def _is_turned(self, module: Module, change: tuple[int, int], shape: Shape) -> bool:
-        """Return whether the change of each expert is transposed, judged by its shape.
+        """Return whether the update of each expert is transposed.
 
-        For square matrices, versions of peft differ. Sources: peft 0.18.0, 0.19.0, 0.19.1
-        (tuners/lora/layer.py, ParamWrapper.get_delta_weight).
+        For a square matrix, this depends on the version of peft. See ParamWrapper.get_delta_weight
+        in tuners/lora/layer.py of peft 0.18.0, 0.19.0 and 0.19.1.
         """
         is_plain, is_turned = change == shape, change[::-1] == shape
         if not (is_plain or is_turned):
@@ -420,8 +438,8 @@ class MergePlan:
         version = re.match(r"([0-9]+)\.([0-9]+)\.([0-9]+)", recorded)
         if version is None:
             raise UnsupportedError(
-                f"{shown(module.path)} has square matrices, and adapter_config.json has no "
-                "peft_version: whether they are transposed is unknown"
+                f"ckptkit does not know whether to transpose the square matrices of "
+                f"{shown(module.path)}, because adapter_config.json has no peft_version"
             )
         numbers = tuple(map(int, version.groups()))
         is_marked = self.config.get("model_type") in _TRANSPOSED
@@ -430,15 +448,18 @@ class MergePlan:
     def _add(self, name: str, piece: _Piece) -> None:
         tensor = self.new[name]
         if tensor.dtype.name not in FLOATS or tensor.storage is None:
-            raise UnsupportedError(f"{shown(name)} of the base is {tensor.dtype}, not plain floats")
+            raise UnsupportedError(
+                f"{shown(name)} of the base has the dtype {tensor.dtype}; ckptkit can add an "
+                "adapter only to floating-point weights"
+            )
         self.pieces.setdefault(name, []).append(piece)
 
     def _bias(self, key: str, module: Module, name: str, role: str) -> None:
-        """Change the bias of a module: IA3 multiplies an existing bias, other methods add to it."""
+        """Record the update of a bias. IA3 multiplies the bias. Other methods add to the bias."""
         bias = name.removesuffix("weight") + "bias"
         if bias == name or bias not in self.new:
             if role != "ia3":
-                what = f"changes the bias of {shown(module.path)}, and it has none"
+                what = f"changes the bias of {shown(module.path)}, which has no bias in the base"
                 raise UnsupportedError(what)
             return
         own = matrix(module.tensors[role], (module.tensors[role].numel(), 1))
@@ -457,12 +478,12 @@ class MergePlan:
             named = next((named[key] for key in named if module.path.endswith(str(key))), None)
         count = module.tensors["tokens"].shape[0]
         if not isinstance(named, list) or len(named) != count:
-            what = f"{shown(module.path)} has {plural(count, 'trained token')}, and "
-            raise UnsupportedError(f"{what}adapter_config.json does not list as many")
+            what = f"{shown(module.path)} has {plural(count, 'trained token')}, but "
+            raise UnsupportedError(f"{what}adapter_config.json lists another number of tokens")
         return module.tensors["tokens"], [int(each) for each in named]
 
     def _find_twice(self) -> None:
-        """Refuse two modules that change the same rows: two adapter names map to one base name."""
+        """Add a problem if two modules of the adapter change the same rows of a tensor."""
         for name, pieces in self.pieces.items():
             spans = sorted((each.at, each.at + each.stop - each.start, each.key) for each in pieces)
             for (_, stop, one), (start, _, other) in pairwise(spans):
@@ -471,7 +492,7 @@ class MergePlan:
                     self._refuse("no-module", title, HELP, one, other)
                     break
 
-    # Complete tensors, and tied tensors
+    # Complete tensors in the adapter, and tied tensors
 
     def _replace(self, own: str) -> None:
         """Replace a tensor of the base by a complete tensor of the adapter."""
@@ -487,13 +508,14 @@ class MergePlan:
             return
         if self.weight != 1:
             what = (
-                f"{shown(own)} is a whole tensor: a weight of {self.weight:g} has no meaning for it"
+                f"a weight of {self.weight:g} is impossible for {shown(own)}, because the adapter "
+                "contains the complete tensor"
             )
             raise UsageError(what)
         if old is not None and made.shape != old.shape:
             if made.ndim != 2 or made.shape[1:] != old.shape[1:]:
                 there = f"{shape_text(old.shape)} in the base"
-                what = f"{shown(own)} is {shape_text(made.shape)}, and {there}"
+                what = f"{shown(own)} has shape {shape_text(made.shape)}, but {there}"
                 self._refuse("shape", what, HELP, own)
                 return
             self.unlike.append((own, made.shape[0], old.shape[0]))
@@ -503,10 +525,10 @@ class MergePlan:
         self.replaced += 1
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
-        """Return the names of the embedding and the head if they are tied and the adapter changes
-        one.
+        """Return the names of a tied embedding and head.
 
-        If the base has no head, the head gets its name in transformers and a copy of the embedding.
+        Return None if the two are not tied, or if the adapter changes neither of the two. If the
+        base has no head, create a head as a copy of the embedding, with the name in transformers.
         """
         ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in self.new}
         text = self.config.get("text_config")
@@ -532,7 +554,7 @@ class MergePlan:
         return embedding, head
 
     def _tie(self) -> None:
-        """Apply `tied` to a matrix that is both the embedding and the head."""
+        """Handle a tied embedding and head according to the argument `tied`."""
         if self.pair is None:
             return None
         embedding, head = self.pair
@@ -543,14 +565,14 @@ class MergePlan:
             if self.tied is None:
                 untie, keep = (typed(f"--tied {e}", f"tied={e!r}") for e in ("untie", "keep"))
                 what = f"changes {quoted(changed)}, and {embedding} and {head} are tied"
-                hint = f"{untie} gives the head its own matrix, as in training; {keep} changes both"
-                self._refuse("tied", f"{what}: one matrix", hint, mend="--tied untie")
+                hint = f"{untie} creates a separate head, like training; {keep} changes both"
+                self._refuse("tied", f"{what} to one matrix", hint, mend="--tied untie")
             if self.tied == "untie":
                 return self._untie()
-            # The change of the embedding comes first, then that of the head.
+            # The update of the embedding is added first, and the update of the head second.
             self.pieces[embedding] = [*self.pieces.get(embedding, ()), *self.pieces.pop(head, ())]
             self.is_joined = True
-        elif changed:  # the same change under two names
+        elif changed:  # the adapter contains the same update under both names
             self.pieces.pop(head)
             self.is_joined = True
         elif len(whole) == 1 or (whole and not same_bytes(*(self.new[name] for name in self.pair))):
@@ -568,7 +590,7 @@ class MergePlan:
         self.notes.append(f"untied {head} from {embedding}")
 
     def _replicate(self, ranges: object) -> None:
-        """Repeat layers of the base: new layer N is old layer `order[N]`."""
+        """Repeat layers of the base. New layer N is a copy of old layer `order[N]`."""
         layers: dict[int, list[tuple[str, str, Tensor]]] = {}
         made: dict[str, Tensor] = {}
         for name, tensor in self.old.items():
@@ -584,7 +606,7 @@ class MergePlan:
             for each in spans
         ]  # fmt: skip
         if len(stems) != 1 or not all(is_sound) or not spans or {*layers} != {*range(len(layers))}:
-            title = f"layer_replication {shown(ranges)} does not fit the base"
+            title = f"layer_replication {shown(ranges)} does not match the layers of the base"
             return self._refuse("method", title)
         order = [number for each in spans for number in range(*each)]
         for number, old in enumerate(order):
@@ -597,7 +619,7 @@ class MergePlan:
     # The result
 
     def tensors(self) -> dict[str, set[str]]:
-        """Return the tensors that each module changes."""
+        """Map the key of each module to the names of the tensors that the module changes."""
         found: dict[str, set[str]] = {}
         for name, pieces in self.pieces.items():
             for each in pieces:
@@ -607,8 +629,8 @@ class MergePlan:
     def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
         """Return the base with the adapter merged.
 
-        `origin` contains the tensors before earlier adapters were merged. peft computes the norms
-        of DoRA from these tensors.
+        `origin` contains the tensors of the base before merging earlier adapters. peft computes the
+        norms of DoRA from these tensors.
         """
         base, adapter, new = self.base, self.adapter, dict(self.new)
         for name, pieces in self.pieces.items():
@@ -639,9 +661,9 @@ class MergePlan:
         if adapter.ignored:
             notes.append(f"ignored {quoted(adapter.ignored)}")
         if adapter.base and os.path.basename(adapter.base.rstrip("/")) not in (base.name or ""):
-            notes.append(f"it was trained on {adapter.base}")
+            notes.append(f"the adapter was trained on {adapter.base}")
         if own := _tokenizer_files(adapter):
-            notes.append(f"tokenizer files of the adapter are not copied: {quoted(own)}")
+            notes.append(f"did not copy the tokenizer files of the adapter: {quoted(own)}")
         root = rebuild(base.root, swap={id(weights.node): mapping})
         return with_changes(
             base.with_root(root, notes=notes, warnings=self.warnings), self.new_config
@@ -649,8 +671,8 @@ class MergePlan:
 
 
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:
-    there = f"the weight in the base {shape_text(weight)}"
-    what = f"the change of {shown(module.path)} is {shape_text(change)}, and {there}"
+    there = f"the weight in the base has shape {shape_text(weight)}"
+    what = f"the change of {shown(module.path)} has shape {shape_text(change)}, but {there}"
     return UnsupportedError(what, code="shape")
 
 
@@ -668,7 +690,7 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
 
 
 def same_bytes(one: Tensor, two: Tensor) -> bool:
-    """Return whether two tensors have the same bytes."""
+    """Return whether two tensors have equal dtypes, shapes and bytes."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
     streams = [stream(contiguous(each).locate()) for each in (one, two)]
@@ -676,7 +698,10 @@ def same_bytes(one: Tensor, two: Tensor) -> bool:
 
 
 def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
-    """Return the bytes of a matrix with rows replaced; `parts` are (first row, tensor), sorted."""
+    """Return the bytes of a matrix after replacing some rows.
+
+    Each item of `parts` is (first row, new rows). The items are sorted.
+    """
     rest, last = list[tuple[int, Tensor]](), 0
     for at, count in [*((at, part.shape[0]) for at, part in parts), (tensor.shape[0], 0)]:
         if at > last:
@@ -686,7 +711,10 @@ def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
 
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
-    """Return a tensor with changes of some rows; overlapping changes are applied in order."""
+    """Return a tensor after adding the updates in `pieces`.
+
+    If several updates change the same row, they are added in the order of `pieces`.
+    """
     made, waiting, columns = tensor, list(pieces), pieces[0].change.columns
     sizes = prod(tensor.shape) // max(columns, 1), columns
     old = None
@@ -717,18 +745,18 @@ def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) ->
 
 
 def _like(tensor: Tensor, record: Record) -> Tensor:
-    """Return a contiguous tensor like another one, with these bytes."""
+    """Return a contiguous tensor with the bytes of `record` and the attributes of `tensor`."""
     made = made_of(record, tensor.dtype, tensor.shape)
     storage = Storage(record, tensor.device)
     return replace(made, storage=storage, requires_grad=tensor.requires_grad, kind=tensor.kind)
 
 
 def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return a matrix with the rows `numbers` replaced by those of `source`."""
+    """Return a matrix after replacing the rows `numbers` with the rows of `source`."""
     rows, columns = tensor.shape
     if source.shape != (len(numbers), columns) or not all(0 <= each < rows for each in numbers):
-        there = f"for rows {quoted(map(str, numbers))} of {shape_text(tensor.shape)}"
-        raise UnsupportedError(f"trained tokens are {shape_text(source.shape)}, {there}")
+        there = f"cannot replace rows {quoted(map(str, numbers))} of {shape_text(tensor.shape)}"
+        raise UnsupportedError(f"trained tokens of shape {shape_text(source.shape)} {there}")
     own = _cast(source, tensor.dtype)
     parts = {number: box(own, place, place + 1) for place, number in enumerate(numbers)}
     return _like(tensor, _spliced(tensor, sorted(parts.items())))
@@ -738,6 +766,6 @@ def _tokenizer_files(adapter: Adapter) -> list[str]:
     folder = folder_of(adapter.checkpoint)
     try:
         names = [] if folder is None or adapter.config is None else folder.list()
-    except CkptkitError:  # a web server does not list files
+    except CkptkitError:  # HTTP servers do not list the files of a folder
         return []
     return [name for name in names if "token" in name and name.endswith((".json", ".model"))]

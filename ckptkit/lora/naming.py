@@ -1,14 +1,15 @@
-"""Find the modules of an adapter in a base, by their names.
+"""Find the modules of an adapter in a base by their names.
 
-kohya writes underscores for the dots in a module name. U-Nets, Flux and the text encoder of
-OpenCLIP have two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and
-transformers. Flux and OpenCLIP fuse q, k and v in one matrix; other models have three matrices.
-Each line of `spellings.txt` is a tensor rule. It contains the name of a module in both spellings,
-and how its rows are split.
+kohya replaces the dots in module names with underscores. The modules of U-Nets, Flux and the text
+encoder of OpenCLIP have two names. One is the original name of sgm or Black Forest Labs. The other
+is the name in diffusers and transformers. The original Flux and OpenCLIP fuse q, k and v in one
+matrix. diffusers and transformers use three matrices. Each line of `spellings.txt` is a tensor
+rule. The rule contains both names of a module, and the split of its rows.
 
-Names in peft equal names in the base except for prefixes. Prefixes differ for a base without its
-head (`bert.`, `transformer.`), for a base inside another model, and for vision-language models,
-whose modules have different names in memory and in files. ckptkit refuses ambiguous renames.
+Module names of a peft adapter and of its base may differ in the prefix. There are three such cases.
+The base may be saved without its head, so `bert.` or `transformer.` is missing. The base may be a
+part of another model. Vision-language models have different module names in memory and in files.
+ckptkit rejects ambiguous renames.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from ckptkit.rules.notation import parse_rule
 
 ORIGINAL, DIFFUSERS = "original", "diffusers"
 UNET, FLUX, CLIP = "unet", "flux", "clip"
-IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that generate images
+IMAGES = "unet", "transformer", "transformer_2", "prior"  # pipeline components for images
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings")
 HEADS = ("lm_head", "embed_out", "output")
 
-_SWAPPED = "final_layer.adaLN_modulation.1"  # rows: scale, shift; order varies
-# The name of one expert's matrix: module of all experts, index of the expert, name.
+# The original name of a module with rows for scale and shift. diffusers swaps scale and shift.
+_SWAPPED = "final_layer.adaLN_modulation.1"
+# The groups match the module of all experts, the index of an expert, and the name of a matrix.
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-# The matrices of one expert that form the rows of a fused parameter of all experts, in order.
+# Maps each fused parameter of all experts to the matrices of one expert that form its rows, in
+# order. Models use one of several naming schemes.
 _PARAMETERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -49,11 +52,12 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Rows of a module that correspond to rows of the module `name` in the other spelling.
+    """The rows of a module that correspond to rows of another module.
 
-    The rows of the module are divided into `units` equal shares. The other module has `whole`
-    shares. `length` shares from `start` on correspond to the shares from `at` on of the other
-    module.
+    One name is original, and the other is that of diffusers. The other module is called `name`. The
+    rows of this module are divided into `units` equal blocks. The rows of the other module are
+    divided into `whole` blocks of the same size. `length` blocks of this module from block `start`
+    on correspond to the blocks of the other module from block `at` on.
     """
 
     name: str
@@ -65,9 +69,10 @@ class Part(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Rows `start` to `stop` of a change; they apply to a tensor's rows from `at` on.
+    """A tensor in the base that a weight update changes.
 
-    The tensor must have `rows` rows.
+    Rows `start` to `stop` of the update are added to the rows of the tensor from row `at` on. The
+    tensor must have `rows` rows.
     """
 
     tensor: str
@@ -78,7 +83,7 @@ class Placed(NamedTuple):
 
 
 class Rename(NamedTuple):
-    """A prefix of the adapter's names, and the prefix that the base has instead."""
+    """A prefix in names of the adapter (``old``), and the prefix in the base (``new``)."""
 
     old: str
     new: str
@@ -91,7 +96,7 @@ _EXACT = Rename("", "")
 
 
 class _Row:
-    """A line of spellings.txt; it matches the names of either spelling."""
+    """A line of spellings.txt with the original names and the diffusers names of modules."""
 
     def __init__(self, family: str, line: str) -> None:
         rule = parse_rule(line)
@@ -106,7 +111,10 @@ class _Row:
         self.ends = tuple(accumulate((n or 1 for n in given), initial=0))
 
     def other(self, path: str, spelling: str) -> tuple[Part, ...] | None:
-        """Return the parts of `path`, a name in `spelling`, in the other spelling."""
+        """Return the modules of the other spelling that correspond to the module `path`.
+
+        `spelling` is the spelling of `path`. Return None if the line does not match `path`.
+        """
         values = self.sides[spelling].match(path, Steps(1))
         if values is None:
             return None
@@ -131,7 +139,7 @@ class _Row:
 
 @cache
 def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
-    """Return the lines of spellings.txt, and the components that kohya joins with underscores."""
+    """Return the rules of spellings.txt, and all components of names that these rules contain."""
     text = Path(__file__).with_name("spellings.txt").read_text("utf-8")
     rows, words, family = list[_Row](), set[str](), ""
     for line in text.splitlines():
@@ -147,7 +155,7 @@ def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
 
 
 def _texts(side: Pattern) -> list[str]:
-    """Return the names that a pattern matches, with 0 for each number."""
+    """Return the names that a pattern matches. Each layer index is 0."""
     found = [""]
     for part in side.parts:
         labels = (part.labels or ("0",)) if isinstance(part, Index) else (part,)
@@ -157,10 +165,10 @@ def _texts(side: Pattern) -> list[str]:
 
 @cache
 def spelled(path: str) -> tuple[str, str, tuple[tuple[Part, ...], ...]] | None:
-    """Return the family and the spelling of a module's name, and its parts in the other spelling.
+    """Return the model family and spelling of a module, and the modules in the other spelling.
 
-    If the index of a layer depends on the model, there are two choices of parts. Returns None for a
-    name that is not in the tables.
+    If a layer index depends on the model, the result contains two alternatives for the modules.
+    Return None for a name that spellings.txt does not contain.
     """
     for spelling in (ORIGINAL, DIFFUSERS):
         found = [
@@ -172,22 +180,23 @@ def spelled(path: str) -> tuple[str, str, tuple[tuple[Part, ...], ...]] | None:
     return None
 
 
-# Underscores that were dots
+# Conversion between dots and underscores in names
 
 
 def flat(name: str) -> str:
-    """Return a name as kohya writes it."""
+    """Replace the dots in a name with underscores, like kohya."""
     return name.replace(".", "_")
 
 
 def dotted(name: str) -> str:
-    """Return the dotted name of a module that is written with underscores.
+    """Restore the dots in a module name that kohya wrote with underscores.
 
-    The name is split into as few known components as possible. Raises UnsupportedError for an
-    unknown component, and AmbiguousError for two splits with the same number of components.
+    The name is split into known components. The split with the fewest components is returned.
+    Raises UnsupportedError for an unknown component. Raises AmbiguousError if two splits have the
+    same number of components.
     """
     pieces = name.split("_")
-    best: list[list[tuple[str, ...]]] = [[()]]  # the shortest splits of the first N pieces
+    best: list[list[tuple[str, ...]]] = [[()]]  # best[n] contains the shortest splits of n pieces
     for end in range(1, len(pieces) + 1):
         ways: list[tuple[str, ...]] = []
         for start in range(max(0, end - 6), end):
@@ -200,7 +209,7 @@ def dotted(name: str) -> str:
     base = f"{typed('--base BASE', 'base=...')} takes the dots from the names of the base"
     if not found:
         raise UnsupportedError(
-            f"the underscores of {shown(name)} that were dots are unknown", hint=base
+            f"ckptkit does not know which underscores of {shown(name)} were dots", hint=base
         )
     if len(found) > 1:
         raise AmbiguousError(f"{shown(name)} could be {some(found, 2)}", hint=base)
@@ -208,7 +217,10 @@ def dotted(name: str) -> str:
 
 
 def of_comfy(component: str, path: str) -> tuple[str, str]:
-    """Return a module's component and name; in ComfyUI, names contain text encoder components."""
+    """Return the component and the name of a module.
+
+    In ComfyUI, the name of a module contains the text encoder.
+    """
     if component != "text_encoders":
         return component, path
     encoder, _, path = path.partition(".")
@@ -219,7 +231,7 @@ def of_comfy(component: str, path: str) -> tuple[str, str]:
 
 
 def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Map each fused parameter of all experts to the matrices of each expert that form its rows."""
+    """Map each fused parameter of all experts to the names of its matrices, expert by expert."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
         if one := _EXPERT.fullmatch(name):
@@ -236,11 +248,12 @@ def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 
 
 class BaseNames:
-    """The names and shapes of a checkpoint, in which modules of adapters are looked up.
+    """The names of a base, for finding the modules of an adapter.
 
-    `components` are the components of the adapter. If the adapter has exactly one text encoder,
-    names of a text encoder without a prefix are used too. ``modules`` maps each module and
-    parameter to its tensor, ``experts`` each parameter of experts to the matrices of each expert.
+    `components` lists the components of the adapter. If only one of these is a text encoder, the
+    modules of the text encoder in the base may lack a prefix. ``modules`` maps each module and
+    parameter to its tensor. ``experts`` maps each fused parameter of all experts to the matrices of
+    each expert.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], components: Collection[str] = ()) -> None:
@@ -262,18 +275,17 @@ class BaseNames:
             self._by_end.setdefault(path.rpartition(".")[2], []).append(path)
 
     def like(self, path: str) -> list[str]:
-        """Return some modules of the base whose last component is that of `path`."""
+        """Return up to 4 modules of the base whose last component equals that of `path`."""
         return self._by_end.get(path.rpartition(".")[2], [])[:4]
 
     def find(
         self, component: str | None, path: str, shape: Shape, *, underscores: bool = False
     ) -> tuple[Placed, ...]:
-        """Return the tensors that the change of a module applies to; () if the base lacks the
-        module.
+        """Return the tensors that a module changes. Return () if the base lacks the module.
 
-        `shape` is the shape of the change. `path` is the name of the module; with `underscores`, in
-        kohya's notation. For a peft adapter, the component is None: its names are exact, or names
-        in the other spelling. Raises AmbiguousError if several tensors are possible.
+        `path` is the name of the module. `shape` is the shape of its update. If `underscores` is
+        True, the dots in `path` are underscores, like in kohya. For a peft adapter, `component` is
+        None. Raises AmbiguousError if several tensors are possible.
         """
         if component is None and path in self.modules:
             return (Placed(self.modules[path], 0, shape[0], 0, shape[0]),)
@@ -304,7 +316,7 @@ class BaseNames:
         return tuple(placed)
 
     def dots(self, component: str, path: str, shape: Shape) -> str | None:
-        """Return a kohya name with the dots of the base; None if the base lacks the module.
+        """Return the name in the base for a kohya name. Return None if the base lacks the module.
 
         Raises AmbiguousError if several modules of the base match.
         """
@@ -329,12 +341,11 @@ class BaseNames:
     def renames(
         self, paths: Iterable[str]
     ) -> tuple[dict[str, str], list[Rename], list[str], list[str]]:
-        """Return the base names of the peft modules `paths`, and the renames that lead to these
-        names.
+        """Find the peft modules `paths` in the base.
 
-        Also return the modules that the base lacks, and the ambiguous modules. A module is
-        ambiguous if several modules of the base match, or if another module would get the same
-        name.
+        Return the names in the base, the renames of prefixes, the modules that the base lacks, and
+        the ambiguous modules. A module is ambiguous if several modules of the base match, or if
+        another module would get the same name.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
         sure: dict[str, set[str]] = {}
@@ -354,11 +365,13 @@ class BaseNames:
         return names, sorted({*made.values()} - {_EXACT}), missing, unclear
 
     def _ways(self, path: str) -> list[Rename]:
-        """Return the best prefix renames for a module; an empty rename if the base has the module.
+        """Return the best renames of the prefix of a module.
 
-        The best rename has the longest common suffix, then the most common components before the
-        suffix. Layer indices are never renamed. Prefixes without a common component are not renamed
-        either: a vision tower is not the language model.
+        If the base has the module, return an empty rename. Otherwise compare the module with all
+        modules of the base. The best matches have the longest common suffix. Among these, the best
+        matches have the most common components before the suffix. A rename never changes a layer
+        index. It also requires a common component in the two prefixes, because a vision tower must
+        not match the language model.
         """
         if path in self.experts or self.find(None, path, (1, 1)):
             return [_EXACT]
@@ -380,20 +393,20 @@ class BaseNames:
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Translate an adapter name to the base: rename the longest prefix that matches."""
+    """Return the name in the base for a name in the adapter, after renaming the longest prefix."""
     fitting = [each for each in renames if path.startswith(each.old)]
     best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
     return best.new + path.removeprefix(best.old)
 
 
 def _one(path: str, fits: Mapping[T, bool]) -> T | None:
-    """Return the only candidate, or the only one that fits; None if there is none.
+    """Return the only candidate, or the only candidate whose value in `fits` is True.
 
-    Raises AmbiguousError if two candidates fit.
+    Return None without candidates. Raises AmbiguousError if several values are True.
     """
     fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
     if len(fitting) > 1:
         names = [each if isinstance(each, str) else str(each[0]) for each in fitting]  # type: ignore
-        hint = f"{typed('lora merge --sub REGEX=REPL', 'sub=...')} gives the name that is meant"
+        hint = f"choose the name with {typed('lora merge --sub REGEX=REPL', 'sub=...')}"
         raise AmbiguousError(f"{shown(path)} could be {some(names, 4)}", hint=hint)
     return next(iter(fitting or fits), None)

@@ -1,8 +1,8 @@
-"""Read adapters from their headers: folders of peft, files of kohya, diffusers and ComfyUI.
+"""Read the headers of adapters, which are folders of peft or files of kohya, diffusers and ComfyUI.
 
-ckptkit recognizes the layout by the tensor names. Each tensor has a role in a module (``A``,
-``alpha``...), replaces a tensor of the base, has no effect, or is listed as unknown. `tables.toml`
-lists the roles.
+ckptkit recognizes the layout by the tensor names. Most tensors have a role in a module, such as
+``A`` or ``alpha``. `tables.toml` lists the roles. Some tensors replace a tensor of the base, and
+some are not used. All other tensors are unknown.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from ckptkit.formats import strict_json
 from ckptkit.formats.format import open_place
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-METADATA = "lora_adapter_metadata"  # metadata key that diffusers writes
+METADATA = "lora_adapter_metadata"  # metadata key of diffusers in a safetensors file
 WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
 _LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast first check
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
-# Parameters of experts, in the order of their definition; peft wraps them in this order.
+# Parameters of experts, in the order in which models define them. peft wraps the parameters in this
+# order.
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @cache
 def table(name: str) -> Mapping[str, Any]:
     """Return a table of `tables.toml`."""
-    import tomllib  # only adapters need it
+    import tomllib  # imported here because only adapters need tomllib
 
     text = Path(__file__).with_name("tables.toml").read_text("utf-8")
     found: Mapping[str, Any] = tomllib.loads(text)[name]
@@ -64,13 +65,16 @@ def _roles() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """The change that an adapter makes to one module of the base.
+    """The tensors of an adapter for one module of the base.
 
-    ``path`` is the name of the module in the file, without ``prefix`` (``lora_te1_``, ``unet.``);
-    for a matrix of experts (``parameter``) it ends in the parameter. ``kind`` is a kind of
-    `tables.toml`, ``attention_out``, or "" if tensors are missing. ``scale`` is the factor of the
-    change; None if the files do not record a scale. AdaLoRA divides by ``divisor`` too.
-    ``expected`` is the rank in the configuration; None without a configuration.
+    ``path`` is the name of the module in the file, without ``prefix`` (such as ``unet.``). If
+    ``parameter`` is True, the module changes a parameter of experts, and ``path`` ends in the name
+    of the parameter. ``kind`` is a kind of `tables.toml`, or ``attention_out``. If tensors are
+    missing, ``kind`` is "".
+
+    The update is multiplied by ``scale``, and for AdaLoRA divided by ``divisor``. If the adapter
+    does not contain a scale, ``scale`` is None. ``expected`` is the rank in the configuration, None
+    without a configuration.
     """
 
     prefix: str
@@ -91,23 +95,23 @@ class Module:
 
     @property
     def is_sum(self) -> bool:
-        """True if the change is added to the weight, so that a factor can multiply it."""
+        """Return whether the update is added to the weight. Such an update may have a factor."""
         return not self.is_dora and self.kind not in ("ia3", "tokens")
 
     @property
     def pair(self) -> tuple[str, str]:
-        """The roles of the two matrices of plain LoRA."""
+        """Return the roles of the two LoRA matrices."""
         return ("embedding_A", "embedding_B") if self.kind == "embedding" else ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter, read from its files.
+    """The content of an adapter.
 
-    ``modules`` maps the module names in the file to changes. ``replaced`` maps names in the base to
-    tensors that replace the base's tensors. ``ignored`` tensors have no effect; ``unknown`` tensors
-    match no layout. ``configs`` maps components to configurations; the configuration of peft has
-    the key "".
+    ``modules`` maps the name of each module in the file to its tensors. ``replaced`` maps names in
+    the base to complete tensors. ``ignored`` lists unused tensors. ``unknown`` lists
+    tensors that ckptkit does not recognize. ``configs`` maps each component of a pipeline to its
+    configuration. The configuration of peft has the key "".
     """
 
     path: str
@@ -123,40 +127,40 @@ class Adapter:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The configuration of peft; None if the adapter has none."""
+        """Return the configuration of peft. Return None if it is missing."""
         return self.configs.get("")
 
     @property
     def ranks(self) -> list[int]:
-        """The different ranks, sorted."""
+        """Return the different ranks of the modules in ascending order."""
         return sorted({each.rank for each in self.modules.values() if each.rank is not None})
 
     @property
     def components(self) -> list[str]:
-        """The components of a pipeline that the adapter changes, in the order of the file."""
+        """Return the pipeline components that the adapter changes, in the order of the file."""
         return list(dict.fromkeys(each.component for each in self.modules.values()))
 
     @property
     def base(self) -> str | None:
-        """The name of the base model in the configuration."""
+        """Return the name of the base model in the configuration."""
         name = (self.config or {}).get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
     @property
     def alphas(self) -> list[float]:
-        """The different alphas, sorted."""
+        """Return the different alphas of the modules in ascending order."""
         return sorted({each.alpha for each in self.modules.values() if each.alpha is not None})
 
     @property
     def targets(self) -> list[str]:
-        """The last components of the names of the modules, such as ``q_proj``, sorted."""
+        """Return the last components of the module names, such as ``q_proj``, sorted."""
         paths = (each.path for each in self.modules.values())
         dotted = (p if "." in p else re.sub(r"_(\d+)(_|$)", r".\1.", p).strip(".") for p in paths)
         return sorted({re.sub(r"^.*\.(?=[^.]*[^.\d])", "", path) for path in dotted})
 
     @property
     def facts(self) -> dict[str, str]:
-        """The recorded facts about the adapter, for one line of output."""
+        """Return the facts about the adapter that one line of output shows."""
         facts = {
             "layout": self.layout, "method": self.method, "modules": f"{len(self.modules):,}",
             "rank": ", ".join(map(str, self.ranks)), "base model": self.base or "",
@@ -170,9 +174,10 @@ class Adapter:
 
 
 def is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is an adapter, judged by its names and the peft configuration.
+    """Return whether a checkpoint is an adapter.
 
-    A model that also contains the adapted weights is not an adapter.
+    The criteria are the tensor names and the peft configuration. A checkpoint that contains an
+    adapter and the base weights is not an adapter.
     """
     try:
         names = checkpoint.weights
@@ -190,7 +195,7 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
 
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
-    """Return the adapter in a checkpoint; None if there is no readable adapter."""
+    """Return the adapter in a checkpoint. Return None if the adapter is not readable."""
     try:
         return _read(checkpoint, None) if is_adapter(checkpoint) else None
     except CkptkitError:
@@ -200,11 +205,13 @@ def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
 def read_adapter(
     path: Source, *, component: str | None = None, alpha: float | None = None
 ) -> Adapter:
-    """Read an adapter: a folder of peft, or one file. Only headers and alphas are read.
+    """Read the headers and alphas of an adapter. The adapter is a folder of peft or a file.
 
-    `component` keeps the modules of one component of a pipeline. `alpha` is the alpha of an adapter
-    whose files record no scale. Raises UsageError if the file is not an adapter, for a folder of
-    several adapters, for an unknown component, and for `alpha` if the files record an alpha.
+    `component` selects the modules of one component of a pipeline. `alpha` sets the alpha of an
+    adapter that contains no scale.
+
+    Raises UsageError if the file is not an adapter, if the folder contains several adapters, or if
+    no module has the component. Raises UsageError for `alpha` if the adapter contains an alpha.
     """
     is_path = isinstance(path, (str, os.PathLike))
     checkpoint = _opened(arguments.path("adapters", path)) if is_path else opened(path)
@@ -215,7 +222,7 @@ def read_adapter(
         kept = {key: each for key, each in made.modules.items() if each.component == component}
         if not kept:
             names = [each for each in made.components if each]
-            known = f"it has {quoted(names)}" if names else "it has no components: omit the option"
+            known = f"use one of {quoted(names)}" if names else "omit the option"
             raise UsageError(f"has no component {component!r}", hint=known)
         return replace(made, modules=kept)
     except CkptkitError as error:
@@ -232,13 +239,13 @@ def _opened(path: str | os.PathLike[str]) -> Checkpoint:
     inside = [name for name in place.folders() if CONFIG in place.sub(name)]
     if inside and CONFIG not in names:
         first = shell_word(os.path.join(place.name, inside[0]))
-        what = f"holds {len(inside)} adapters: {quoted(inside)}"
-        raise UsageError(what, where=place.name, hint=f"name one of them, e.g. {first}")
+        what = f"contains {len(inside)} adapters: {quoted(inside)}"
+        raise UsageError(what, where=place.name, hint=f"use the path of one adapter, e.g. {first}")
     return open_checkpoint(path)
 
 
 def folder_of(checkpoint: Checkpoint) -> Folder | None:
-    """Return the folder of a checkpoint; None if the checkpoint is not in a folder."""
+    """Return the folder of a checkpoint. Return None if the checkpoint is not in a folder."""
     source = checkpoint.source
     if checkpoint.folder is not None or isinstance(source, Folder):
         return checkpoint.folder or source  # type: ignore[return-value]
@@ -247,7 +254,7 @@ def folder_of(checkpoint: Checkpoint) -> Folder | None:
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the configuration of peft next to the weights; None if it is missing."""
+    """Return the configuration of peft in the folder of the weights, or None if it is missing."""
     data = small_file_beside(folder_of(checkpoint), CONFIG)
     if data is None:
         return None
@@ -258,7 +265,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def unwrapped(name: str) -> str:
-    """Return a name of peft without the prefixes of wrappers, and without torch.compile's parts."""
+    """Remove the names of wrappers, such as ``_orig_mod`` of torch.compile, from a peft name."""
     while wrapper := next((each for each in WRAPPERS if name.startswith(each)), None):
         name = name.removeprefix(wrapper)
     return name.replace("._orig_mod.", ".")
@@ -270,14 +277,14 @@ def _role(name: str) -> tuple[str, str] | None:
         if (found := suffix.search(name)) is None:
             continue
         path = name[: found.start()]
-        if found[0].startswith("_lora"):  # attention processors of diffusers
+        if found[0].startswith("_lora"):  # names of an attention processor of diffusers
             path = re.sub(r"to_out$", "to_out.0", path.replace(".processor.", "."))
         return path, role
     return None
 
 
 def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> str:
-    """Return the layout of an adapter by its names."""
+    """Return the layout of an adapter. The criterion is the tensor names."""
     prefixes = table("prefixes")
     for name in names:
         found = _role(name)
@@ -291,7 +298,7 @@ def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> st
             if name.startswith(tuple(prefixes[layout])):
                 return layout
         if re.search(r"[._]lora\.(down|up)", name):
-            return "diffusers"  # a single component, without its name
+            return "diffusers"  # the names of a single component have no prefix
     return "peft"
 
 
@@ -315,28 +322,28 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         plain = unwrapped(name) if layout == "peft" else name
         split = _role(plain)
         if split and layout == "peft" and config and split[1] in ("alpha", "diff", "diff_b"):
-            split = None  # a tensor name of the model: peft has no such role
+            split = None  # peft has no such role, so this is the name of a tensor in the model
         if expression("ignored").search(plain):
             ignored.append(name)
         elif split is not None:
             path, role = split
             if groups.setdefault(path, {}).setdefault(role, tensor) is not tensor:
-                raise UsageError(f"has {role} of {shown(path)} twice")
+                raise UsageError(f"contains {role} of {shown(path)} twice")
         elif layout == "peft" and not expression("factor").search(plain):
             whole[expression("inside").sub("", plain)] = tensor
         else:
             unknown.append(name)
-    # VeRA stores one pair of matrices for all modules, outside of the modules.
+    # VeRA stores one pair of matrices that all modules share.
     shared = groups.pop("base_model", {}) if config and layout == "peft" else {}
     for group in groups.values():
         group |= shared if "lambda_b" in group else {}
     if not groups and not configs:
-        hint = "`ckptkit inspect {where}` shows what it contains"
-        raise UsageError("is not an adapter: it has no tensors of one", hint=hint)
+        hint = "`ckptkit inspect {where}` lists the content"
+        raise UsageError("is not an adapter, because it has no adapter tensors", hint=hint)
     modules = {key: _module(key, group, layout, configs, alpha) for key, group in groups.items()}
     if alpha is not None and all(each.alpha != alpha for each in modules.values()):
         given = typed("--alpha", "alpha")
-        raise UsageError(f"records its scales: {given} is for files without", hint="omit it")
+        raise UsageError(f"contains scales, so {given} is not allowed", hint="omit the option")
     kinds = dict.fromkeys(_METHODS.get(each.kind, "LORA") for each in modules.values())
     method = str((configs.get("") or {}).get("peft_type") or "+".join(kinds)).upper()
     return Adapter(
@@ -352,7 +359,7 @@ def _module(
     configs: Mapping[str, Mapping[str, Any]],
     alpha: float | None,
 ) -> Module:
-    """Return one module, with its scale if the files record it."""
+    """Return one module. Set the scale if the adapter contains it."""
     kinds = table("kinds").items()
     has = (kind for kind, roles in kinds if all(tensors.keys() & each.split("|") for each in roles))
     kind, prefixes = next(has, ""), table("prefixes")[layout]
@@ -360,7 +367,7 @@ def _module(
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False
     if layout == "peft" and kind == "lora":
-        if path.endswith(".base_layer.out_proj"):  # out_proj of nn.MultiheadAttention
+        if path.endswith(".base_layer.out_proj"):  # nn.MultiheadAttention contains this out_proj
             path, kind = path.replace(".base_layer.", "."), "attention_out"
         elif expert := _parameter(path, config or {}):
             path, is_parameter = expert, True
@@ -370,7 +377,9 @@ def _module(
     if kind in ("", "ia3", "tokens", "vera"):
         return replace(made, rank=None, scale=1.0)
     if "alpha" in tensors and tensors["alpha"].numel != 1:
-        raise CorruptError(f"{shown(key)} has {tensors['alpha'].numel} numbers as its alpha")
+        raise CorruptError(
+            f"alpha of {shown(key)} has {tensors['alpha'].numel} elements; expected 1"
+        )
     if config is not None:
         return _scaled(made, config)
     stored = float(tensors["alpha"].numpy().reshape(-1)[0]) if "alpha" in tensors else None
@@ -384,7 +393,7 @@ def _module(
 
 
 def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
-    """Return a module with the scale that a configuration of peft gives it."""
+    """Return a module with the scale from a peft configuration."""
     rank = _number(config, "r", module.path, "rank_pattern")
     word = "alpha" if "alpha" in config else "lora_alpha"
     alpha = _number(config, word, module.path, "alpha_pattern")
@@ -398,21 +407,23 @@ def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
     expected = int(rank) if module.kind in ("lora", "embedding", "attention_out") else None
     found = module.rank
     if module.parameter and found and expected and found % expected == 0:
-        found = expected  # A and B have the rows of all experts
+        found = expected  # A and B contain the factors of all experts
     return replace(module, rank=found, alpha=alpha, scale=scale, expected=expected)
 
 
 def _number(config: Mapping[str, Any], name: str, path: str, patterns: str) -> float:
-    """Return a number of the configuration, or the number of the first pattern that matches `path`.
+    """Return the number `name` of a peft configuration for the module `path`.
 
-    Source: peft.utils.get_pattern_key. Raises CorruptError if it is not a finite number.
+    `patterns` is the field that maps patterns to other numbers. The first pattern that matches
+    `path` applies, like in peft.utils.get_pattern_key. Raises CorruptError if the value is not a
+    finite number.
     """
     found, given = config.get(name), config.get(patterns) or {}
     if isinstance(given, dict):
         found = next((value for key, value in given.items() if matches(key, path)), found)
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if found is None or not is_number or not isfinite(found):
-        raise CorruptError(f"{CONFIG} has no number {name!r}: it is {shown(found)}")
+        raise CorruptError(f"{name!r} in {CONFIG} is not a finite number: {shown(found)}")
     return float(found)
 
 
@@ -429,14 +440,15 @@ def matches(pattern: str, path: str) -> bool:
         re.compile(pattern)
         return regex.match(rf"(.*\.)?({pattern})$", path, timeout=1) is not None
     except (re.error, regex.error, RecursionError, OverflowError, TimeoutError) as error:
-        raise CorruptError(f"{CONFIG} has a bad pattern {shown(pattern)}: {error}") from error
+        raise CorruptError(f"{CONFIG} has an invalid pattern {shown(pattern)}: {error}") from error
 
 
 def _parameter(path: str, config: Mapping[str, Any]) -> str | None:
-    """Return the name of the parameter that a module of `target_parameters` changes.
+    """Return the name of the parameter that an adapter with `target_parameters` changes.
 
-    peft wraps several parameters of one module in the order of their definition. Tensors of an
-    inner wrapper have `base_layer` in their names.
+    If a module has several such parameters, peft nests one wrapper per parameter. The wrappers have
+    the order in which the model defines the parameters. Tensor names of an inner wrapper contain
+    `base_layer`. Return None if `path` does not belong to a parameter.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []

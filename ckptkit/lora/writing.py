@@ -1,4 +1,4 @@
-"""Write adapters: a folder that peft reads, or one safetensors file."""
+"""Write an adapter as a peft folder or as a safetensors file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptkit.lora.changes import made_of
 from ckptkit.lora.reading import CONFIG, WEIGHTS
 from ckptkit.publish.publish import publish
 
-PEFT = "base_model.model."  # prefix of names in peft
+PEFT = "base_model.model."  # prefix of tensor names in peft
 
 
 def written(
@@ -41,25 +41,25 @@ def written(
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
 ) -> Conversion:
-    """Write a safetensors file, or with `config` a peft folder.
+    """Write a safetensors file. If `config` is not None, write a peft folder instead.
 
-    Raises UsageError if `path` is `source`.
+    Raises UsageError if `path` is the path of `source`.
     """
     path = arguments.path("destination", path)
     if config is not None and path.endswith(WRITTEN):
-        what = "an adapter of peft is a folder, and this name is that of a file"
-        raise UsageError(what, where=path, hint=f"name it {os.path.splitext(path)[0]}")
+        what = "is the name of a file, but a peft adapter is a folder"
+        raise UsageError(what, where=path, hint=f"use the name {os.path.splitext(path)[0]}")
     if config is None:
         chosen = formats.for_writing(path, options.format, SAFETENSORS.name)
         if chosen is not SAFETENSORS:
-            what = f"adapters are written as safetensors, not as {chosen.name}"
-            raise UsageError(what, where=path, hint="name it *.safetensors")
+            what = f"ckptkit writes adapters as safetensors, not as {chosen.name}"
+            raise UsageError(what, where=path, hint="use a name that ends in .safetensors")
     held = Checkpoint(
         OrderedMapping(dict(tensors)), SAFETENSORS.name, source, metadata or {}, notes=notes,
         warnings=warnings,
     )  # fmt: skip
-    # Readers do not support aliases: a matrix that several modules share is stored once for each
-    # module.
+    # Programs that read adapters do not support shared tensors. If several modules share a matrix,
+    # the file contains one copy per module.
     layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
     plan = replace(formats.layout(held, SAFETENSORS, layout), notes=())
     if config is not None:
@@ -76,7 +76,8 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the peft configuration for modules with these ranks and alphas.
 
-    The most frequent rank and alpha are `r` and `lora_alpha`; other values are patterns.
+    The most frequent rank becomes `r`. The most frequent alpha becomes `lora_alpha`. The fields
+    `rank_pattern` and `alpha_pattern` contain the other values.
     """
     alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
     rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
@@ -101,7 +102,7 @@ def config_of(
 
 
 def _exactly(name: str) -> str:
-    """Return the pattern that matches this module alone."""
+    """Return a pattern that matches only this module."""
     return f"^{re.escape(name)}"
 
 
@@ -111,6 +112,6 @@ def _most(values: Any, default: float) -> Any:
 
 
 def tensor_of(values: Any, dtype: DType) -> Tensor:
-    """Return an in-memory tensor of a NumPy float array, rounded to `dtype`."""
+    """Convert a NumPy float array to a tensor of `dtype`, which rounds the elements."""
     data = bytes(encode(values.reshape(-1), dtype))
     return made_of(Range(Memory(data), 0, len(data)), dtype, tuple(map(int, values.shape)))

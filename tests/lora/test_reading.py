@@ -125,7 +125,7 @@ def test_a_scale_is_never_guessed(tmp_path: Path) -> None:
     path = folder(tmp_path / "bare", names)
     assert [each.code for each in problems(read_adapter(path))] == ["no-config"]
     assert read_adapter(path, alpha=5).modules["fc"].scale == 2.5
-    with pytest.raises(UsageError, match="records its scales"):
+    with pytest.raises(UsageError, match="contains scales"):
         read_adapter(peft(tmp_path), alpha=5)
 
 
@@ -196,7 +196,7 @@ def test_several_adapters_in_one_folder(tmp_path: Path) -> None:
     for name in ("first", "second"):
         names = {f"base_model.model.fc.{role}": shape for role, shape in LINEAR.items()}
         folder(tmp_path / name, names, CONFIG)
-    with pytest.raises(UsageError, match="holds 2 adapters") as error:
+    with pytest.raises(UsageError, match="contains 2 adapters") as error:
         read_adapter(tmp_path)
     assert "first" in (error.value.hint or "")
 
