@@ -247,7 +247,7 @@ class Arrangement:
             by.setdefault(kind[index] if isinstance(kind, tuple) else str(index), value)
         shown = ", ".join(f"{label}: {value}" for label, value in list(by.items())[:6])
         name = "the dimensions of ... " if word.startswith(REST) else word
-        hint = "only parts with labels may differ in size, not numbered parts"
+        hint = "numbered tensors must have equal sizes; tensors with labels may differ"
         if isinstance(kind, tuple):
             hint = f"with {word}={'|'.join('_' * len(kind))}, or give a size for each label"
         message = f"{name} differs with {variable} ({shown})"

@@ -472,18 +472,18 @@ def axis_words(rule: Rule) -> Words:
             raise RuleError(f"... occurs twice on the {where}")
         for word, count in Counter([*side.words, *side.axes]).items():
             if count > 1:
-                hint = "use a word once: as an index in the name or as an axis of the shape"
+                hint = "on one side, an axis occurs once: in the name or in the shape"
                 raise RuleError(f"{word} occurs twice on the {where}", hint=hint)
         for word, count in Counter(flatten({each.words for each in side.variables})).items():
             if count > 1:
-                raise RuleError(f"{word} occurs alone and in ( ) in the name on the {where}")
+                raise RuleError(f"the name on the {where} has {word} both alone and in ( )")
         if sum(variable.kind == STARS for variable in side.variables) > _STARS:
             raise RuleError(f"more than {_STARS} ** in the name on the {where}")
     left, right = ({*side.words, *side.axes} for side, _ in sides)
     for word in (*rule.left.words, *rule.left.axes, *rule.right.words, *rule.right.axes):
         if word not in left or word not in right:
             noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
-            hint = "an index of only one name must be an axis of the other side's shape"
+            hint = "if only one name has {l}, the shape on the other side must have the axis l"
             raise RuleError(f"{noun} {word} occurs on one side only", hint=hint)
     if (REST in rule.left.shape) != (REST in rule.right.shape):
         raise RuleError("... occurs on one side only", hint="a side without [ ] means [...]")
@@ -508,7 +508,7 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
         for each in side.variables:
             word = each.words[0]
             if each.kind is not None and kinds.setdefault(word, each.kind) != each.kind:
-                raise RuleError(f"{word} has two kinds in one name")
+                raise RuleError(f"{word} has different labels in one name")
     for word in {**left, **right}:
         one, other = left.get(word, right.get(word)), right.get(word, left.get(word))
         if isinstance(one, tuple) and isinstance(other, tuple):
@@ -525,7 +525,7 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
     for variable in (*rule.left.variables, *rule.right.variables):
         if len(variable.words) == 1:
             if variable.shift is not None and left.get(variable.words[0]) is not None:
-                raise RuleError(f"{variable}: only a number can be shifted")
+                raise RuleError(f"{variable}: only a number can have an offset")
             continue
         odd = [word for word in variable.words if left.get(word) in (STAR, STARS)]
         if odd:

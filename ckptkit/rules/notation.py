@@ -349,7 +349,7 @@ def _variable(text: str) -> Variable:
     words: tuple[str, ...] = (found["word"],) if found["word"] else tuple(found["words"].split())
     odd = [word for word in words if not is_word(word)]
     if odd or (not found["word"] and len(words) < 2):
-        raise RuleError(f"{{{text}}}: expected two or more words in ( ), of letters, digits and _")
+        raise RuleError(f"{{{text}}}: expected two or more axis names in ( )")
     shift = None
     if found["sign"]:
         amount = found["amount"]
@@ -357,7 +357,7 @@ def _variable(text: str) -> Variable:
         shift = Shift(1 if found["sign"] == "+" else -1, number)
     kind = None if found["kind"] is None else _kind(found["kind"][1:], text)
     if kind is not None and (shift is not None or len(words) > 1):
-        raise RuleError(f"{{{text}}}: a variable with a kind has one word and no shift")
+        raise RuleError(f"{{{text}}}: a variable with labels or * has no offset and no ( )")
     return Variable(words, shift, kind)
 
 
@@ -414,7 +414,7 @@ def _axis(token: str, text: str) -> Iterator[str]:
     if not is_word(token):
         raise RuleError(
             f"[{text}]: {token!r} is not an axis",
-            hint="axes are words, separated by spaces",
+            hint="separate the names of axes by spaces; a name has letters, digits and _",
         )
     yield token
 

@@ -293,7 +293,7 @@ class Planning:
         if shadowed is not None:
             first = matches[shadowed][0].number
             return UncoveredError(
-                f"{message} that rule {first} does not match first: {shadowed}",
+                f"{message}, because rule {first} matches {shadowed} first",
                 hint="put the more specific rule first",
             )
         close = nearest(ready.rule.left.name_text, self.shapes)

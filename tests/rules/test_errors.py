@@ -54,7 +54,7 @@ LINES: list[tuple[str, str]] = [
     ("a.{m:*} -> b.{m:**}", "is \\* on the left and \\*\\* on the right"),
     ("{a:**}x{b:**}y{c:**} -> {a}{b}{c}", "more than 2 \\*\\*"),
     ("{a:x*y|z} -> {a}", "a label cannot contain \\*"),
-    ("a.{(m)} -> b.{m}", "two or more words"),
+    ("a.{(m)} -> b.{m}", "two or more axis names"),
     ("a.{l:x|y+1} -> b.{l", "lacks a }"),
     ("a.} -> b", "without a {"),
     ("a.{l", "lacks a }"),
@@ -75,13 +75,13 @@ LINES: list[tuple[str, str]] = [
     ("a -> b with h=1;", "unexpected|expected sizes"),
     ("a -> b h=1", "unexpected|expected sizes"),
     (f"a -> b with h={'9' * 30}", "digits"),
-    ("a.{l}.{(l e)} -> b.{l}.{e}", "alone and in"),
+    ("a.{l}.{(l e)} -> b.{l}.{e}", "both alone and in"),
     ("a.{(m e)} [] -> {m:*}.b [e]", "m matches any string, not a digit of a number"),
-    ("a.{p:x|y}.{p:z|w} -> b.{p}", "p has two kinds in one name"),
-    ("a.{l+1} -> b.{l:x|y}", "only a number can be shifted"),
+    ("a.{p:x|y}.{p:z|w} -> b.{p}", "p has different labels in one name"),
+    ("a.{l+1} -> b.{l:x|y}", "only a number can have an offset"),
     ("a [... i] -> b [i]", "\\.\\.\\. occurs on one side only"),
     ("a.{l!} -> b.{l}", "{l!} is not a variable"),
-    ("a.{l+1:x|y} -> b.{l}", "a variable with a kind has one word and no shift"),
+    ("a.{l+1:x|y} -> b.{l}", "a variable with labels or \\* has no offset"),
     ("a -> b with 3=4", "'3' is not a size"),
     ("a.{m:*}.{n:*} -> {m}", "index n occurs on one side only"),
 ]
@@ -89,7 +89,7 @@ LINES: list[tuple[str, str]] = [
 # A rule and a checkpoint: the lines, the shapes, what is said, the hint.
 SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (["a.{e}.w -> b.{e}"], {"a.0.v": ()}, "rule 1 matches no key; nearest: a.0.v", "->?"),
-    (["a.{m:*} -> b.{m}", "a.x -> c"], {"a.x": ()}, "matches no key that rule 1 does not match first", None),
+    (["a.{m:*} -> b.{m}", "a.x -> c"], {"a.x": ()}, "matches no key, because rule 1 matches a.x first", None),
     (["a -> b"], {"a": (), "c": (), "d": ()}, "2 keys are matched by no rule: c, d", "keep: rest"),
     (
         ["l.{e}.{m:gate|up}.w [o i] -> g [e (m o) i]"],
@@ -494,8 +494,8 @@ def test_hostile_rules_names_and_configurations_end_soon(case: int) -> None:
     [
         ("a (h d) i -> b [h d i]", "write a shape in [ ]"),
         ("a [3 i] -> b [i]", "`with n=3`"),
-        ("a [h, i] -> b [h i]", "separated by spaces"),
-        ("a.{i} [i] -> b.{i} [i]", "as an index in the name or as an axis of the shape"),
+        ("a [h, i] -> b [h i]", "separate the names of axes by spaces"),
+        ("a.{i} [i] -> b.{i} [i]", "in the name or in the shape"),
     ],
 )
 def test_slips_have_hints(line: str, hint: str) -> None:
