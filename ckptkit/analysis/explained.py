@@ -53,7 +53,7 @@ REORDERED = 8  # maximum number of tensors to search for permuted rows
 
 
 class Origin(NamedTuple):
-    """The GGUF types and names of the tensors from which a tensor is made."""
+    """The origin of a tensor: the GGUF types and names of its source tensors, and an expression."""
 
     types: tuple[str, ...]
     computed: str = ""  # expression in `INVERSES`, or ""

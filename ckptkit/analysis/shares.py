@@ -18,7 +18,7 @@ LEVELS = 32  # maximum depth of the tree of paths
 
 
 class Share(NamedTuple):
-    """The number of parameters and bytes of a tensor that no earlier tensor already has.
+    """The numbers of parameters and bytes that a tensor adds to the totals.
 
     - `role` is one of ROLES.
     - `place` is the dotted path in the file. In a pickled module, `place` is the path of the module

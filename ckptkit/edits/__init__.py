@@ -39,7 +39,7 @@ class Option:
     convert: str | None = None
     convert_help: str = ""
     recipe: str | None = ""
-    dest: str = ""  # parameter of the command function; if empty, `parameter`
+    dest: str = ""  # parameter of the command (default: `parameter`)
     choices: tuple[str, ...] = ()
     default: str | None = None  # shown by --help
     required: bool = False

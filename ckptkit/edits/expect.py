@@ -1,14 +1,16 @@
-"""Check expectations: conditions on tensors that must hold before anything is written.
+"""Check the conditions that tensors must fulfill before anything is written.
 
-    lm_head.weight                                       exists
-    *.rotary_emb.inv_freq missing                        no such tensor exists
-    model.layers.*.mlp.experts.gate_up_proj count=32
-    model.embed_tokens.weight shape=[config.vocab_size _] dtype=bfloat16
-    lm_head.weight equal=model.embed_tokens.weight       bytes are equal
-    * finite                                             no NaN, no infinities
+An expectation is a line with a glob and conditions:
 
-The first word of a line is a glob. All conditions must hold for each tensor whose name matches the
-glob.
+    lm_head.weight exists                             a tensor matches
+    *.rotary_emb.inv_freq missing                     no tensor matches
+    model.layers.*.gate_up_proj count=32              32 tensors match
+    *.embed_tokens.weight shape=[config.vocab_size _] shape, where _ is any size
+    *.embed_tokens.weight dtype=bfloat16              dtype
+    lm_head.weight equal=model.embed_tokens.weight    elements are equal
+    * finite                                          no NaN, no infinities
+
+All conditions of an expectation must hold for each tensor whose name matches the glob.
 """
 
 from __future__ import annotations

@@ -142,10 +142,10 @@ def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
 def _value(setting: Any, name: str, at: float) -> float | None:
     """Return the value of a setting for a tensor name, or None if no filter matches the name.
 
-    A setting is one of:
+    `at` is the position of the layer, from 0 (first) to 1 (last). A setting is one of:
+
     - a number
-    - a list of numbers, interpolated over the layers; `at` is the position of the layer, 0 (first)
-      to 1 (last)
+    - a list of numbers, interpolated over the layers
     - a list of values with filters on the tensor name
     """
     if isinstance(setting, (int, float)):

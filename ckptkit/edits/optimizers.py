@@ -296,8 +296,8 @@ Parameters = Mapping[Node, str]  # key in the optimizer -> name of the weight
 
 @dataclass
 class Cut:
-    """Changes to optimizers. ``swap`` maps ids of old nodes to new nodes; ``dropped`` contains
-    paths."""
+    """Changes to optimizers. ``swap`` maps ids of old nodes to new nodes. ``dropped`` contains the
+    paths of dropped entries."""
 
     swap: dict[int, Node] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)

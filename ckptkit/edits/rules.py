@@ -249,7 +249,7 @@ class RuleResult:
     taken: Taken
     how: str = "moved"
     bytes: int = 0
-    forms: set[str] = field(default_factory=set)  # shapes and dtypes of the target tensors, as text
+    forms: set[str] = field(default_factory=set)  # shapes and dtypes, as "[2, 3] float32"
 
 
 @dataclass(slots=True)

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
 
 WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a joined write
-PIECE = 256 << 10  # bytes per read and write; must fit the cache of a core
+PIECE = 256 << 10  # bytes per read and write, small enough for the CPU cache
 NEARBY = 4 << 10  # initial number of bytes of a read-ahead
 # Minimum number of bytes of a long range. For shorter ranges, reading ahead was measured to be
 # faster than one system call per range.
 SHORT = 32 << 10
-CHUNK = 64 << 20  # bytes per kernel copy; progress is reported after each copy
+CHUNK = 64 << 20  # bytes per kernel copy
 BLOCK = 4 << 10  # bytes of a file system block
 
 # Error codes of copy_file_range for two files between which the kernel cannot copy.

@@ -1,17 +1,24 @@
 """Edit a file in place, crash-safely. During an edit, the file is detectably invalid.
 
-    lock the file; write the journal beside it; invalidate the file; write the edits; set the size;
-    write the seal; remove the journal
+The steps of an edit are:
 
-An fsync follows each step. As long as the file is invalid, the journal exists. If the edit is
-interrupted, the next command that opens the file detects the journal. The command `recover` then
-restores the file.
+1. Lock the file.
+2. Write the journal beside the file.
+3. Invalidate the file: write `breaks`.
+4. Write the edits, and set the size of the file.
+5. Make the file valid: write the seal.
+6. Remove the journal.
+
+After each step, the changes are flushed to disk. As long as the file is invalid, the journal
+exists. If the edit is interrupted, the next command that opens the file detects the journal. The
+command `recover` then restores the file.
 
 A process that has opened or mapped the file sees the changed bytes. Files with several hard links
 are never edited in place.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
-byte of the file changes. The journal is removed after the last byte has changed. Its content:
+byte of the file changes. The journal is removed after the last byte has changed. The content
+of a journal is:
 
     ckptkit journal 1\n
     {"inode", "before", "after": sizes, "breaks": [offset, length],
