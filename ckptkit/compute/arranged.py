@@ -268,7 +268,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
             outer += 1
         if len(found) + prod(n for n, _, _ in copy.dims[:outer]) > RUNS:
             raise UnsupportedError(
-                "a target consists of too many small pieces", hint="use two steps of rules"
+                "a target consists of too many small pieces", hint="use two rule steps"
             )
         inner = copy.dims[outer:]
         for start, place in corners(copy, copy.dims[:outer]):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # elements per step; with smaller steps, threads wait for the interpreter lock
+WIDE = 1 << 17  # number of elements per step; for fewer, threads wait for the interpreter lock
 # A float32 sum of squares between _LEAST and _MOST is accurate enough. _ROUNDED bounds the relative
 # rounding error of a float32 difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6

@@ -42,7 +42,7 @@ UNPACKED = 1 << 19
 ELEMENTS = 1 << 16  # number of elements that are computed at once; their floats fit the cache
 TYPES = {dtype.name: dtype for dtype in GGML.values()}
 PAIRS = (0, 2, 4, 6)  # shifts for codes of two bits
-# Offsets of the 16-bit fields of a block. llama.cpp's converter writes only these types to
+# Offsets of the 16-bit fields of a block, for each type that llama.cpp's converter writes to
 # big-endian files.
 FIELDS = {
     "Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q1_0": (0,), "TQ2_0": (64,),

@@ -31,7 +31,7 @@ TARGET = "target"  # placeholder for the dtype of the result
 
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
-    """The shape of an array of scales: `rows` x `columns` numbers for each batch.
+    """The shape of an array of scales, with `rows` x `columns` numbers for each batch.
 
     Each number applies to a block of `height` x `width` elements. ``order`` is the layout of the
     array:
@@ -100,7 +100,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPoint:
-    """Packed zero points: ``(code + add) % 2**bits - offset``, one zero point for each block.
+    """Packed zero points, one for each block. A zero point is ``(code + add) % 2**bits - offset``.
 
     `kind` is the layout of the words:
 

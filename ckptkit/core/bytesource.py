@@ -52,7 +52,7 @@ Identity = tuple[int | str, ...]
 
 
 _BUFFERS = 1024  # maximum number of buffers in one preadv call (IOV_MAX of Linux and macOS)
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux; Python 3.13 and later define it
+_NO_RESERVE = 0x4000  # value of MAP_NORESERVE on Linux, which only Python 3.13 and later define
 
 
 def identity_of(info: os.stat_result) -> Identity:
@@ -140,7 +140,7 @@ class ByteSource(ABC):
         """Raise InputChangedError if the bytes changed since the source was opened."""
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
-        """Return the folder of this file, and the name of the file. None if it has no folder."""
+        """Return the folder and the name of this file. Return None if the file has no folder."""
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close

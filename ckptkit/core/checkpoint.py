@@ -302,11 +302,11 @@ class Checkpoint:
     def map(self, function: Callable[..., Any], keys: str | Iterable[str] = "*") -> Checkpoint:
         """Return a checkpoint with `function` applied to the weights that match a glob of `keys`.
 
-        `function` receives a torch tensor on the CPU and returns a tensor or a numpy array. ckptkit
-        calls `function` twice for each weight, so `function` must return equal results for equal
-        tensors. The first call finds the shape of the result. It passes a meta tensor, or the
-        weight if `function` fails on meta tensors. The second call happens when the checkpoint is
-        written. Only one weight at a time is in memory.
+        The argument of `function` is a torch tensor on the CPU. The result is a tensor or a numpy
+        array. For each weight, ckptkit calls `function` twice, so `function` must return equal
+        results for equal tensors. The first call finds the shape of the result. In this call, the
+        argument is a meta tensor, or the weight if `function` fails on meta tensors. The second
+        call happens when the checkpoint is written. Only one weight at a time is in memory.
         """
         made: Checkpoint = hooks.call("map", self, function, keys)
         return made

@@ -108,7 +108,7 @@ TABLE: tuple[DType, ...] = (
     DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("complex32", 32, "complex"),
-    DType("bcomplex32", 32, "complex"),  # two bfloat16; torch 2.15 and later
+    DType("bcomplex32", 32, "complex"),  # two bfloat16 numbers, since torch 2.15
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
