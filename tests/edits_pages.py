@@ -19,23 +19,23 @@ HELP = Path(ckptkit.__file__).parent / "help"
 PAGE, RECIPES = HELP / "output.md", HELP / "recipes.md"
 START, END = "<!-- steps -->\n", "<!-- end -->\n"
 OTHERS = {
-    "config": "Generate config.json from the arguments of a training",
-    "expect": "Check expectations, as `ckptkit check` does",
-    "gguf": "Refuse GGUF files of other architectures, and generate config.json from the metadata",
+    "config": "Generate config.json from the training arguments in the file",
+    "expect": "Check names, shapes and values, like `ckptkit check --expect`",
+    "gguf": "Refuse a GGUF file of another architecture, and generate config.json from its metadata",
     "recipe": "Apply the recipe for the architecture of a GGUF file: `gguf-*`",
 }
 HEAD = """# Advanced options
 
-`--help` shows common options, and `--help-all` shows all of them. Every command that writes also takes these. `convert` and
-`run` show `--all` and `--shard-size` in `--help`, and `batch` shows `--workers`:
+`--help` shows common options, and `--help-all` shows all options. Every command that writes also has the options in the
+first table. (`convert` and `run` show `--all` and `--shard-size` in `--help`, and `batch` shows `--workers`.)
 
 """
 FOLDERS = """
-Commands that read folders of several ranks also take these:
+Commands that read folders of several ranks also have these options:
 
 """
 RULES = """
-`convert` takes these with `--rule`:
+With `--rule`, `convert` also has these options:
 
 """
 
