@@ -88,9 +88,9 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
 
     `source` is the path or URL of a file or folder, the bytes of a file, a binary file object, a
     mapping in memory (a state_dict), or a Checkpoint. Pass the options as one :class:`Options`
-    object or as keyword arguments. ``key`` selects the entry with the weights (``"model"``,
+    object or as keyword arguments. ``key`` is the path of the entry with the weights (``"model"``,
     ``"ema.generator"``). If the source is a folder with the files of several ranks, ``parts`` and
-    ``copies`` control how the files are combined.
+    ``copies`` control how `open` combines the files.
 
     ``with ckptkit.open(path) as ck`` closes the files at the end of the block. Raises InputError if
     the source is not a checkpoint. Raises MissingFileError (a FileNotFoundError) if the source does
@@ -146,11 +146,11 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 def recover(source: Source, *, unverified: bool = False) -> Recovered:
     """Return the intact tensors of a damaged file as a checkpoint, and the list of lost entries.
 
-    A tensor is intact if its bytes match the checksum in the file. If the format has no checksums,
-    the file only records offsets and lengths. If an offset or length is wrong, `recover` may read
-    the bytes of a tensor from the wrong position. The warnings of the checkpoint list unproven
-    facts, such as whether all tensors are from the same save. With `unverified`, `recover` also
-    keeps tensors that it cannot verify.
+    A tensor is intact if its bytes match the checksum in the file. Some formats have no checksums,
+    only offsets and lengths. In such a file, `recover` cannot detect a wrong offset or length, and
+    may read the bytes of a tensor from the wrong position. The warnings of the checkpoint list
+    facts that `recover` cannot prove, such as whether all tensors are from the same save. With
+    `unverified`, `recover` also keeps tensors that it cannot verify.
 
     Raises CorruptError if no tensor is intact. Raises UnsupportedError if `recover` does not
     support the format.
@@ -164,18 +164,19 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
 def save(
     checkpoint: Source, path: PathLike | IO[bytes], options: Options | None = None, **changes: Any
 ) -> Conversion:
-    """Write a checkpoint to `path`, in the format of its suffix or in the format ``format``.
+    """Write a checkpoint to `path`.
 
-    `path` can also be a binary file object, such as io.BytesIO. In this case, the default format is
-    the format of `checkpoint`, and the output must be one file.
+    The option ``format`` is the name of the output format. Without ``format``, the suffix of `path`
+    determines the format. `path` can also be a binary file object, such as io.BytesIO. For a file
+    object, the default format is the format of `checkpoint`, and the output must be one file.
 
     `checkpoint` is a Checkpoint, any source that `open` accepts, or a mapping of torch tensors,
-    numpy arrays, tensors of checkpoints and plain values, nested to any depth. Tensors that share
-    memory still share memory in the output. `save` plans the complete output before it writes the
-    first byte. An incomplete output never appears at `path`. Pass the options as one
-    :class:`Options` object or as keyword arguments: ``save(ck, path, force=True)``.
+    numpy arrays, tensors of checkpoints and plain values, nested to any depth. If tensors share
+    memory, they also share memory in the output. `save` plans the complete output before it writes
+    the first byte. An incomplete output never appears at `path`. Pass the options as one
+    :class:`Options` object or as keyword arguments, such as ``save(ck, path, force=True)``.
 
-    Raises OutputExistsError (a FileExistsError) if `path` exists, unless ``force``. Raises
+    Raises OutputExistsError (a FileExistsError) if `path` exists, unless ``force`` is true. Raises
     OutputError if `save` cannot write the output.
     """
     options = made(options, changes)
@@ -234,11 +235,12 @@ def convert(
     `convert` changes the source and needs no `destination`. If `destination` is a folder, the
     output becomes a file in this folder.
 
-    ``keep_format`` is true by default. If `destination` has no suffix, or the suffix of the source,
-    the output then has the format of the source. A small change with ``in_place`` then writes only
-    the changed bytes. Without ``keep_format``, `convert` always rewrites the complete file.
+    If ``keep_format`` is true (the default) and `destination` has no suffix, or the suffix of the
+    source, the output has the format of the source. If ``keep_format`` is true, a small change with
+    ``in_place`` writes only the changed bytes. If ``keep_format`` is false, `convert` always
+    rewrites the complete file.
 
-    Raises UnsupportedError for a single rank's file, unless ``part_only``.
+    Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.
     """
     options = made(options, changes)
     if options.in_place:

@@ -121,7 +121,7 @@ def _errors() -> Iterator[str]:
     yield from (
         "## Errors",
         "",
-        "Each error is a `CkptkitError`. Many are also the builtin error of their kind.",
+        "Every error is a subclass of `CkptkitError`. The column `also` lists the builtin base classes of an error.",
         "",
     )
     yield from ("| error | also | |", "|---|---|---|")

@@ -97,7 +97,7 @@ def _filled(hint: str, where: str | None) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """The request is invalid: a bad option, DST equal to SRC, an unknown key or suffix."""
+    """The request is invalid: a bad option, equal SRC and DST, an unknown key or suffix."""
 
     code = "usage"
     exit_code = 2

@@ -200,7 +200,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the elements. If `layout` is not ``strided``, only of the values."""
+        """Number of bytes of the elements. For a sparse tensor, number of bytes of the values."""
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(prod(self.shape))

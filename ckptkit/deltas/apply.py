@@ -45,9 +45,9 @@ def apply_delta(
 
     With ``in_place=True``, `apply_delta` edits `base` itself. `deltas` are folders and files of
     deltas, or one folder that contains deltas. `to` is the last version to apply. If the folder of
-    `base` does not record its version, pass the version as `base_version`. Deltas without checksums
-    are applied only if `unchecked` is true. Pass the options as one :class:`Options` object or as
-    keyword arguments.
+    `base` does not record a version, pass the version of `base` as `base_version`. If `unchecked`
+    is false, ckptkit refuses deltas without checksums. Pass the options as one :class:`Options`
+    object or as keyword arguments.
 
     Raises UsageError if a delta applies to another version. Raises CorruptError for a damaged delta
     or a wrong base. After these errors, the destination is unchanged.

@@ -104,11 +104,11 @@ def delta(
     - ``overwrite``: a delta that can be applied twice.
     - ``auto``: ``overwrite``, or ``xor`` if a tensor has 4 GiB or more.
 
-    If `base_version` is not given, the base version is the first of these that exists: the version
-    that the folder of `old` records, `version` - 1, or 0. If `version` is not given, the version is
-    the base version + 1. With `whole`, `delta` writes `new` as a complete version. `options` are
-    those of :func:`ckptkit.save`. If the format cannot store the difference, `delta` raises
-    UsageError and writes nothing.
+    The default of `base_version` is the version that the folder of `old` records. If the folder
+    records no version, the default is `version` - 1, or 0 without `version`. The default of
+    `version` is the base version + 1. With `whole`, `delta` writes `new` as a complete version.
+    `options` are those of :func:`ckptkit.save`. If the format cannot store the difference, `delta`
+    raises UsageError and writes nothing.
     """
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),

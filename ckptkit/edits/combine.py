@@ -166,9 +166,9 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
 def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """Join the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
-    Raises CollisionError if two checkpoints contain the same name. With ``last_wins``, the tensor
-    of the last checkpoint is used instead. Raises UsageError if the checkpoints are quantized
-    differently.
+    If two checkpoints contain the same name, `join` raises CollisionError. With ``last_wins``,
+    `join` uses the tensor of the last checkpoint instead. Raises UsageError if the checkpoints are
+    quantized differently.
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
@@ -211,10 +211,11 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
 def ema(ck: Checkpoint) -> Checkpoint:
     """Return the averaged weights (EMA) that a training loop stored beside the trained weights.
 
-    For torch's ``AveragedModel``, `ema` removes the counter and the prefix ``module.``. For other
-    averaged weights, `ema` removes wrapper prefixes if the trained weights do not have them. If the
-    averaged weights are a list (``shadow_params``), `ema` gives the tensors the names of the
-    trained parameters. Raises UsageError if the file has no averaged weights.
+    For torch's ``AveragedModel``, `ema` removes the counter and the prefix ``module.``. For
+    averaged weights of other programs, `ema` removes wrapper prefixes if the trained weights do not
+    have these prefixes. If the averaged weights are a list (``shadow_params``), `ema` gives the
+    tensors the names of the trained parameters. Raises UsageError if the file has no averaged
+    weights.
     """
     ck.require_complete()
     quantized_names.refuse(ck, None, _NOT_AVERAGED)

@@ -54,12 +54,13 @@ Device: TypeAlias = Any  # a name, or a torch.device
 def remap(
     ck: Checkpoint, devices: Device | Mapping[Any, Any], *, device_values: bool = False
 ) -> Checkpoint:
-    """Change the device tags of all tensors to `devices`, or only the tags in a mapping old -> new.
+    """Change the device tags of tensors. Copy nothing to a device.
 
-    The effect is the same as that of ``map_location`` during loading. Tensors on ``meta`` stay
-    unchanged unless a mapping contains ``meta``. A warning lists the ``torch.device`` values in the
-    tree. With `device_values`, `remap` changes these values too. Raises UsageError for an invalid
-    device.
+    `devices` is the new device of all tensors, or a mapping from old to new devices. If you load
+    the output, its tensors are on the new devices, as with ``map_location``. Tensors on ``meta``
+    stay unchanged unless a mapping contains ``meta``. A warning lists the ``torch.device`` values
+    in the tree. With `device_values`, `remap` changes these values too. Raises UsageError for an
+    invalid device.
     """
     places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):

@@ -46,11 +46,11 @@ DEFAULT = "*"  # the glob whose dtype applies to all other weights
 def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     """Cast all floating-point weights, or only the weights whose names match a glob.
 
-    `dtypes` is one dtype, or a mapping from globs to dtypes. In a mapping, ``*`` is the default,
-    and any other glob overrides the default: ``{"*": "bfloat16", "*norm*": "float32"}``. The order
-    does not matter. Integer, bool, complex and quantized weights stay unchanged. Tensors that share
-    a storage still share a storage after the cast. If tensors of one storage get different dtypes,
-    they get separate storages, with a warning.
+    `dtypes` is one dtype, or a mapping from globs to dtypes. In ``{"*": "bfloat16", "*norm*":
+    "float32"}``, ``*`` is the default, and any other glob overrides the default. The order of the
+    globs does not matter. Integer, bool, complex and quantized weights stay unchanged. If tensors
+    share a storage, they also share a storage after the cast. If tensors of one storage get
+    different dtypes, the tensors get separate storages, with a warning.
 
     Raises UsageError in these cases:
 
@@ -293,9 +293,9 @@ def on(
 def compact(ck: Checkpoint) -> Checkpoint:
     """Remove the bytes of storages that no tensor uses.
 
-    Tensors that overlap or touch stay on one storage, so views and tied weights are kept. A storage
-    stays unchanged if tensors use all its bytes, or if the checkpoint contains the storage itself
-    as a value.
+    If tensors overlap or are adjacent, they stay on one storage, so views and tied weights are
+    kept. A storage stays unchanged if tensors use all its bytes, or if the checkpoint contains the
+    storage itself as a value.
     """
     uses: dict[int, _Use] = {}
     for leaf in nodes(ck.root):

@@ -260,10 +260,10 @@ def strip_prefix(
 ) -> Checkpoint:
     """Remove leading prefixes from the names of the weights.
 
-    ckptkit removes each prefix at most once from a name. Several prefixes of a name may be in any
-    order. If a prefix ends in a letter or digit, ckptkit adds a dot: ``_orig_mod`` means
-    ``_orig_mod.``. `key` lists dotted paths of dicts. If `key` is given, `strip_prefix` edits these
-    dicts instead of the weights.
+    ckptkit removes each prefix at most once from a name. If a name begins with several of the
+    prefixes, ckptkit removes them all, in any order. If a prefix ends in a letter or digit, ckptkit
+    adds a dot, so ``_orig_mod`` means ``_orig_mod.``. `key` lists dotted paths of dicts. If `key`
+    is given, `strip_prefix` edits these dicts instead of the weights.
 
     Raises CollisionError if two names become equal, and UsageError for an empty prefix.
     """
@@ -343,9 +343,10 @@ def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
 def add_prefix(
     ck: Checkpoint, prefix: str = "module.", key: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """Add `prefix` to the names of the weights, or to the keys of the dicts `key` (dotted paths).
+    """Add `prefix` to the names of the weights.
 
-    If the prefix ends in a letter or digit, ckptkit adds a dot, as in `strip_prefix`. ``_metadata``
+    If `key` is given, `add_prefix` edits the dicts at these dotted paths instead of the weights. If
+    the prefix ends in a letter or digit, ckptkit adds a dot, as in `strip_prefix`. ``_metadata``
     changes as if the model became a submodule of another module.
 
     Raises CollisionError if two names become equal, and UsageError for an empty prefix.
@@ -369,11 +370,11 @@ def rename(
     mapping: Names | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Rename weights by `mapping` (old -> new names), and the weights not in it by `substitutions`.
+    """Rename weights by a mapping from old to new names, and by regular expressions.
 
     `mapping` may also be a function that returns the new name for an old name. A substitution is a
-    regular expression and its replacement. `rename` applies the substitutions in order with
-    :func:`re.sub`.
+    regular expression and its replacement. `rename` applies `substitutions` to the names that
+    `mapping` does not contain, in order, with :func:`re.sub`.
 
     Raises UsageError for a missing name or an invalid expression. Raises CollisionError if two
     names become equal.
@@ -536,11 +537,12 @@ def select(
     drop: str | Sequence[str] = (),
     missing_ok: bool = False,
 ) -> Checkpoint:
-    """Keep only the weights whose names match a glob of `keep` (default: all), and none of `drop`.
+    """Keep only the weights whose names match a glob of `keep`, and no glob of `drop`.
 
-    ``*`` matches dots too. Entries other than the weights stay. The state of the dropped parameters
-    is also removed from optimizers. If ckptkit cannot identify the parameters of an optimizer, it
-    drops the optimizer with a warning.
+    Without `keep`, all names match. ``*`` matches dots too. Entries other than the weights stay in
+    the checkpoint. If an optimizer has state for a dropped parameter, ckptkit drops this state too.
+    If ckptkit cannot identify the parameters of an optimizer, it drops the optimizer with a
+    warning.
 
     Raises UsageError for a glob that matches nothing. With `missing_ok`, globs of `drop` may match
     nothing.

@@ -105,26 +105,27 @@ def merge(
     dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> Checkpoint:
-    """Merge models of one architecture like mergekit. Read only their headers.
+    """Merge models of one architecture with the methods of mergekit. Read only headers.
 
-    Args:
-        method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
-            ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
-        base: the base model of the fine-tuned models. For ``slerp``, the first of the two models.
-        weight: for each checkpoint a number, or a mapping from globs to numbers. The default is 1.
-        density: the fraction of the differences to keep, for methods that drop differences.
-        scale: the factor of the sum of the differences. The default is 1. For ``slerp``, the
-            fraction of the second model, by default 0.5. For ``passthrough``, a factor of all
-            weights.
-        normalize: divide by the sum of the weights. The default is that of mergekit.
-        rescale: scale the kept differences to the sum of all magnitudes.
-        layers: for ``passthrough``, ``START:STOP`` for each checkpoint. Layers may repeat.
-        dtype: the dtype of the computation. The default is the dtype of the tensors.
-        seed: the seed of the random choice of ``dare-ties`` and ``dare-linear``.
+    - `method`: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
+      ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
+    - `base`: the base model from which the models were fine-tuned. For ``slerp``, the first of the
+      two models.
+    - `weight`: the weight of each checkpoint, a number or a mapping from globs to numbers. The
+      default is 1.
+    - `density`: the fraction of the differences to keep, for methods that drop differences.
+    - `scale`: the factor of the sum of the differences. The default is 1. For ``slerp``, `scale` is
+      the fraction of the second model, by default 0.5. For ``passthrough``, `scale` is a factor of
+      all weights.
+    - `normalize`: true to divide by the sum of the weights. The default is that of mergekit.
+    - `rescale`: true to scale the kept differences to the sum of all magnitudes.
+    - `layers`: for ``passthrough``, ``START:STOP`` for each checkpoint. A layer may occur twice.
+    - `dtype`: the dtype of the computation. The default is the dtype of the tensors.
+    - `seed`: the seed of the random choice of ``dare-ties`` and ``dare-linear``.
 
-    Elements equal those of mergekit 0.1.5 within one unit in the last place. Exception:
-    ``dare-ties`` and ``dare-linear`` choose random elements, which differ from those of mergekit.
-    Raises UsageError if names or shapes differ, and for an argument that the method does not use.
+    Elements equal those of mergekit 0.1.5 within one unit in the last place. ``dare-ties`` and
+    ``dare-linear`` are exceptions, because they choose other random elements than mergekit. Raises
+    UsageError if names or shapes differ, and for an argument that the method does not use.
     """
     given = several(checkpoints)
     models = [model(each, given) for each in given]

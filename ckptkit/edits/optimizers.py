@@ -123,11 +123,12 @@ class Optimizer(NamedTuple):
 
 @edit
 def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
-    """Key the optimizer state of a checkpoint by ``names`` or by ``numbers``.
+    """Change the keys of the optimizer state to ``names`` or to ``numbers`` of parameters.
 
     If the optimizer contains names (``param_names``, torch 2.6 and later), ckptkit uses these
-    names. Otherwise, ckptkit compares the shapes of the states with the weights in order. Raises
-    UsageError unless exactly one assignment of names fits the shapes.
+    names. Otherwise, ckptkit finds the names by comparing the shapes of the optimizer states with
+    the shapes of the weights, in order. Raises UsageError unless exactly one assignment of names
+    fits.
     """
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)

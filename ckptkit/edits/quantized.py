@@ -49,7 +49,7 @@ _CONFIG = ("quantization_config", "quantization", "compression_config")
 def dequantize(
     ck: Checkpoint, dtype: DTypeLike | None = None, missing_ok: bool = False
 ) -> Checkpoint:
-    """Dequantize every quantized weight to `dtype`, bit-exactly like the library of its method.
+    """Dequantize every quantized weight to `dtype`, with the same bits as the quantization library.
 
     The default dtype is the first of these that exists:
 
@@ -58,8 +58,8 @@ def dequantize(
     - float16 for GPTQ and AWQ, bfloat16 for all other methods
 
     torch's own quantized tensors become float32. `dequantize` drops codes, scales, and tensors that
-    only quantized inference needs. Raises UsageError if no weight is quantized, unless
-    `missing_ok`. Raises UnsupportedError if ckptkit cannot dequantize a weight.
+    only quantized inference needs. Raises UsageError if no weight is quantized, unless `missing_ok`
+    is true. Raises UnsupportedError if ckptkit cannot dequantize a weight.
     """
     out_dtype = None if dtype is None else target(dtype)
     own = dequantized(ck, out_dtype or dtypes.BY_NAME["float32"])

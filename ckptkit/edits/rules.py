@@ -297,14 +297,15 @@ def apply_rules(
 ) -> Checkpoint:
     """Rename and rearrange the weights by `rules`: one line or several, each ``LEFT -> RIGHT``.
 
-    `keep` contains globs: ckptkit keeps a key that matches a glob but no rule. ``"rest"`` keeps all
-    such keys. If ckptkit cannot infer a size from the rules and shapes, it takes the size from
-    `args`, `sizes` or `config`. `config` is the configuration of the model, by default the file
-    config.json beside the checkpoint. With `reverse`, the rules are applied from right to left.
-    `keys` are the paths of dicts to edit instead of the weights. With `reports`, the ``reports`` of
-    the result describe the effect of each rule.
+    `keep` contains globs. If a key matches no rule but a glob of `keep`, the key stays unchanged.
+    With ``keep="rest"``, all keys that match no rule stay unchanged. If ckptkit cannot infer a size
+    from the rules and shapes, it takes the size from `args`, `sizes` or `config`. `config` is the
+    configuration of the model, by default the file config.json beside the checkpoint. With
+    `reverse`, ckptkit applies the rules from right to left. `keys` are the paths of dicts to edit
+    instead of the weights. With `reports`, the ``reports`` of the result describe the effect of
+    each rule.
 
-    Raises UsageError for a wrong rule. Raises TensorError if a shape does not fit a rule.
+    Raises UsageError for an invalid rule. Raises TensorError if a shape does not fit a rule.
     """
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)

@@ -56,16 +56,17 @@ def diff(
     rtol: float | None = None,
     keys: Iterable[str] = (),
 ) -> reports.Diff:
-    """Return the differences between a checkpoint and another checkpoint, or a model.
+    """Return the differences between a checkpoint and `other`: another checkpoint, or a model.
 
-    `other` is a checkpoint, a ``torch.nn.Module``, or the name of a model class:
-    ``package.module:Class`` or ``path/to/file.py:Class``. `diff` imports the class and builds the
-    model.
+    A model is a ``torch.nn.Module`` or the name of a model class, such as ``package.module:Class``
+    or ``path/to/file.py:Class``. `diff` imports the class and builds the model.
 
-    `diff` compares the elements of two checkpoints unless `values` is false. The elements must have
-    equal bytes, or differ by at most `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). For
-    a model, `diff` compares only keys and shapes. With `all`, `diff` also compares entries other
-    than the weights. `keys` are globs: `diff` compares only tensors whose name or path matches.
+    By default, `diff` compares the elements of two checkpoints. If `values` is false, `diff`
+    compares only names, dtypes and shapes. Without `atol` and `rtol`, elements are equal if their
+    bytes are equal. `atol` and `rtol` are tolerances (:func:`ckptkit.analysis.diff.compare`). For a
+    model, `diff` compares only keys and shapes. With `all`, `diff` also compares entries other than
+    the weights. If `keys` (globs) is given, `diff` compares only tensors whose name or path matches
+    a glob.
     """
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
@@ -243,7 +244,7 @@ def load_into(
     key: str | None = None,
     assign: bool = False,
 ) -> LoadReport:
-    """Copy the weights of `source` into `model`, on its devices and in its dtypes.
+    """Copy the weights of `source` into `model`. Keep the devices and dtypes of the model.
 
     `source` is a checkpoint or a loaded dict. ckptkit strips or adds prefixes (``module.``,
     ``_orig_mod.``...) so that most names match the model. For tied weights of the model, the source
@@ -251,19 +252,19 @@ def load_into(
     `load_into` passes these weights to the module.
 
     Several threads read bytes directly into contiguous parameters. torch copies all other tensors
-    in groups of about 1 GiB, or of one module if that is larger. If the model has load hooks, or
-    modules with their own loading code, torch copies all tensors at once. The complete file is then
-    in memory. If reading fails in the middle, the model stays partly filled.
+    in groups of about 1 GiB, or of one module if a module is larger. If the model has load hooks,
+    or modules with their own loading code, torch copies all tensors at once, and the complete file
+    is in memory. If `load_into` cannot read the rest of a file, the model stays partly filled.
 
     With `assign`, the tensors of the file replace the tensors of the model. The new tensors are on
     the CPU and have the dtypes of the file. Use `assign` to fill a model on the meta device.
 
     Raises ModelError in these cases:
 
-    - `strict`: a key is missing or unexpected, or a tensor has another shape.
-    - `strict`: a value does not fit the dtype of the model. Nothing is copied.
+    - With `strict`: a key is missing or unexpected, or a tensor has another shape.
+    - With `strict`: a value does not fit the dtype of the model. Nothing is copied.
     - The model is on the meta device, and `assign` is false.
-    - The file has quantized weights, and the model has floats.
+    - The file has quantized weights, and the model has float weights.
     """
     arguments.flags(strict=strict, assign=assign)
     arguments.module("model", model)

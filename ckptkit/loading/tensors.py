@@ -332,22 +332,24 @@ def load(
     whole: bool = False,
     mmap: bool = True,
 ) -> Any:
-    """Return the weights of a file, folder or Checkpoint, name -> torch tensor, like torch.load.
+    """Return the weights of a file, folder or Checkpoint as torch tensors by name, like torch.load.
 
     Tensors on the CPU are memory-mapped, as with ``torch.load(mmap=True)`` and safetensors. The
-    first use of a tensor reads its bytes from the file. Writing to a tensor changes only the
-    memory. Do not change the file while its tensors are in use. If you overwrite or truncate the
+    first use of a tensor reads its bytes from the file. If you write to a tensor, only the memory
+    changes. Do not change the file while its tensors are in use. If you overwrite or truncate the
     file, for example by ``torch.save`` to the same path, the process ends with a bus error and the
     content of the file is lost. :func:`ckptkit.save` to the same path is safe.
 
-    With ``mmap=False``, `load` reads everything into memory first. `load` also reads a tensor into
-    memory if the tensor must be computed, is not in a local file, or does not begin at an address
-    divisible by its element size. `load` does not verify checksums. `ckptkit verify` does.
+    With ``mmap=False``, `load` reads all tensors into memory. With ``mmap=True``, `load` reads a
+    tensor into memory if the tensor must be computed, is not in a local file, or does not begin at
+    an address divisible by its element size. `load` does not verify checksums. To verify checksums,
+    use `ckptkit verify`.
 
-    `map_location` accepts the same values as ``torch.load``. `key` selects the entry with the
-    weights. Tensors that share memory in the checkpoint also share memory after `load`. An
+    `map_location` accepts the same values as ``torch.load``. `key` is the path of the entry with
+    the weights. Tensors that share memory in the checkpoint also share memory after `load`. An
     OrderedDict keeps its ``_metadata``. With `whole`, `load` returns the complete tree, not only
-    the weights. In the tree, an object of any other class is a :class:`ckptkit.core.tree.Object`.
+    the weights. In this tree, a :class:`ckptkit.core.tree.Object` represents each object of an
+    unknown class.
 
     Raises UsageError if there are no weights. Raises DeviceError if this machine lacks the device.
     """

@@ -165,11 +165,11 @@ def extract_lora(
 ) -> ExtractReport:
     """Write a peft adapter to the folder `path` that approximates the difference `tuned` - `base`.
 
-    For each changed matrix, the adapter has `rank`, or the rank of the difference if that is lower.
-    For a convolution with a kernel larger than 1, `conv_rank` applies instead. The tensors of the
-    modules in `save_modules` are stored completely. Only one tensor is in memory at a time. Raises
-    UnsupportedError for a difference that no adapter can store. Raises NothingToDoError if no
-    tensor differs.
+    For each changed matrix, the rank of the adapter is `rank`, or the rank of the difference if
+    that is lower. For a convolution with a kernel larger than 1, the rank is at most `conv_rank`.
+    The adapter contains the complete tensors of the modules in `save_modules`. Only one tensor is
+    in memory at a time. Raises UnsupportedError for a difference that no adapter can store. Raises
+    NothingToDoError if no tensor differs.
     """
     save_modules = texts("save_modules", save_modules)
     if not count("rank", rank) or count("conv_rank", conv_rank) == 0:

@@ -83,16 +83,15 @@ def merge_lora(
 ) -> Checkpoint:
     """Return `base` with the weight updates of adapters added. `save` computes the values.
 
-    Args:
-        weight: a factor for the updates of each adapter. The default is 1.
-        tied: ``untie`` or ``keep``, if an adapter changes only the embedding or only the head, and
-            these are tied. ``untie`` gives the head its own matrix. ``keep`` changes both.
-        base_is: ``residual`` if the base is the residual of an initialization such as PiSSA.
-        component: the component of a pipeline whose modules are merged.
-        alpha: the alpha of the training, for files that contain no scale.
-        dtype: the dtype of the result. The base is cast to this dtype before the merge.
-        sub: substitutions for module names, each a regular expression and its replacement.
-        strict: raise an error for an unknown field in a configuration.
+    - `weight`: a factor for the updates of each adapter. The default is 1.
+    - `tied`: required if an adapter changes only the embedding or only the head, and the two are
+      tied. ``untie`` gives the head its own matrix. ``keep`` changes the embedding and the head.
+    - `base_is`: ``residual`` if the base is the residual of an initialization such as PiSSA.
+    - `component`: the component of a pipeline whose modules are merged.
+    - `alpha`: the alpha of the training, for files that contain no scale.
+    - `dtype`: the dtype of the result. ckptkit casts the base to this dtype before the merge.
+    - `sub`: substitutions for module names, each a regular expression and its replacement.
+    - `strict`: true to raise an error for an unknown field in a configuration.
 
     Raises UnsupportedError, with the name of the adapter, if ckptkit cannot merge an adapter.
     """
