@@ -65,7 +65,7 @@ class Explanation(NamedTuple):
     """
 
     type: str
-    limit: float  # of the norm of the difference, relative to the norm of the weight
+    limit: float  # maximum of (norm of the difference) / (norm of the weight)
     explained: bool
     reordered: bool = False
 

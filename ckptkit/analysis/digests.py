@@ -68,9 +68,9 @@ def sha256_each(
     """Yield the SHA-256 of the elements of each tensor, in the order of the tensors.
 
     Several threads hash tensors at the same time. For a tensor whose elements cannot be read as
-    contiguous bytes, yield None. Such tensors are on meta, sparse, have strided elements smaller
-    than a byte, or are negated with an unsigned dtype. Error messages contain the name of the
-    tensor. `sha256_each` calls `progress` with the number of hashed bytes.
+    contiguous bytes, yield None. Examples are tensors on meta, sparse tensors, and strided tensors
+    whose elements are smaller than a byte. Error messages contain the name of the tensor.
+    `sha256_each` calls `progress` with the number of hashed bytes.
     """
     for _, tensor, found in _hashed(tensors, lambda _: b""):
         progress(tensor.nbytes)

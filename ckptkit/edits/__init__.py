@@ -57,7 +57,7 @@ class Edit:
     in_convert: bool = False
     command: str = ""
     help: str = ""  # text of --help below the first line
-    examples: tuple[str, ...] = ()  # arguments of the command, one example each
+    examples: tuple[str, ...] = ()  # arguments of the command in the examples of --help
     needs: str = ""  # usage error of the command without any option
     several: str = ""  # "first" or "last", if the command accepts several SRC
     has_key: bool = False  # True if the command has the option --key

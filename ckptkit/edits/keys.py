@@ -213,8 +213,8 @@ class EditedDict:
     """A dict whose keys an edit changes.
 
     ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
-    module. ``names`` contains only the keys of weights: ``fc.weight`` for ``{"epoch": 3,
-    "fc.weight": ...}``.
+    module. ``names`` contains only the keys of weights. For example, ``names`` of ``{"epoch": 3,
+    "fc.weight": ...}`` is ``["fc.weight"]``.
     """
 
     path: Path

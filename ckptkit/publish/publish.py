@@ -377,8 +377,8 @@ def _locked(path: str) -> Iterator[None]:
 # Temporary files
 
 
-NAME_MAX = 255  # maximum bytes of a file name
-SETTLED = 3600  # seconds after the last write of a stale temporary file
+NAME_MAX = 255  # Maximum number of bytes of a file name.
+SETTLED = 3600  # Number of seconds after the last write of a stale temporary file.
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
 
