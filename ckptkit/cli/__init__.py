@@ -1,8 +1,8 @@
 """The command line. A command parses its arguments, calls the library once, and prints.
 
-The module of a command is imported when the command runs. It imports the library inside functions.
-So a command never waits for the imports of other commands. `ckptkit help exit-codes` lists the exit
-codes.
+The module of a command is imported when the command runs. Commands import the library inside
+functions. So a command never waits for the imports of other commands. `ckptkit help exit-codes`
+lists the exit codes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _add_everywhere(command: click.Command) -> None:
 
 
 class CommandLine(click.Group):
-    """The group of all commands; it prints errors and selects exit codes."""
+    """The group of all commands. It prints errors and sets the exit code."""
 
     traceback = False  # whether to print the traceback of an error
 
@@ -193,7 +193,8 @@ class CommandLine(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Run a command. If the command fails, print the error. Exit with the exit code."""
+        """Run a command. If the command fails, print the error. Exit with the exit code of the
+        command or error."""
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]

@@ -1,4 +1,4 @@
-"""ckptkit batch: run any writing command on many files."""
+"""ckptkit batch: run a command that writes on many files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _OneOfMany(requests.Request):
 
 
 class _Checked(requests.Request):
-    """A request that writes nothing and returns itself; used to check the options of a command."""
+    """A request that writes nothing and returns itself. `batch` uses it to check options."""
 
     def run(self, *_: object, **__: object) -> Any:
         return self
@@ -118,7 +118,8 @@ class _Checked(requests.Request):
 
 @dataclass(frozen=True)
 class _Work:
-    """A command with its options. Call it with SRC and DST. Workers receive it as a pickle."""
+    """A command with its options. Call the object with SRC and DST. It is picklable, because
+    workers receive a pickle."""
 
     name: str
     given: dict[str, Any]
@@ -126,7 +127,7 @@ class _Work:
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         how = {"force": force, "dry_run": dry_run}
         done: Conversion
-        with on_command_line():  # required in worker processes
+        with on_command_line():  # worker processes need this context too
             request, given = self._asked(_OneOfMany, source, destination, **how)
             done, lost = _original(self.name).run(request=request, **given)
         warnings = (*done.warnings, *requests.what_was_lost(lost))
@@ -202,7 +203,8 @@ class _Report:
         self._rows: dict[str, dict[str, Any]] = {}
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Count an outcome. Print its first warning. If it has no warning, print its first note."""
+        """Count an outcome. Print the first warning of its job. Without warnings, print the first
+        note."""
         self._states[outcome.state] += 1
         self._size += outcome.size
         if outcome.error is not None:
@@ -218,7 +220,7 @@ class _Report:
             self._rows[job.output] = _facts(job, outcome)
 
     def end(self, jobs: Sequence[Job]) -> int:
-        """Print the report; return the exit code."""
+        """Print the report and return the exit code."""
         failed = [self._failed[job.output] for job in jobs if job.output in self._failed]
         rows = (self._rows[job.output] for job in jobs)
         if self._given["as_json"]:

@@ -26,8 +26,9 @@ def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 
     Shows the tree of the file with totals and values, and the problems that prevent loading.
-    `browse` reads only headers, and the values that you ask for. It also reads files at URLs by
-    byte range. The key c quits, and prints the command that prints the contents of the screen.
+    `browse` reads only headers, and the values that you ask for. From a URL, `browse` reads only
+    the required byte ranges. The key c quits, and prints the command that prints the contents of
+    the screen.
 
     \b
     Example: ckptkit browse run.pth

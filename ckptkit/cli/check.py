@@ -53,8 +53,8 @@ def command(
 
     FILE is a checkpoint, or a folder with a checkpoint and its config.json. `check` compares
     config.json with the number of layers, experts and heads, the vocabulary size, the tied head and
-    the dtype. For diffusers models, it also compares channels and blocks. It reads only headers,
-    unless a condition is `finite` or `equal`. The exit code is 1 if tensors differ from an
+    the dtype. For diffusers models, it also compares channels and blocks. `check` reads only
+    headers, unless a condition is `finite` or `equal`. The exit code is 1 if tensors differ from an
     expectation or from config.json. It is 2 if there is nothing to compare.
 
     \b
@@ -99,7 +99,8 @@ def command(
 
 
 def _unlike(checkpoint: Checkpoint, like: str) -> str | None:
-    """Describe how names and shapes differ from --like. Return None if they are equal."""
+    """Describe how names and shapes differ from --like. Return None if names and shapes are
+    equal."""
     from ckptkit.cli.like import expected
     from ckptkit.edits.rules import UnlikeError, check_like
 

@@ -40,7 +40,8 @@ def command() -> None:
 @click.argument("delta", metavar="DELTA")
 @click.option(
     "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor: smallest delta; overwrite: can be applied twice; auto: overwrite if possible.",
+    help="xor makes the smallest delta. overwrite can be applied twice. auto is overwrite if "
+    "possible.",
 )  # fmt: skip
 @click.option(
     "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
@@ -53,7 +54,7 @@ def command() -> None:
     "Version of OLD. Default: the version recorded in its folder, or 0.",
     type=int,
 )
-@flag("--whole", "If a delta cannot store the difference, write all tensors of NEW.")
+@flag("--whole", "If a delta cannot store the difference, write all tensors of NEW to DELTA.")
 @as_json(SCHEMA)
 def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
     """Write the folder DELTA, which changes the weights of OLD into those of NEW.
@@ -121,7 +122,7 @@ command.add_command(
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @as_json(SCHEMA)
 def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
-    """Print the version of each delta, and how many bytes it changes."""
+    """Print the version of each delta, and the number of bytes that each delta changes."""
     from ckptkit.deltas import read_all
 
     found = read_all(deltas)

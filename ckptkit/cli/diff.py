@@ -79,10 +79,10 @@ def command(
 ) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
-    Compares keys, dtypes, shapes and values. The exit code is 1 if they differ. "missing" keys are
-    only in B or the model. "unexpected" keys are only in A. `diff` pairs keys that look renamed,
-    and prints the confidence of each pair. If one file is a GGUF file, `diff` applies the recipe
-    for its architecture, and ignores differences that the GGUF types explain. For a model
+    Compares keys, dtypes, shapes and values. The exit code is 1 if A and B differ. "missing" keys
+    are only in B or the model. "unexpected" keys are only in A. `diff` pairs keys that look
+    renamed, and prints the confidence of each pair. If one file is a GGUF file, `diff` applies the
+    recipe for its architecture, and ignores differences that the GGUF types explain. For a model
     (file.py:Class as B or as --model), `diff` compares only keys and shapes. It imports and runs
     the code of the model.
 
@@ -173,7 +173,10 @@ def _compare(
 
 
 def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
-    """Return a GGUF file and its original under the same names, or None for other checkpoints."""
+    """Give a GGUF file and its original the same names.
+
+    Return None unless exactly one of the checkpoints is a GGUF file.
+    """
     if (a.format == "gguf") == (b.format == "gguf"):
         return None
     from ckptkit.run.gguf_names import paired
@@ -203,7 +206,8 @@ def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
 
 
 def _pairs(found: Table) -> Iterator[str]:
-    """Yield a table of pairs of names, or two lines for each pair if the terminal is too narrow."""
+    """Yield a table of pairs of names. On a narrow terminal, yield two lines for each pair
+    instead."""
     headers = (f"{found.title} {found.headers[0]}", *found.headers[1:])
     widths = [max(map(len, column)) for column in zip(headers, *found.rows, strict=True)]
     width = render.terminal_width()

@@ -122,7 +122,7 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, name: str) -> Checkpoint:
 
         return dequantize(checkpoint, dtype or None)
     if quantized.find(checkpoint):
-        what = f"{name}: the digests are of the stored codes and scales"
+        what = f"{name}: these are digests of the stored codes and scales"
         render.note(what, "--dequantize bfloat16 digests the dequantized weights")
     return checkpoint
 

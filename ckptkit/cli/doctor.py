@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
-COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
+# color of each level, most severe level first
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 WIDEST, NARROWEST = 100, 40  # maximum and minimum number of columns of explanations
 
 
@@ -53,13 +54,13 @@ def command(
     """Explain why a checkpoint does not load, and how to fix it.
 
     Lists every cause with an explanation and the command that fixes it. --fix applies all possible
-    fixes in one pass. With --model, `doctor` also reports why the file does not fit the model.
-    `doctor` then imports and runs the code of the model.
+    fixes in one pass. With --model, `doctor` also reports why the file does not fit the model. With
+    --model, `doctor` imports and runs the code of the model.
 
     An error prevents loading. A warning prevents loading in some environments. A note is only
     information. The exit code is 1 if there is an error or a warning (see --fail-on). With --fix,
-    it is 1 if an error or a warning remains. It is 3 if a FILE is unreadable. With --json, each of
-    several files is one JSON object on its own line.
+    the exit code is 1 if an error or a warning remains. The exit code is 3 if a FILE is unreadable.
+    With --json, each of several files is one JSON object on its own line.
 
     \b
     Example: ckptkit doctor run.pth

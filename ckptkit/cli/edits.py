@@ -196,7 +196,7 @@ def _check_stripped(
     ck = ck.require_complete()
     try:
         names = list((ck.with_key(key[0]) if key else ck).required.nodes)
-    except CkptkitError:  # --key selects other dicts
+    except CkptkitError:  # --key selects dicts that contain no weights
         names = []
     found = wrappers(names)
     if not found and not prefix:

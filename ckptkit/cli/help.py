@@ -40,7 +40,7 @@ def topics() -> dict[str, str]:
 def page(topic: str) -> Iterator[str]:
     """Yield the lines of the page of `topic`, with tables in columns and indented code.
 
-    On a terminal, paragraphs and list items are wrapped to its width.
+    On a terminal, wrap paragraphs and list items to the width of the terminal.
     """
     text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
     # even parts are prose, odd parts are code
@@ -92,8 +92,10 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 class Hit(NamedTuple):
-    """A line of the manual that contains a word: the command that shows it, its heading, its
-    text."""
+    """A line of the manual that contains a word.
+
+    `shown_by` is the command that prints the page. `heading` is the heading above the line.
+    """
 
     shown_by: str
     heading: str
@@ -101,7 +103,7 @@ class Hit(NamedTuple):
 
 
 def search(word: str) -> Iterator[Hit]:
-    """Yield the lines of the manual and the options of commands that contain `word`."""
+    """Yield each line of the manual, and each option of a command, that contains `word`."""
     found = re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE).search
     for topic in topics():
         heading = ""
@@ -121,8 +123,10 @@ def search(word: str) -> Iterator[Hit]:
 
 
 def _found(word: str) -> Iterator[str]:
-    """Yield the pages that contain `word`, each with its first matching lines. Pages with most
-    matches come first."""
+    """Yield the pages that contain `word`, each with its first matching lines.
+
+    Sort pages by the number of matching lines, largest first.
+    """
     pages: dict[str, list[Hit]] = {}
     for hit in search(word):
         pages.setdefault(hit.shown_by, []).append(hit)

@@ -43,9 +43,9 @@ def command(
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
 
-    Reads only headers and runs no code. If some of several files are unreadable, `inspect` prints
-    their errors and shows the other files. For two files, it also prints which file is larger, and
-    in which entries. For a folder of checkpoints, it shows each checkpoint. Each entry of training
+    Reads only headers and runs no code. If a file is unreadable, `inspect` prints an error and
+    shows the other files. For two files, `inspect` also prints which file is larger, and in which
+    entries. For a folder of checkpoints, `inspect` shows each checkpoint. Each entry of training
     state (optimizer, scheduler, loops) is one line. --flat shows its contents. `ckptkit FILE` is
     short for `ckptkit inspect FILE`.
 

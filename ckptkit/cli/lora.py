@@ -138,7 +138,7 @@ command.add_command(
             ),
             click.Option(
                 ["--base"], metavar="BASE",
-                help="Base model. Its names show which underscores of kohya names were dots.",
+                help="Base model. Its names determine which underscores in kohya names were dots.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
@@ -157,8 +157,8 @@ command.add_command(
         help="""Convert an adapter for another program.
 
         SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. It stores
-        scales where the new layout expects them. It joins or splits the q, k and v of Flux if the
-        new layout requires it. It refuses ambiguous names.
+        scales where the new layout expects scales. It joins or splits the q, k and v of Flux if the
+        new layout requires this. `convert` refuses ambiguous names.
 
         \b
         Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
@@ -186,7 +186,7 @@ def _resize(request: Any, rank: int) -> Any:
 
 
 def _shown(report: Any, request: Any) -> Any:
-    """Print the rank and the error of each module; return the conversion for the summary."""
+    """Print the rank and the error of each module. Return the conversion for the summary."""
     done = report.conversion
     rows = [[name, str(rank), f"{error:.3g}"] for name, (rank, error) in report.modules.items()]
     if request.as_json:
@@ -220,8 +220,8 @@ command.add_command(
 
         The first SRC is TUNED, the second is BASE. DST is a folder of peft. ckptkit approximates
         the difference of each matrix with rank N, and prints the remaining error. It drops the
-        difference of vectors with a warning. It refuses tensors whose shapes differ. --save-module
-        stores the complete tensors of a module.
+        difference of vectors with a warning. `extract` refuses tensors whose shapes differ.
+        --save-module stores the complete tensors of a module.
 
         \b
         Example: ckptkit lora extract --rank 16 tuned base adapter""",

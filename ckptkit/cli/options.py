@@ -22,7 +22,7 @@ Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
 def size(text: str) -> int:
-    """Parse a size in bytes; ``5GB`` is 5 * 10**9, ``5GiB`` is 5 * 2**30."""
+    """Parse a size in bytes. ``5GB`` is 5 * 10**9, and ``5GiB`` is 5 * 2**30."""
     size = parse_size(text)
     if size is None:
         what = f"{text!r} is not a size: use 5GB, 500MB, 2GiB or a number of bytes"
@@ -154,7 +154,7 @@ def _settings(
     return tuple(found)
 
 
-# Arguments of click.Option for each `Option.kind`. They parse the value of the option.
+# Arguments of click.Option for each `Option.kind`. These arguments parse the value.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "strings": {"multiple": True},
@@ -230,7 +230,7 @@ _WRITING: Rows = (
 )  # fmt: skip
 _COMMON = ("--in-place", "--force", "--format", "--dry-run", "--json", "--help-all")
 _SECTIONS = {words.split()[0]: section for section, words, _, _ in _WRITING}
-# Options for reading folders of several ranks. --help hides them.
+# Options for reading folders of several ranks. --help hides these options.
 PARTS: Rows = (
     ("", "--parts", "YAML file that describes how the files of a folder are sharded.",
      {"metavar": "FILE"}),
@@ -258,7 +258,7 @@ HELP_ALL: Rows = (
 class Command(click.Command):
     """A command with --help-all, and with an optional dtype after --dequantize.
 
-    `check` runs before the command. It raises UsageError for parameters that contradict each other.
+    `check` runs before the command. `check` raises UsageError for contradicting parameters.
     """
 
     def __init__(self, *, check: Callable[[click.Context], None] | None = None, **given: Any):
@@ -292,7 +292,7 @@ def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParam
 
 
 def dequantize_said(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments; insert an empty dtype if no dtype follows --dequantize."""
+    """Yield the arguments. If no dtype follows --dequantize, insert an empty dtype."""
     from ckptkit.core import dtypes
 
     for each, after in zip(args, [*args[1:], ""], strict=False):

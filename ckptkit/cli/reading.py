@@ -39,12 +39,13 @@ def globs(text: str = "Select tensors whose names or paths match (repeatable).")
 
 
 def as_json(schema: str) -> Decorator:
-    """Return a decorator that adds --json; the command prints an object of this schema."""
+    """Return a decorator that adds --json. With --json, the command prints an object of
+    `schema`."""
     return flag("--json as_json", f"Print one JSON object (schema {schema}).")
 
 
 def sorting(*orders: str, text: str) -> Decorator:
-    """Return a decorator that adds --sort with these orders; the first is the default."""
+    """Return a decorator that adds --sort with these orders. The first order is the default."""
     return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
 
 

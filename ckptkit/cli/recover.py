@@ -17,17 +17,17 @@ def command(request: Request, unverified: bool) -> Any:
 
     `recover` writes verified tensors to DST, and lists each lost tensor with the reason. If the
     file has checksums (torch.save), tensors with a wrong checksum are lost. safetensors files and
-    files of torch before 1.6 have no checksums. If such a file has the wrong length, its tensors
-    may be shifted, and only --unverified writes them. If such a file has the right length,
-    `recover` cannot detect damage. If the file overwrote an older save, a warning names tensors
-    that may come from the older save.
+    files of torch before 1.6 have no checksums. If a file without checksums has the wrong length,
+    its tensors may be shifted. Only --unverified writes such tensors. If a file without checksums
+    has the right length, `recover` cannot detect damage. If the file overwrote an older save, a
+    warning names tensors that may come from the older save.
 
     \b
     Example: ckptkit recover cut.pth intact.pth
     """
     from ckptkit.api import recover
 
-    # raise an error if an edit was interrupted; `recover` would undo the edit
+    # if an edit was interrupted, raise an error, because recovery would undo the edit
     if request.options.dry_run:
         from ckptkit.formats.format import open_place
 

@@ -45,12 +45,12 @@ quiet = False  # whether --quiet is given to a command without its own --quiet
 
 
 def emit(*lines: str) -> None:
-    """Print lines on standard output. Raise OutputError if it is closed or full."""
+    """Print lines on standard output. Raise OutputError if standard output is closed or full."""
     write(f"{line}\n" for line in lines)
 
 
 def emit_text(*lines: str) -> None:
-    """Escape lines and print them. On a terminal, wrap them between words."""
+    """Escape lines and print them. On a terminal, wrap long lines between words."""
     escaped = text_lines(lines) if is_terminal(sys.stdout) else map(escape, lines)
     write(f"{line}\n" for line in escaped)
 
@@ -95,7 +95,7 @@ def note(line: str, hint: str | None = None) -> None:
 
 
 def _message(label: str, line: str, hint: str | None) -> None:
-    """Print a message with its label; do nothing if standard error is closed."""
+    """Print a message with its label. If standard error is closed, do nothing."""
     if sys.stderr is None or (quiet and label != "error"):
         return
     lines = message(label, line, None if quiet else hint)
@@ -287,7 +287,7 @@ def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
 
 
 def _distinct(names: Sequence[str], room: int) -> list[str] | None:
-    """Shorten names to `room` characters, or return None if two of them would become equal."""
+    """Shorten names to `room` characters. If two names would become equal, return None."""
     short = {name: shortened(name, room) for name in names}
     return [short[name] for name in names] if len({*short.values()}) == len(short) else None
 
@@ -373,8 +373,8 @@ def json_pieces(value: Any) -> Iterator[str]:
 class Progress:
     """Show a progress bar: ``with Progress("copying", total) as progress: progress(nbytes)``.
 
-    The bar appears on standard error. On a terminal, it appears after one second. With --progress,
-    it appears at once. A call can pass the total if it was unknown before.
+    The bar appears on standard error. On a terminal, the bar appears after one second. With
+    --progress, the bar appears at once. A call can pass a total that was unknown before.
     """
 
     def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:
@@ -398,7 +398,7 @@ class Progress:
             self.bar.set_description(title, refresh=False)
 
     def clear(self) -> None:
-        """Erase the bar before lines are printed. The next call draws it again."""
+        """Erase the bar before lines are printed. The next call draws the bar again."""
         if self.bar is not None:
             self.bar.clear()
 

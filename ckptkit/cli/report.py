@@ -21,8 +21,8 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 
 def _check(ctx: click.Context) -> None:
-    """If --output is missing, use the last argument as DST. Raise UsageError for a wrong
-    combination."""
+    """If --output is missing, use the last argument as DST. Raise UsageError for contradicting
+    options."""
     given = ctx.params
     places = [each for each in (given["file"], given["other"], given.pop("dst")) if each]
     if given["output"] is None:
@@ -98,7 +98,7 @@ def command(
     """Write a page or a picture of a checkpoint.
 
     The page (.html) shows the distribution of parameters and bytes, and a searchable and sortable
-    table of all tensors. It also shows dtypes, devices, unused storage, and the problems that
+    table of all tensors. The page also shows dtypes, devices, unused storage, and the problems that
     prevent loading. With OTHER, the page shows the differences, and how much each layer changed.
     The page is one file that works offline. By default, `report` reads only headers; with OTHER, it
     also reads the values of tensors.

@@ -13,7 +13,7 @@ from ckptkit.cli import render
 @click.option(
     "--config",
     metavar="FILE",
-    help="Configuration with the sizes of the model. Default: that of MODEL_TYPE.",
+    help="Configuration with the sizes of the model. Default: sizes of MODEL_TYPE.",
 )
 def command(source: str, model_type: str, config: str | None) -> int:
     """Write tensor rules from the conversions of a library.

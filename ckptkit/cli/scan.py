@@ -56,12 +56,12 @@ def command(
     class, function and call is allowlisted, and so is the form of its arguments and states.
     Therefore Python, torch and numpy run no callable that the file chooses.
 
-    Exit code 1: a pickle would run code, or ckptkit cannot judge a pickle, or a pickle needs
-    classes that are not allowlisted and run their own code ("needs these classes"). --trust accepts
-    classes by name. With --strict, files that torch.load(weights_only=True) refuses also count.
+    Exit code 1: a pickle would run code, ckptkit cannot judge a pickle, or a pickle "needs these
+    classes". Such classes are not allowlisted and run their own code. --trust accepts classes by
+    name. With --strict, files that torch.load(weights_only=True) refuses also count.
 
-    The tests of ckptkit compare it with the unpicklers of CPython, and load composed pickles. They
-    do not prove how accepted values affect the C++ code of torch.
+    The tests of ckptkit compare `scan` with the unpicklers of CPython, and load generated pickles.
+    The tests do not prove how accepted values affect the C++ code of torch.
 
     \b
     Example: ckptkit scan run.pth

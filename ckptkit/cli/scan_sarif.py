@@ -29,8 +29,8 @@ RULES = {
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
-    """Return the log. Its results are iterators: they are written during the scan, unreadable files
-    at the end."""
+    """Return the log. The log contains iterators, so results are written during the scan.
+    Unreadable files are written at the end."""
     failures: list[dict[str, Any]] = []
     rules = [
         {

@@ -15,7 +15,7 @@ SHOWN = 8  # maximum number of printed calls of a pickle, and of printed reasons
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:
-    """Yield the escaped lines of a verdict; the first is colored."""
+    """Yield the escaped lines of a verdict. The first line is colored."""
     for number, line in enumerate(map(escape, lines(result))):
         colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
         fitting = wrapped(line, whole=number == 0)

@@ -141,7 +141,7 @@ def command(
 
     SLICE selects elements as in Python: '[0, :, 3:7]'. `show` reads only the bytes of the slice,
     also from a URL. If the slice has more than a million elements, the statistics cover only the
-    printed values. With --stats, they cover the whole slice.
+    printed values. With --stats, the statistics cover the complete slice.
 
     \b
     Example: ckptkit show run.pth conv1.weight
@@ -197,7 +197,7 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield the number of NaN and infinities, and the positions of the first of them."""
+    """Yield a line with the number of NaN and infinities, and a line for each of the first ones."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)
@@ -268,7 +268,7 @@ def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -
 
 
 def _counted(shown: Shown, counted: bool) -> tuple[Tally, bool]:
-    """Return the statistics, and whether they cover the whole slice or only the printed cells."""
+    """Return the statistics, and whether the statistics cover the complete slice."""
     from ckptkit.analysis.slices import select
     from ckptkit.compute import tallies, workers
 
@@ -313,7 +313,8 @@ def _facts(shown: Shown) -> dict[str, Any]:
     from ckptkit.compute import tallies
 
     def plain(value: Any) -> Any:
-        """Return nested lists of JSON numbers; a complex number is a list [real, imaginary]."""
+        """Return nested lists of JSON numbers. A complex number becomes a list [real,
+        imaginary]."""
         if isinstance(value, list):
             return [plain(each) for each in value]
         if isinstance(value, complex):

@@ -55,7 +55,7 @@ def command(
     """Show statistics of tensor values, per tensor or per group.
 
     Prints mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram.
-    `stats` counts NaN and infinities, and ignores them in all other statistics. It reads every
+    `stats` counts NaN and infinities, and ignores them in all other statistics. `stats` reads every
     tensor once, without torch. With --json, each of several files is one JSON object on its own
     line.
 

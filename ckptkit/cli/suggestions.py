@@ -97,7 +97,7 @@ Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected 
 
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
-    """If there is a better hint for an error, set it. `words` are the arguments of ``ckptkit``."""
+    """Set a better hint for an error, if possible. `words` are the arguments of ``ckptkit``."""
     line = Line(main, [*words])
     hint = None
     if isinstance(error, click.UsageError):
@@ -129,7 +129,7 @@ class Line:
         return f"`{shell_command(('ckptkit', *self.words))}`"
 
     def replaced(self, old: str, *new: str) -> Line | None:
-        """Return the line with `new` instead of the word `old`; None if the line lacks `old`."""
+        """Replace the word `old` by `new`. Return None if the line does not contain `old`."""
         if old not in self.words:
             return None
         at = self.words.index(old)

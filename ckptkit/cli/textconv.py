@@ -1,8 +1,8 @@
 """Format a checkpoint for `git diff`: one line for each tensor, value and object.
 
 The lines contain no path and no totals. So one change in the file changes one line of the diff. git
-passes a temporary file, and stops if the command fails. Therefore, an unreadable file is formatted
-too: as its error and its digest.
+passes a temporary file, and stops if the command fails. Therefore, the lines of an unreadable file
+contain its error and its digest.
 """
 
 from __future__ import annotations

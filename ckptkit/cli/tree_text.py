@@ -1,6 +1,6 @@
 """Print the tree of `inspect --tree`: all values, with bars for the parameters.
 
-Names are split at their dots.
+The tree splits names at dots.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tree(
         bar = SHORT_BAR if width >= MEDIUM else 0
     others = (
         bar + digits + 12 if bar else digits + 10
-    )  # characters of a line in addition to its label
+    )  # number of characters of a line in addition to its label
     room = ALIGNED if width is None else max(NARROWEST, width - others - 1)
     room = min(max((len(line) for entry, line in rows if entry.parameters), default=0), room)
     bars = horizontal_bars([total, *(entry.parameters for entry, _ in rows)], bar)

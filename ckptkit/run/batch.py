@@ -1,4 +1,4 @@
-"""Run one command on many files: find the jobs, skip the finished ones, run the others.
+"""Run one command on many files: find the jobs, skip finished jobs, and run all other jobs.
 
 An input is a file, a checkpoint folder or a match of a pattern, local or remote. Each output is
 written atomically. A manifest in the output folder lists the finished jobs, and the next batch
@@ -67,9 +67,9 @@ class Input:
     """A file or folder to read. `mark` is None if the file does not exist; reading the file then
     fails.
 
-    `name` is the name of the output relative to the output folder, with slashes. It is the path of
-    the input below the fixed part of the pattern (``runs`` in ``runs/**/*.pth``). Without a
-    pattern, it is the file name of the input.
+    `name` is the name of the output relative to the output folder, with slashes. The name is the
+    path of the input below the fixed part of the pattern (``runs`` in ``runs/**/*.pth``). Without a
+    pattern, the name is the file name of the input.
     """
 
     path: str  # absolute, or a URL
@@ -95,7 +95,7 @@ class Job:
 class Work(Protocol):
     """A callable that writes `destination` from `source`. With `dry_run`, it only plans the output.
 
-    Workers receive it as a pickle.
+    Workers receive the callable as a pickle.
     """
 
     def __call__(
@@ -104,8 +104,8 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job for a worker. `force` allows the job to replace the output; `dry_run` only plans the
-    job."""
+    """A job for a worker. With `force`, the job may replace the output. With `dry_run`, the job is
+    only planned."""
 
     source: str
     destination: str
@@ -273,9 +273,9 @@ def plan(
     """Return the jobs for `inputs`.
 
     `recipe` is JSON data with all settings that the outputs depend on. `format` is the format of
-    all outputs; None selects it by input. With `shards`, each output is a folder of shards. Raises
-    UsageError for an unknown format. Also raises UsageError if two outputs have the same path, or
-    if one output is a parent folder of another output.
+    all outputs. If `format` is None, each input determines a format. With `shards`, each output is
+    a folder of shards. Raises UsageError for an unknown format. Also raises UsageError if two
+    outputs have the same path, or if one output is a parent folder of another output.
     """
     given = formats.for_writing("", format, shards=shards) if format is not None else None
     jobs = []
@@ -329,8 +329,8 @@ def run(
     """Run `jobs`, and write outputs to the folder or URL `into`. Yield outcomes in any order.
 
     `work` runs in this process or in the workers of `pool`. Closing this generator early stops the
-    workers. A job may replace an unchanged output of an earlier batch. It may replace other files
-    only with `force`. With `dry_run`, `work` only plans each job and writes nothing. A failed job
+    workers. A job may replace an unchanged output of an earlier batch. With `force`, a job may
+    replace any file. With `dry_run`, `work` only plans each job and writes nothing. A failed job
     yields an outcome too. Raises UsageError if another batch writes to `into`. Raises OutputError
     if the manifest cannot be written, or if workers keep dying.
     """
@@ -433,8 +433,8 @@ def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) 
 
 
 def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
-    """Yield groups of jobs; a worker runs each group in one call. Small jobs are grouped
-    together."""
+    """Yield groups of jobs. A worker runs each group in one call. A group contains many small
+    jobs."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
     group: list[_Item] = []
     size = 0
@@ -452,7 +452,7 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
 
 
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
-    """Run `tasks` in order; continue after failures.
+    """Run `tasks` in order. Continue after failures.
 
     Raises OutputError if `version` (of the caller) is not the version of this worker.
     """
@@ -505,13 +505,14 @@ def _done(work: Work, task: Task) -> Outcome:
 
 
 def _made(work: Work, task: Task) -> Conversion:
-    """Run the job; create the output folder if it is missing."""
+    """Run the job. Create the output folder if the folder is missing."""
     _for_folder(task, partial(os.makedirs, exist_ok=True))
     return work(task.source, task.destination, force=task.force, dry_run=False)
 
 
 def _planned(work: Work, task: Task) -> Conversion:
-    """Plan the job. If the output folder is missing, plan it in the nearest existing parent."""
+    """Plan the job. If the output folder is missing, plan the output in the nearest existing
+    parent."""
     _for_folder(task, check_folder)
     folder, name = os.path.split(task.destination)
     if is_url(folder) or os.path.isdir(folder):
@@ -545,7 +546,7 @@ def _beside(path: str) -> str:
 
 
 def same(plan: Plan, destination: str) -> bool:
-    """Return whether the bytes at `destination` equal what `plan` would write."""
+    """Return whether the bytes at `destination` equal the bytes that `plan` would write."""
     place = open_unchecked(destination)
     if isinstance(place, Folder) != plan.is_folder:
         return False
@@ -716,7 +717,9 @@ def _lock(fd: int, path: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        where, hint = os.path.dirname(path), "wait for it, or use another --into"
-        raise UsageError("another batch is writing to it", where=where, hint=hint) from error
+        where, hint = os.path.dirname(path), "wait for the other batch, or use another --into"
+        raise UsageError(
+            "another batch is writing to this folder", where=where, hint=hint
+        ) from error
     except OSError:  # a file system without locks
         pass

@@ -87,7 +87,7 @@ class Paired(NamedTuple):
 
 
 def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
-    """Return a GGUF file and its original under the same names.
+    """Give the tensors of a GGUF file and its original the same names.
 
     Return None if the files already have common names, or if no recipe fits the GGUF file.
     """
@@ -121,7 +121,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
             weights[each] = _cut(tensor, first, made.weights[each].shape)
         if weights[each] is not tensor:
             rows = tensor.shape[0] - weights[each].shape[0]
-            left.append(f"{rows:,} rows of {each} (llama.cpp drops them)")
+            left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
     return Paired(made.weights, weights, original.name, origins, tuple(left), swapped)
 
 
@@ -294,7 +294,7 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
             raise UnsupportedError(
                 "is big-endian; ckptkit writes only little-endian GGUF files",
                 where=skeleton.name,
-                hint="copy it, and run `gguf-convert-endian COPY little` of the package gguf; "
+                hint="copy the file, run `gguf-convert-endian COPY little` of the package gguf; "
                 "after filling the copy, convert the result back with `big`",
             )
         if extent.length:

@@ -57,17 +57,17 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
 
 
 class Pool(Executor):
-    """An executor with a number of workers, whose running calls can be stopped."""
+    """An executor that has a number of workers and can stop running calls."""
 
     def workers(self) -> int:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Stop the running calls; each first removes the output that it is writing."""
+        """Stop the running calls. Each call first removes its incomplete output."""
 
 
 class Processes(Pool):
-    """Worker processes, each in its own pool: if a process dies, only its own calls are lost."""
+    """Worker processes, each in its own pool. If a process dies, only its own calls are lost."""
 
     def __init__(self, count: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(count)]

@@ -326,7 +326,7 @@ class TestSkipping:
         pytest.importorskip("fcntl")
         with (
             batch.manifest(str(into)),
-            pytest.raises(UsageError, match="another batch is writing to it"),
+            pytest.raises(UsageError, match="another batch is writing to this folder"),
         ):
             run_all(strip, jobs_of(runs[0], into), into)
         assert states(run_all(strip, jobs_of(runs[0], into), into)) == {"done": 1}

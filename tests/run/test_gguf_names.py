@@ -205,7 +205,7 @@ def test_rows_that_the_file_lacks(
     for sides in ((source, hf), (hf, source)):
         done = command("diff", *sides)
         assert done.exit_code == 0, done.stdout
-        assert f"3 rows of {embed} (llama.cpp drops them)" in " ".join(done.stdout.split())
+        assert f"3 rows of {embed} (dropped by llama.cpp)" in " ".join(done.stdout.split())
     done = command("convert", hf, tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr
     assert "dropped rows that the GGUF file does not have: 'token_embd.weight'" in done.stdout
@@ -234,7 +234,7 @@ def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:  
     done = command("diff", source, written(tmp_path, state))
     assert done.exit_code == 0, done.stdout
     said = " ".join(done.stdout.split())
-    assert f"2 rows of {positions} (llama.cpp drops them)" in said
+    assert f"2 rows of {positions} (dropped by llama.cpp)" in said
     assert "pooler.dense.bias (llama.cpp does not convert it)" in said
     done = command("convert", tmp_path / "hf", tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr

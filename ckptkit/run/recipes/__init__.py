@@ -95,7 +95,8 @@ def names() -> list[str]:
 def load(name: str, options: RuleOptions | None = None) -> Recipe:
     """Load the built-in recipe `name`, or the recipe in the file `name`.
 
-    `options` are the options of its rules: sizes, configuration, direction. Raises UsageError.
+    `options` contains the sizes, the configuration and the direction for its rules. Raises
+    UsageError.
     """
     options = options or RuleOptions()
     if name in names():
@@ -187,7 +188,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
 
 
 class _WrongError(ValueError):
-    """A recipe is malformed; the message tells where."""
+    """A recipe is malformed. The message names the wrong part."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -305,7 +306,7 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Return sizes by word. Raises _WrongError for an invalid word or size."""
+    """Map names of sizes to sizes. Raises _WrongError for an invalid word or size."""
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
     for word, size in given.items():
@@ -548,7 +549,7 @@ CHECKS = frozenset({"expect"})  # a reversed recipe skips checks of the target l
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
-    """Return the steps that undo the given ones, and a note about steps that are not undone.
+    """Return the steps that undo `steps`, and a note about steps that are not undone.
 
     Raises UsageError for a step that cannot be undone.
     """
@@ -564,7 +565,7 @@ def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str
 
 
 def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
-    """Return the step that undoes `step`; None if it needs no undoing."""
+    """Return the step that undoes `step`, or None if `step` needs no undoing."""
     word, given = step.word, step.given
     opposite = {"add": "strip", "wrap": "extract", "tie": "untie", "untie": "tie"}
     if word == "rules":

@@ -43,14 +43,15 @@ ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
 
 def architecture(checkpoint: Checkpoint) -> str | None:
-    """Return ``general.architecture`` of a GGUF file; None if it is missing."""
+    """Return ``general.architecture`` of a GGUF file, or None if the key is missing."""
     root = checkpoint.root
     found = root.get(ARCHITECTURE) if isinstance(root, dict) else None
     return found if isinstance(found, str) else None
 
 
 def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
-    """Return the recipe for a GGUF file, one of `known`. Raises UnsupportedError if none fits."""
+    """Return the recipe for a GGUF file, one of `known`. Raises UnsupportedError if no recipe
+    fits."""
     found = architecture(checkpoint)
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     kind = root.get("general.type", "model")
@@ -100,7 +101,7 @@ def refuse_unread(checkpoint: Checkpoint) -> None:
 
 
 def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a GGUF checkpoint in which gates of shared experts are [1, n], as in new files."""
+    """Reshape the gates of shared experts in a GGUF checkpoint to [1, n], as in new files."""
     swap: dict[int, Node] = {
         id(tensor): replace(tensor, shape=(1, *tensor.shape), stride=(tensor.shape[0], 1))
         for name, tensor in checkpoint.weights.items()
@@ -115,8 +116,8 @@ def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
 class GgufModel(NamedTuple):
     """The name of an architecture in transformers, and the fields of its configuration.
 
-    ``fields`` maps metadata keys to fields, in addition to `_FIELDS`; "" removes a key of
-    `_FIELDS`. ``fixed`` are values that all models of the architecture have.
+    ``fields`` maps metadata keys to fields, in addition to `_FIELDS`. The field "" removes a key of
+    `_FIELDS`. ``fixed`` contains fields with the same value in all models of the architecture.
     """
 
     model_type: str
@@ -259,7 +260,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
 
 
 def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
-    """Return a number of the metadata. Raises UnsupportedError for other values."""
+    """Return a number from the metadata. Raises UnsupportedError for other values."""
     if isinstance(value, (bool, int)):
         return value
     if isinstance(value, float) and abs(value) < _LARGEST:
