@@ -61,7 +61,7 @@ WHOLE = ("always", "asked")
 
 
 def match(probe: Probe) -> Format | None:
-    """Return the format that recognizes a file or folder; None if no format recognizes it.
+    """Return the format that recognizes a file or folder. Return None if no format recognizes it.
 
     Raises UsageError if the option `parts` is set and the probe is a file. Raises CorruptError if a
     container that several formats share, such as a zip file, is damaged.
@@ -147,7 +147,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 TRIED = 64 << 20
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves the rest, which may be garbage",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves tensors that may be garbage",
 }
 
 
@@ -172,7 +172,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
-    """Return the result of `recover` for a damaged file; None if no tensor can be recovered."""
+    """Return the result of `recover` for a damaged file, or None if every tensor is lost."""
     try:
         found = recover(place, unverified=unverified)
         format = for_writing(place.name, keep=found.checkpoint.format)
@@ -235,8 +235,8 @@ def for_writing(
 ) -> Format:
     """Choose the format of the output `path`.
 
-    If `name` is given, use the format called `name`. Otherwise use the format of the suffix of
-    `path`. If no format has this suffix, use the format called `keep`, which is the input's.
+    If `name` is given, use the format called `name`. If `name` is None, use the format of the
+    suffix of `path`. If the suffix belongs to no format, use the input's format, called `keep`.
 
     If `shards` is true, the format must write a folder of shards (by default safetensors). Raises
     UsageError if ckptkit cannot write the format.
@@ -263,7 +263,7 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
     return UsageError(
         "the suffix does not name a format",
         where=shown_url(os.fspath(path)),
-        hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} accepts any name; "
+        hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} accepts any suffix; "
         f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} writes a folder",
     )
 

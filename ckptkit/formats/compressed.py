@@ -90,7 +90,7 @@ def _inside(probe: Probe) -> ByteSource:
 
 
 def _member(archive: ByteSource) -> ByteSource:
-    """Return the only checkpoint in a tar file. `folder.best` chooses it, as in a folder."""
+    """Return the only checkpoint in a tar file, chosen by `folder.best` as in a folder."""
     files = {
         name: each.data
         for name, each in read_members(archive, here=True).items()
@@ -148,7 +148,7 @@ class _Zstd:
     """A zstandard decompressor with the interface of zlib's decompressor.
 
     The library zstandard does not limit the size of its output. Therefore `decompress` passes at
-    most 2 KiB of input to the library at once. These bytes decompress to at most 64 MiB.
+    most 2 KiB of input to the library at once. 2 KiB of input decompress to at most 64 MiB.
     """
 
     _STEP = 2 << 10
@@ -243,7 +243,7 @@ def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitEr
 
 
 class Spool(LocalFile):
-    """An unnamed temporary file of decompressed bytes. It disappears when the process ends.
+    """An unnamed temporary file of decompressed bytes, which disappears when the process ends.
 
     On Linux, worker processes reopen this file through ``/proc/PID/fd`` of their parent process.
     """
@@ -264,9 +264,9 @@ class Spool(LocalFile):
 def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, CkptkitError | None]:
     """Decompress at most `most` bytes of a source.
 
-    If the decompressed size is at most `IN_MEMORY`, the bytes stay in memory. Otherwise they go to
-    a temporary file. Return the decompressed source, and the error that stopped decompression or
-    None. Raises InputError if the folder of temporary files (``TMPDIR``) is full.
+    If the decompressed size exceeds `IN_MEMORY`, the bytes go to a temporary file, else to memory.
+    Return the decompressed source, and the error that stopped decompression (or None). Raises
+    InputError if the folder of temporary files (``TMPDIR``) is full.
     """
     import tempfile  # imported only for compressed files
 

@@ -10,8 +10,8 @@ a separate ``__<rank>.metadata`` instead. HuggingFaceStorageWriter writes no met
 ``.metadata.tmp``.
 
 torch flattens a nested state_dict before saving. `read` restores the nesting. Like torch's
-`dcp_to_torch_save`, `read` returns dicts, lists, and CPU tensors assembled from their chunks. It
-returns all other values as saved.
+`dcp_to_torch_save`, `read` returns dicts, lists, and CPU tensors assembled from their chunks. All
+other values are returned as saved.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ def matches(probe: Probe) -> bool:
 # archive of one value or one chunk of a tensor. The values come first. Offsets inside an archive
 # count from the first byte of the archive.
 #
-# If torch saves in safetensors format, the values are followed by one safetensors file. This file
-# contains all tensors, by their names in the state_dict. For each tensor, `.metadata` contains the
-# offset of the safetensors file. The header of the safetensors file contains the offset of the
-# tensor's bytes. Its ``__metadata__`` contains the position of each chunk in its tensor, as JSON:
-# {name: {"saved_offsets": [...]}}. (torch/distributed/checkpoint/filesystem.py, `_write_item`)
+# If torch saves in safetensors format, one safetensors file follows the values. The safetensors
+# file contains all tensors, by their names in the state_dict. For each tensor, `.metadata` contains
+# the offset of the safetensors file. The header of the safetensors file contains the offset of the
+# tensor's bytes. The ``__metadata__`` of the safetensors file contains the position of each chunk
+# in its tensor, as JSON: {name: {"saved_offsets": [...]}}.
+# (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 #
 # HuggingFaceStorageWriter writes only such safetensors files, with flat names. The files do not
 # store the shape of a complete tensor. ckptkit computes the shape from the end of the last chunk.
@@ -335,8 +336,8 @@ def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Sha
 def read(probe: Probe) -> Checkpoint:
     """Read the metadata of all tensors in a DCP folder, and all values that are not tensors.
 
-    The header of a chunk is read when the bytes of the chunk are needed. It is then compared with
-    the metadata.
+    The header of a chunk is read, and compared with the metadata, when the bytes of the chunk are
+    needed.
     """
     folder = _folder_of(probe)
     names = frozenset(folder.list())
@@ -379,8 +380,8 @@ def read(probe: Probe) -> Checkpoint:
     unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
     if unused:
         warnings.append(
-            f"the metadata does not refer to {len(unused):,} data files. They are empty or from "
-            f"other saves: {some(unused)}"
+            f"the metadata does not refer to {len(unused):,} data files, which may be from other "
+            f"saves: {some(unused)}"
         )
     if any(name.endswith(".metadata.tmp") for name in names):
         warnings.append("a later save was interrupted and may have overwritten some of the data")
@@ -491,12 +492,9 @@ VERSION = "1.0.0"
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder with the whole nested tree.
 
-    Raises:
-
-    - CollisionError if two entries have the same flat name (keys joined by dots).
-    - UsageError if the root is not a dict and has no weights.
-    - UnsupportedError if a tensor is only one rank's shard.
-    - The errors of the pickle writer.
+    Raises CollisionError if two entries have the same flat name (keys joined by dots). Raises
+    UsageError if the root is not a dict and has no weights. Raises UnsupportedError if a tensor is
+    only one rank's shard. Also raises the errors of the pickle writer.
     """
     root, notes = checkpoint.root, list[str]()
     if not isinstance(root, dict):
@@ -642,7 +640,7 @@ def matches_shard(probe: Probe) -> bool:
 def read_shard(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError. Its hint is the command that converts the whole folder."""
     part = part_of(probe)
-    missing = "" if part.folder else "; its folder has no .metadata to locate them"
+    missing = "" if part.folder else "; its folder has no .metadata with the offsets of tensors"
     raise part.refusal(f"its tensors cannot be read alone{missing}")
 
 

@@ -14,9 +14,9 @@
                                   strides (a tuple or None).
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
-The pickle creates objects with ``__new__`` and sets the state of each object. The state is a dict.
-It may omit attributes that are None. The offset of a MetadataIndex is the position of a chunk in
-its tensor. For a value that is not a tensor, the offset is None.
+The pickle creates objects with ``__new__`` and sets the state of each object. The state is a dict
+that may omit attributes whose value is None. The offset of a MetadataIndex is the position of a
+chunk in its tensor. For a value that is not a tensor, the offset is None.
 (torch/distributed/checkpoint/metadata.py, filesystem.py)
 """
 
@@ -164,9 +164,9 @@ def read_metadata(source: ByteSource) -> DcpIndex:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Raise UnsafeGlobalError for unknown names of Python and torch. Return a warning about others.
+    """Raise UnsafeGlobalError for a name of Python or torch that is not allowlisted.
 
-    The warning lists the classes of other packages.
+    Return a warning that lists the classes of other packages.
     """
     unknown = []
     for name in names:
@@ -346,7 +346,7 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
 
 
 def covered(described: DcpIndex) -> DcpIndex:
-    """Check that the chunks of each tensor cover it. Return the index, with chunks by offset.
+    """Check that chunks cover every tensor. Return the index with sorted chunks.
 
     Raises CorruptError if chunks overlap or leave a gap.
     """
@@ -365,9 +365,10 @@ def covered(described: DcpIndex) -> DcpIndex:
 
 # Flattening of nested state_dicts, and its inverse, as in torch
 #
-# torch flattens dicts. It flattens a list if the list, or a list nested in it, contains a tensor or
-# a dict. Any other value is one entry. A path consists of strings (dict keys) and integers (list
-# indices). The flat name is the path joined by dots. Empty dicts are dropped.
+# torch flattens every dict. torch flattens a list if the list, or a list nested in the list,
+# contains a tensor or a dict. Any other value becomes one entry. torch drops empty dicts. The path
+# of an entry consists of strings (dict keys) and integers (list indices). The flat name of an entry
+# is its path joined by dots.
 # (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 #
 # torch saves the parameter numbers in the state of an optimizer as strings. If ``param_groups``
@@ -457,9 +458,9 @@ def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
 class Flat:
     """A flattened tree: entries and their paths by flat name, and the losses of flattening.
 
-    - ``empty`` contains the paths of empty dicts. torch drops empty dicts.
-    - ``stringified`` contains the paths of keys that became strings.
-    - ``attributes`` contains the paths of state_dicts with attributes such as ``_metadata``.
+    * ``empty`` contains the paths of empty dicts. torch drops empty dicts.
+    * ``stringified`` contains the paths of keys that became strings.
+    * ``attributes`` contains the paths of state_dicts with attributes such as ``_metadata``.
 
     Raises CollisionError if two entries have the same flat name. Raises LimitError if the tree
     contains itself.

@@ -96,7 +96,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
 
 
 def _tracked(probe: Probe) -> Folder:
-    """Return the folder of the latest save, or the only checkpoint folder inside it."""
+    """Return the folder of the latest save, or the only checkpoint folder inside that folder."""
     source = probe.folder.open(TRACKER)
     word = source.read(0, min(source.size, 64)).decode("utf-8", "replace").strip()
     there = probe.folder.folders()

@@ -150,19 +150,19 @@ class Format:
     field, never the name of the format.
 
     ``matches`` returns whether a file has this format.
-    ``read`` reads a file that matched. It reuses the headers that the probe has parsed.
+    ``read`` reads a file that matched, and reuses the headers that the probe has parsed.
     ``layout`` plans the output and writes nothing.
-    ``readable`` is False if ckptkit recognizes the format but cannot read it. Then `read` raises an
-    error with a hint.
-    ``pickles`` yields the pickles for `scan`. It returns None if the file has another format.
+    ``readable`` is False if ckptkit recognizes the format but cannot read it. If ``readable`` is
+    False, `read` raises an error with a hint.
+    ``pickles`` yields the pickles for `scan`, or returns None if the file has another format.
     ``recover`` returns the intact tensors of a damaged file, or None if the file has another
     format. If the second argument is True, the result includes tensors that cannot be verified.
-    ``recoverable`` reads headers only. It returns the command that may recover tensors:
-    `RECOVER`, `UNVERIFIED` or "".
-    ``check`` reads headers only. It yields each byte range that has a checksum, and each defect.
+    ``recoverable`` reads headers only, and returns the command that may recover tensors
+    (`RECOVER`, `UNVERIFIED` or "").
+    ``check`` reads headers only, and yields each byte range that has a checksum, and each defect.
     For a defective file, `read` raises the first defect.
-    ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. It
-    writes nothing. `patch` and `layout` return the same notes.
+    ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. `patch`
+    and `layout` return equal notes for equal checkpoints.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Format:
     # suffixes gets this format.
     suffixes: tuple[str, ...] = ()
     is_folder: bool = False
-    loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
+    loaded_by_torch: bool = False  # torch.load or torch.jit.load reads files of this format
     layout: Callable[[Checkpoint, Options], Plan] | None = None
     readable: bool = True
     # The format is recognized from the list of files in a folder. Web servers do not list files.
@@ -189,7 +189,7 @@ class Format:
     # Name of the format of an edited copy, if this format has no `layout`.
     rewrite_as: str | None = None
     distributed: bool = False  # several ranks wrote the files
-    chooses: bool = False  # `read` reads one checkpoint inside the file, which has its own format
+    chooses: bool = False  # `read` reads a checkpoint of another format inside the file or folder
     # Description in a diagnosis, if torch.load rejects the file or needs an argument.
     noun: str = ""
     unwritten: str = ""  # if `layout` is None: the program that writes this format

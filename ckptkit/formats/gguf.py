@@ -18,9 +18,8 @@ the number of tensors in all files.
 
 `read` returns a tree with an entry for each metadata key. The tensors are in the entry ``tensors``.
 Arrays are read when they are accessed. ComfyUI-GGUF reshapes tensors to rows of 256 elements, so
-that each row consists of complete blocks. It stores the original shape as
-``comfy.gguf.orig_shape.NAME``. Sources: ggml's docs/gguf.md and gguf.cpp; candle (version 1);
-ComfyUI-GGUF.
+that each row consists of complete blocks. The metadata key ``comfy.gguf.orig_shape.NAME`` contains
+the original shape. Sources: ggml's docs/gguf.md and gguf.cpp, candle (version 1), ComfyUI-GGUF.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ _ROWS = 8  # maximum number of dimensions of a tensor; llama.cpp allows 4, Comfy
 _FIRST = 8  # number of leading values to keep of each array
 _WINDOW = 1 << 20  # number of bytes to read at once
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
-_AGAIN = "the file is cut: download or copy it again"
-_ALONE = "--part-only takes this file alone"
+_AGAIN = "the file is truncated: download or copy it again"
+_ALONE = "--part-only reads this file alone"
 
 
 class TensorInfo(NamedTuple):
@@ -465,7 +464,7 @@ def _files(
         else:
             raise CorruptError(
                 f"the model has {count} files, but {other} is missing",
-                where=first.source.name, hint=f"copy it from the source of the rest; {_ALONE}",
+                where=first.source.name, hint=f"copy the missing file; {_ALONE}",
             )  # fmt: skip
         for key, expected in (("split.no", number - 1), ("split.count", count)):
             value = header.values.get(key)

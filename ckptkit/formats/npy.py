@@ -2,15 +2,18 @@
 
     93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | elements
 
+This is an example of a header:
+
     {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 
 The header is a Python dict literal, encoded in Latin-1 (in version 3 in UTF-8). ckptkit parses the
 header and does not evaluate it. The header must contain these three entries once, in any order.
 ``descr`` contains byte order, kind and size of an element. For a structured array, ``descr`` is a
-list of fields. The elements of an object array are one pickle. Source: numpy/lib/_format_impl.py.
+list of fields. An object array stores all its elements in one pickle. Source:
+numpy/lib/_format_impl.py.
 
 ckptkit reads an array of numbers or booleans as a tensor, an array of one string as a string, and
-an object array as its unpickled value. It refuses all other arrays.
+an object array as its unpickled value. ckptkit refuses all other arrays.
 
 The archive is a zip file of members called ``<name>.npy``, stored or deflated. Source: numpy.savez,
 numpy.savez_compressed. Unlike torch, numpy distinguishes names that differ only in case. ckptkit
@@ -393,7 +396,7 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
 
 
 def _is_member_name(name: str) -> bool:
-    """Return whether all zip readers interpret a name as one and the same relative path."""
+    """Return whether all zip readers interpret a name as the same relative path."""
     if not is_utf8(name) or len(name.encode()) > _NAME_BYTES or _CONTROL.search(name):
         return False
     return not ("\\" in name or name.startswith("/") or ".." in name.split("/"))

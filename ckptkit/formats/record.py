@@ -1,4 +1,4 @@
-"""Store values that a safetensors header cannot express in ``__metadata__``, and restore them.
+"""Store values in ``__metadata__`` if a safetensors header cannot express them, and restore them.
 
 A tie records that two names share one tensor. Ties follow the convention of the Hugging Face hub:
 ``metadata[dropped name] = kept name`` (safetensors.torch.save_model). A file of another program may

@@ -262,5 +262,5 @@ def _doubt(place: Range, shifted: str, zeros: int) -> str:
     if end > source.size:
         return f"the file is truncated: {end - source.size:,} bytes are missing"
     if place.length and not shifted and end > zeros:
-        return f"the file ends in {source.size - zeros:,} zeros; it was not written to its end"
+        return f"the file ends in {source.size - zeros:,} zeros; the save may be incomplete"
     return shifted if place.length else ""

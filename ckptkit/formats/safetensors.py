@@ -13,18 +13,19 @@ https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
 Unlike the library, ckptkit refuses:
 
-- repeated names and unknown fields
-- more than 64 dimensions
-- a size of 2**63 or more, even if another size of the shape is 0
-- the JSON that :mod:`strict_json` refuses
+* repeated names and unknown fields.
+* more than 64 dimensions.
+* a size of 2**63 or more, even if another size of the shape is 0.
+* the JSON that :mod:`strict_json` refuses.
 
 Like the library, ckptkit sorts the bytes of tensors by type, larger types first, and then by name.
-It aligns the buffer to 8 bytes. Unlike the library, it lists the tensors in the header in the order
-of the state_dict. :mod:`ckptkit.formats.record` describes the entries of ``__metadata__``.
+Like the library, ckptkit aligns the buffer to 8 bytes. Unlike the library, ckptkit lists the
+tensors in the header in the order of the state_dict. :mod:`ckptkit.formats.record` describes the
+entries of ``__metadata__``.
 
 If the new header of an in-place edit is not longer than the old header, spaces pad it to the old
-length, and nothing else changes. A longer header overwrites the first tensors of the buffer. These
-tensors (``a`` and ``b`` in this example) move to the end of the file:
+length, and nothing else changes. A longer header overwrites the first tensors of the buffer. The
+overwritten tensors (``a`` and ``b`` in this example) move to the end of the file:
 
     N | old header     | a | b | c | d            N' = N + bytes of a and b
     N'| new header, spaces     | c | d | a | b
@@ -148,7 +149,7 @@ Kinds = dict[tuple[str, Shape], DtypeAndShape]
 
 
 class _NewKinds(Kinds):
-    """A dict of a DtypeAndShape by (dtype code, shape). The first lookup of a key creates it."""
+    """A dict of DtypeAndShape by (dtype code, shape). A lookup creates a missing value."""
 
     def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
         code, shape = key

@@ -2,11 +2,11 @@
 
 The header of the file contains these entries:
 
-- If one contiguous tensor fills a storage, the storage is a tensor named after its path. Every
+* If one contiguous tensor fills a storage, the storage is a tensor named after its path. Every
   safetensors reader can load this entry.
-- Any other storage is a uint8 tensor called ``ckptkit.storage.<n>``. Examples are the base of
+* Any other storage is a uint8 tensor called ``ckptkit.storage.<n>``. Examples are the base of
   several views, and a storage of a dtype that safetensors lacks.
-- A long byte string is a uint8 tensor called ``ckptkit.bytes.<n>``.
+* A long byte string is a uint8 tensor called ``ckptkit.bytes.<n>``.
 
 The metadata entry ``ckptkit`` contains a JSON record:
 
@@ -46,8 +46,8 @@ A value is null, a boolean, an integer of up to 19 digits, a finite float, a str
 tensor are dtype, shape, stride, offset, kind, layout, requires_grad, conj and neg. By default,
 dtype and shape are those of the header entry, the stride is row-major, and the offset is 0.
 
-Statements are untrusted input. Therefore ckptkit creates objects from them by the same rules as
-from a pickle. These rules also decide which objects are tensors.
+Statements are untrusted input. Therefore ckptkit creates objects from statements by the same rules
+as from a pickle. The rules for pickles also determine which objects are tensors.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TreeEncoder:
         return number
 
     def _fill(self, number: int, step: str, items: Iterable[Node]) -> Iterator[Node]:
-        """Yield the values that node `number` contains, then emit the statement that adds them."""
+        """Yield the values in node `number`, then emit the statement that adds these values."""
         items = list(items)
         yield from items
         self._statements.append(["fill", number, step, *map(self._value, items)])
@@ -178,7 +178,7 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            # If the node contains itself, it has already been created for one of its items.
+            # A node that contains itself has already been created for one of its items.
             if self._numbers.get(_key(node)) is None:
                 kind = "tuple"
                 if isinstance(node, SetNode):

@@ -5,19 +5,19 @@
 
 `read` raises the first defect. `findings` yields all defects.
 
-The index must contain a ``weight_map``. It maps each tensor name to the file name of a shard in the
-folder of the index. A shard may contain a tensor that the ``weight_map`` omits only if this tensor
-is tied to a listed tensor. ``total_size`` is the number of bytes of all tensors, in which a shared
-storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit reads strings in
-``metadata`` like those of a safetensors file.
+The index must contain a ``weight_map``. The ``weight_map`` maps each tensor name to the file name
+of a shard in the folder of the index. A shard may contain a tensor that the ``weight_map`` omits
+only if this tensor is tied to a listed tensor. ``total_size`` is the number of bytes of all
+tensors, in which a shared storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit
+reads strings in ``metadata`` like those of a safetensors file.
 
-Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist. They
-are numbered from 0 or from 1. Two shards must not contain the same tensor name.
+Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist, with
+numbers from 0 or from 1 on. Two shards must not contain the same tensor name.
 
 Like huggingface_hub, ckptkit fills shards in the order of the state_dict. If the next tensor would
-exceed the maximum size, it starts a new shard. A tensor larger than the maximum gets a separate
-shard. Tensors that share memory count once and go to one shard. If all tensors fit into one file,
-its name has no number, and no index is written. Source:
+exceed the maximum size, ckptkit starts a new shard. A tensor larger than the maximum gets a
+separate shard. Tensors that share memory count once and go to one shard. If all tensors fit into
+one file, the file name has no number, and ckptkit writes no index. Source:
 https://github.com/huggingface/huggingface_hub (serialization/_base.py).
 
 The ``metadata`` of an index has the same entries as the ``__metadata__`` of a single safetensors
@@ -165,8 +165,8 @@ class _Shards:
     ) -> Checkpoint:
         """Read the shards of the index called `name`.
 
-        If the user named the folder, `names` are the files in it. If the user named the index,
-        `names` is empty.
+        `names` contains the files of the folder if the user named the folder. If the user named
+        the index, `names` is empty.
         """
         try:
             index = _index(self.folder, name)
@@ -231,9 +231,9 @@ class _Shards:
     ) -> dict[Node, Node]:
         """Move the entries of all shards into one dict, in the order of `places`.
 
-        Tied names come after all other names. Each name is looked up in the dict of its shard. A
-        lookup in one dict of half a million names is slower, because it misses the processor's
-        cache.
+        Tied names come after all other names. Each name is looked up in the dict of its shard.
+        Lookups in one dict of half a million names are slower, because most lookups miss the
+        processor's cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
         runs: list[tuple[str, int]] = []  # file name and length of each run of names in one file
@@ -411,7 +411,7 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
     if type(total) is int and total == every:
         return []
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    # Quantized modules store packed parameters inside objects. `total_size` may include them.
+    # `total_size` may include the packed parameters that quantized modules store inside objects.
     leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     storages = {id(each.storage): each.storage for each in leaves if each.storage is not None}
     stored = sum(storage.nbytes for storage in storages.values())

@@ -17,10 +17,10 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size, some
 
-# The folder of a model contains one of these files.
+# Names of configurations. The folder of a model contains a file with one of these names.
 CONFIGS = frozenset({"config.json", "adapter_config.json"})
 LARGEST = 64 << 20  # maximum size of a file in bytes; a large tokenizer takes 33 MB
-# Names of the files to copy. These files contain neither pickles nor code.
+# Names of the files to copy. Files with these names contain neither pickles nor code.
 _NAMES = CONFIGS | {
     "added_tokens.json",
     "generation_config.json",

@@ -2,16 +2,16 @@
 
 `parse` refuses:
 
-- a byte order mark, bytes that are not UTF-8, and lone surrogates
-- a name that occurs twice in one object
-- NaN and Infinity, and numbers that overflow to infinity
-- ``-0``, and an integer of more than 20 digits
-- nesting deeper than `LIMITS.json_depth`
+* a byte order mark, bytes that are not UTF-8, and lone surrogates.
+* a name that occurs twice in one object.
+* NaN and Infinity, and numbers that overflow to infinity.
+* ``-0``, and an integer of more than 20 digits.
+* nesting deeper than `LIMITS.json_depth`.
 
 Some formats store values outside the weights as JSON. `encode` converts a value to JSON, and
-`decode` converts it back. These values do not change: null, booleans, integers of up to 19 digits,
-finite floats, strings, lists, and dicts whose keys are strings without a leading ``$``. Any other
-value becomes an object with one key:
+`decode` converts the JSON back. `encode` does not change null, booleans, integers of up to 19
+digits, finite floats, strings, lists, and dicts whose keys are strings without a leading ``$``.
+Any other value becomes an object with one key:
 
     {"$float": "nan" | "inf" | "-inf"}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}
 """
@@ -61,7 +61,7 @@ def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = No
 
 
 def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """Parse an object like `parse`, but in parts. This takes half the time and less memory.
+    """Parse an object like `parse`, but in parts, in half the time and with less memory.
 
     Yield each part, and the number of strings in its JSON text. Names count as strings. If two
     entries of a part have the same name, the part silently contains only the last entry. The caller
@@ -71,8 +71,8 @@ def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
       number. If the numbers are equal, no name was repeated in the part. The caller compares the
       names of different parts separately.
     * The parts together contain exactly the entries of the object, and each part is a non-empty
-      object. If a part boundary falls inside a string or an entry, the part is invalid JSON. This
-      function then raises FormatError, even if `parse` accepts the complete text.
+      object. If a part boundary falls inside a string or an entry, the part is invalid JSON. For
+      invalid JSON, `parse_parts` raises FormatError, even if `parse` accepts the complete text.
     """
     _check_size(data, what)
     for part in _parts(data):
@@ -122,7 +122,8 @@ def _check_nesting(data: bytes, what: str) -> int:
 
 
 def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
-    # This test finds every number that `_integer` refuses. It may also find other numbers or names.
+    # `is_odd` is true if the data contains a number that `_integer` refuses. Other numbers may also
+    # make `is_odd` true.
     is_odd = (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
     try:
         value = json.loads(

@@ -2,13 +2,12 @@
 
 The first format that matches reads the file. The order of the list has these reasons:
 
-- A data file of DCP begins like a torch-zip file, so dcp-shard comes before torch-zip. The name of
-  the file distinguishes these formats.
-- A TorchScript file is also a zip archive with a data.pkl, so torchscript comes before torch-zip.
-- torch.load tries zip, tar and the legacy stream in this order.
-- A legacy stream begins with a plain pickle, so torch-legacy comes before pickle.
-- A folder with loose checkpoint files may also be a folder of another format, so folder comes after
-  the other folder formats.
+* A data file of DCP begins like a torch-zip file, so dcp-shard comes before torch-zip. dcp-shard
+  matches only the file names of DCP.
+* A TorchScript file is also a zip archive with a data.pkl, so torchscript comes before torch-zip.
+* torch.load tries zip, then tar, then the legacy stream.
+* A legacy stream begins with a plain pickle, so torch-legacy comes before pickle.
+* A folder with loose checkpoint files may also have another folder format, so folder comes last.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ the name or link target.
 
 torch uses Python's tarfile. In tarfile, a later member replaces an earlier member of the same name,
 and a number ends at its first invalid digit. tarfile skips unknown fields and stops at the first
-block of zeros. Other readers differ in each of these points. ckptkit never unpacks an archive. It
-ignores times, owners and modes, and does not follow links.
+block of zeros. Other programs read such archives differently. ckptkit never unpacks an archive.
+ckptkit ignores times, owners and modes, and does not follow links.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/s
 
 All numbers are little-endian. The records have no alignment and no checksums. Keys are memory
 addresses. The storage of an empty tensor is None. torch 2.13 still reads such files, but not with
-`weights_only`. It unpacks them into a folder first.
+`weights_only`. torch first unpacks the tar file into a folder.
 
 A plain pickle contains numpy arrays, or tensors and modules that ``pickle.dump`` stored. The file
 is one pickle of protocol 0 to 5. Protocols 2 and later begin with 0x80 and the protocol number.
@@ -259,9 +259,7 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -
         return None
     end = place.offset + place.length
     if place.length and end > zeros:
-        return (
-            f"the file ends in {place.source.size - zeros:,} zeros; it was not written to its end"
-        )
+        return f"the file ends in {place.source.size - zeros:,} zeros; the save may be incomplete"
     following = record.places.following.get(record.key)
     if following is None:
         return (

@@ -14,11 +14,11 @@ caffe2/serialize.)
 
 Every torch since 1.6 reads the files that ckptkit writes. torch 2.1 and later can memory-map them.
 <top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in pickle order, version, and
-ckptkit.json. It does not write .format_version: with this record, torch would compute the offsets
-of storages instead of looking them up. A copied storage keeps its checksum.
+ckptkit.json. ckptkit does not write .format_version: with this record, torch would compute the
+offsets of storages instead of looking them up. A copied storage keeps its checksum.
 
-torch ignores ckptkit.json. This record contains the metadata of a checkpoint: the strings in the
-``__metadata__`` of a safetensors file, and the source code in a legacy stream.
+torch ignores ckptkit.json. The record ckptkit.json contains the metadata of a checkpoint: the
+strings in the ``__metadata__`` of a safetensors file, and the source code in a legacy stream.
 
 An in-place edit writes a new pickle and a new directory, and moves no storage:
 
@@ -29,10 +29,10 @@ An in-place edit writes a new pickle and a new directory, and moves no storage:
 
 If the old data.pkl is the last member, for example after an earlier edit, the new data.pkl
 overwrites it. Otherwise, the old data.pkl stays in the directory under a name of equal length,
-because readers refuse members that the directory does not list. For the same reason, a storage that
-is no longer used stays in the directory. ``.format_version`` is renamed too, because it would make
-torch compute the offsets of storages from the pickle. Every torch since 1.6 loads the result,
-memory-mapped or not. (torch/serialization.py, `_get_offset`.)
+because readers refuse members that the directory does not list. An unused storage also stays in the
+directory. ``.format_version`` is renamed, because with this record torch would compute the offsets
+of storages from the pickle. Every torch since 1.6 loads the result, memory-mapped or not.
+(torch/serialization.py, `_get_offset`.)
 
 An unpacked archive is a folder that contains the records as files, without checksums. People keep
 such folders under version control, or unpack an archive with unzip. The input is the folder or its
@@ -244,7 +244,7 @@ class Archive:
         left = self.directory.entries.keys() - self._used
         left.difference_update([self.folder + name for name in known])
         for folder, keys in self._keys:
-            # There may be hundreds of thousands of names. `map` creates one name at a time.
+            # `map` creates one name at a time, to save memory for hundreds of thousands of names.
             left.difference_update(map(folder.__add__, keys))
         unused = [
             name
@@ -292,7 +292,7 @@ class Numbering:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        # The dtype in the persistent ids of each storage; None for an untyped storage.
+        # The dtype in the persistent ids of each storage, or None for an untyped storage.
         self.dtypes: list[DType | None] = []
         self.tensors = 0  # number of tensors in the pickle
         self._numbers: dict[Storage, int] = {}
@@ -335,7 +335,8 @@ class Numbering:
         If all storages are big-endian, the output is big-endian, and no bytes are swapped. Storages
         without a byte order (such as uint8) do not count.
         """
-        # Number of bytes to swap as one unit. 1: the elements have no byte order. 0: unknown.
+        # Number of bytes to swap as one unit, by storage. The number is 1 for elements without a
+        # byte order, and 0 for an unknown element type.
         kinds = zip(self.storages, self.dtypes, strict=True)
         known = [(each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds]
         units = [component if nbytes else 1 for nbytes, component in known]

@@ -1,14 +1,13 @@
 """Recover a damaged torch zip archive: every tensor whose bytes match a checksum in the file.
 
-The CRC-32 of a member is in its directory entry. It is also in the local header, or in the data
-descriptor after the bytes. If the directory entry exists, its CRC decides. A member is lost if the
-file contains no CRC for it, or if its bytes do not match the CRC. Missing or inserted bytes shift
-all bytes after them, and only a checksum reveals this shift. data.pkl contains the length of each
-storage. data.pkl itself must match its checksum, too.
+A file contains the CRC-32 of a member twice: in the directory entry, and in the local header or in
+the data descriptor after the bytes. If the directory entry exists, ckptkit uses the CRC in the
+entry. A member is lost if the file contains no CRC for the member, or if the bytes do not match the
+CRC. Missing or inserted bytes shift all later bytes, and only a checksum reveals such a shift.
+data.pkl contains the length of each storage. data.pkl must match its own checksum, too.
 
-In a file without any checksums (all CRCs are 0), a member is kept under these conditions: its
-header, its name and its end are at the right place, and the next member is the one that torch.save
-wrote next.
+If all CRCs of a file are 0, the file has no checksums. In such a file, ckptkit keeps a member if
+its header and its end are at the right place, and if the next member is the expected member.
 
 If a save overwrote an older, longer file, the file may contain members of two saves. The directory
 proves which members belong together. Without the directory, torch's serialization id proves it,
@@ -16,8 +15,8 @@ because this id is a hash of all CRCs. If both are missing, a warning names the 
 belong to the older file.
 
 The strict reader (:mod:`zip_reader`) refuses a file whose headers and directory disagree. Recovery
-accepts such files. It searches the file for local headers and for the remaining directory entries,
-and compares their fields with the bytes of the members.
+accepts such files. Recovery searches a file for local headers and for the remaining directory
+entries, and compares the CRCs in headers and entries with the bytes of the members.
 """
 
 from __future__ import annotations
@@ -752,8 +751,8 @@ class _DamagedArchive:
     def _end_of_save(self) -> int:
         """Return the offset before which all members come from one save, or 0 if unproven.
 
-        It is the offset of torch's serialization id. This record consists of 20 digits, and 20
-        digits of a hash of the CRCs of all members before the record. (c10::hash_combine;
+        The returned offset is that of torch's serialization id. This id consists of 20 digits, and
+        20 digits of a hash of the CRCs of all members before the id. (c10::hash_combine;
         caffe2/serialize's inline_container.cc, writeSerializationId.)
         """
         total = 0
@@ -778,7 +777,7 @@ class _DamagedArchive:
     def _of_two_saves(self, root: Node) -> str:
         """Return a warning that names the tensors that may come from an older save.
 
-        These are the tensors after the first lost storage.
+        Tensors after the first lost storage may come from an older save.
         """
         names = iter(self.sizes)
         all(name not in self.reasons for name in names)

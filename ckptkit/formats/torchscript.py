@@ -19,7 +19,7 @@ The archive has the same structure as in :mod:`torch_zip`. If constants.pkl exis
 torch.jit.load. Each pickle numbers its storages separately.
 (torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
 
-ckptkit reads a module like a pickled nn.Module. It moves the attributes of the module to
+ckptkit reads a module like a pickled nn.Module, and moves the attributes of the module to
 ``_parameters``, ``_buffers`` and ``_modules``. Therefore the state_dict equals that of
 ``torch.jit.load``. The attribute CONSTANTS of the root module contains the constants. In a frozen
 module, the constants are the only weights. Packed weights (see below) are always weights, such as

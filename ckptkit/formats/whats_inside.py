@@ -1,12 +1,12 @@
 """Explain the content of unsupported files, zip archives and programs.
 
-- `refusal` returns the error for a file without a supported format. The error describes the file,
+* `refusal` returns the error for a file without a supported format. The error describes the file,
   and its hint gives advice.
-- `pickles` yields every member of a zip archive, even if the loader of the archive ignores the
-  member. The name of a member determines which loader reads it.
-- `check` yields the members of a zip archive with their CRC-32.
-- `without_program` replaces a program by its state_dict, because other formats can store only a
-  state_dict.
+* `pickles` yields every member of a zip archive, even if the loader of the archive ignores the
+  member. The name of a member determines which loader reads the member.
+* `check` yields the members of a zip archive with their CRC-32.
+* `without_program` replaces a program by its state_dict, because other formats cannot store a
+  program.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ A zip file consists of:
                       bits. torch always writes both.
     end record        22 bytes and a comment
 
-Integers are little-endian. Local headers, directory and descriptors contain the same values. Some
-programs read them from the headers, others from the directory. This reader refuses a file that two
-programs could read differently. If a non-empty member has the CRC 0, no CRC was computed. torch has
-an option that disables CRCs.
+Integers are little-endian. The directory repeats the values in local headers and descriptors. Some
+programs use the values in the headers, and other programs use the directory. This reader refuses a
+file that two programs could read differently. If a non-empty member has the CRC 0, no CRC was
+computed. torch has an option that disables CRCs.
 
     entry            PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths,
                      disk, attributes, offset
@@ -27,7 +27,7 @@ unpack files. The folder attribute is an exception: torch reads a member with th
 empty and returns uninitialized memory.
 
 A `Row` describes a member: ``(offset of the local header, stored size, size, crc, method, flags)``.
-It is a plain tuple, because Python creates a plain tuple 10x faster than a named tuple.
+A `Row` is a plain tuple, because Python creates a plain tuple 10x faster than a named tuple.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ _tuple = tuple.__new__  # creates a named tuple without the slow Python construc
 class StoredMember(NamedTuple):
     """A stored (uncompressed) member of a local file. Its local header has been checked.
 
-    It is also the `Record` of a storage, because a separate Range for each storage takes memory.
+    A StoredMember is also the `Record` of a storage. A separate Range would take more memory.
     """
 
     source: ByteSource
@@ -657,7 +657,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
 def _find_end_record(source: ByteSource, tail: bytes) -> int:
     """Return the offset in `tail` of the end record whose comment ends at the end of the file.
 
-    Raises an InputError unless exactly one end record does.
+    Raises an InputError unless the tail contains exactly one such end record.
     """
     first = max(0, len(tail) - _END.size - _U16)
     found = [first + match.start() for match in re.finditer(_END_MAGIC, tail[first:])]
@@ -684,7 +684,7 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
     if not exact:
         whole = [at for at in found if at + _END.size <= len(tail)]
         after = len(tail) - whole[-1] - _END.size
-        raise AmbiguousError(f"{after:,} bytes after the zip end record do not belong to it")
+        raise AmbiguousError(f"{after:,} bytes after the zip end record belong to no member")
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
     return exact[0]

@@ -50,7 +50,7 @@ _PADDING = tuple(b"FB" + struct.pack("<H", size) + b"Z" * size for size in range
 class ZipMember(NamedTuple):
     """A member to write.
 
-    `crc` is the CRC-32 of the content. None means that it is computed while the file is written.
+    `crc` is the CRC-32 of the content, or None to compute the CRC-32 while the file is written.
     """
 
     name: str
