@@ -97,7 +97,7 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
         NOTE,
         f"It is an adapter ({adapter_facts(adapter)}), not a model.",
         "The base model has no keys with these names. `lora merge BASE ADAPTER OUT` merges the "
-        "adapter into the base. PeftModel.from_pretrained of peft loads both.",
+        "adapter into the base. PeftModel.from_pretrained of peft loads the adapter and the base.",
     )
     from ckptkit.lora.check import alone
 
@@ -299,7 +299,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
             NOTE,
             f"Byte strings in it contain complete files: {some(places)}.",
             "The inner files may contain weights. Only the library that wrote the checkpoint can "
-            "load the inner files. `scan` checks whether they are harmless.",
+            "load the inner files. `scan` checks whether the inner files are harmless.",
             shell_command(("ckptkit", "scan", *argument(facts.path))),
         )
 

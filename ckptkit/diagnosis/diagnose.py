@@ -203,7 +203,7 @@ def _whole_beside(place: Folder) -> str | None:
     """Return the latest readable checkpoint folder of the same training run.
 
     The function first searches inside this folder, and then in its parent folder. It assumes that
-    the folder names of one run differ only in their numbers or suffixes.
+    the folder names of one training run differ only in numbers or suffixes.
     """
     path, name = os.path.abspath(place.name), os.path.basename(os.path.abspath(place.name))
     start = os.path.dirname(place.name.rstrip(os.sep))
@@ -253,7 +253,7 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
     """Remove the commands of other causes, because the commands would fail on a damaged file.
 
-    If some tensors are intact, keep the fixes. `doctor --fix` applies them to the intact tensors.
+    If some tensors are intact, keep the fixes. `doctor --fix` fixes a copy of the intact tensors.
     """
     kept = recovered is not None
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]

@@ -151,7 +151,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
     names = {each.old: each.new for each in pairs}
     least = min(each.confidence for each in pairs)
     examples = [f"{old} -> {new}" for old, new in names.items()]
-    look = "; `diff` with this --model lists them." if fitting.options else "."
+    look = ". `diff` with this --model lists all pairs." if fitting.options else "."
     yield Cause(
         "renamed",
         ERROR,
@@ -216,8 +216,8 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
             "unexpected",
             ERROR,
             f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
-            'load_state_dict raises "Unexpected key(s) in state_dict". With strict=False, it '
-            "silently ignores these keys.",
+            'load_state_dict raises "Unexpected key(s) in state_dict". With strict=False, '
+            "load_state_dict silently ignores these keys.",
             _without(fitting, names) if len(names) < len(fitting.ours) else None,
         )
 
@@ -248,7 +248,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
             NOTE,
             f"{plural(len(other), 'key')} with a different dtype: {_some(kinds)}.",
             "load_state_dict silently casts tensors to the dtype of the model. With assign=True, "
-            "it keeps the dtype of the file.",
+            "load_state_dict keeps the dtype of the file.",
             convert(fitting.path, other[0][1], *fitting.chosen, *first, "--cast", other[0][1]),
         )
 

@@ -210,7 +210,7 @@ def _respelled(
     for name, members in fused.items():
         yield _fused(name, sorted(members, key=lambda each: each[0].at))
     if odd and (read.layout in _ORIGINALS) != (to in _ORIGINALS):
-        warnings.append(f"kept the names of {quoted(odd)}; ckptkit has no other names for them")
+        warnings.append(f"kept the names of {quoted(odd)}, for which ckptkit has no other names")
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
         warnings.append("wrote the names of SD 1.5; the names do not exclude that this is SDXL")
@@ -376,7 +376,7 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
                 tensor = _magnitude(tensor, module, to)
             if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
-        if has_rank:  # alpha has the dtype of A if this is exact, otherwise float32
+        if has_rank:  # alpha gets the dtype of A if this dtype represents alpha exactly
             import numpy as np
 
             value = np.array(_number(module))
@@ -421,7 +421,7 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
 
 
 def _number(module: Module) -> float:
-    """Return the alpha that gives the scale. Prefer the stored alpha if it gives the same scale."""
+    """Return the alpha for the scale of a module. Return the stored alpha if the scale is equal."""
     rank, scale, alpha = module.rank or 0, module.scale or 0.0, module.alpha
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 

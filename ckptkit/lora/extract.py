@@ -204,7 +204,7 @@ def extract_lora(
         if not found.modules and not found.saved:
             rest = f": {quoted(found.left)} differ" if found.left else ""
             names = [each.name for each in (after, before) if each.name]
-            command = f"`{shell_command(('ckptkit', 'diff', '--values', *names))}` compares them"
+            command = f"`{shell_command(('ckptkit', 'diff', '--values', *names))}` compares values"
             what, hint = f"no matrix differs from {before.name}{rest}", command
             raise NothingToDoError(what, where=after.name, hint=hint if len(names) == 2 else None)
         source, single = FileObject(spool), BY_NAME["float32"]

@@ -305,7 +305,7 @@ class MergePlan:
         return self.renamed.get(path) or renamed(path, self.renames)
 
     def _place(self, key: str, module: Module) -> bool:
-        """Find the tensors that a module changes. Return False if the base does not have them."""
+        """Find the tensors that a module changes. Return False if the base lacks these tensors."""
         if any(key in each.modules and each.code != "rank" for each in self.problems):
             return True  # the module already has a problem
         path = self._path(module.path)
@@ -385,7 +385,7 @@ class MergePlan:
             raise _misfit(module, (change.rows, change.columns), shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
-        """Find the matrices that a module changes, if one LoRA changes the matrices of all experts.
+        """Find the matrices that a LoRA for the parameter of all experts changes.
 
         Return False if the base does not have these matrices.
         """

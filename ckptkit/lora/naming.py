@@ -41,8 +41,8 @@ HEADS = ("lm_head", "embed_out", "output")
 _SWAPPED = "final_layer.adaLN_modulation.1"
 # The groups match the module of all experts, the index of an expert, and the name of a matrix.
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-# Maps each fused parameter of all experts to the matrices of one expert that form its rows, in
-# order. Models use one of several naming schemes.
+# Maps each fused parameter of all experts to the matrices of one expert. The rows of the parameter
+# are the rows of these matrices. Models use different names for the matrices.
 _PARAMETERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -231,7 +231,7 @@ def of_comfy(component: str, path: str) -> tuple[str, str]:
 
 
 def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Map each fused parameter of all experts to the names of its matrices, expert by expert."""
+    """Map each fused parameter of all experts to a list with the matrix names of each expert."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
         if one := _EXPERT.fullmatch(name):

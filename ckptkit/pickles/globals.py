@@ -1,8 +1,8 @@
 """Evaluate the calls in pickles that make tensors and plain values. No call is executed.
 
 A reducer is a function that evaluates the calls of one class or function of torch, numpy or Python.
-The first line of its docstring is the call. The signatures are those of torch/_utils.py,
-torch/_tensor.py and torch/nn/parameter.py in all versions of torch.
+The first line of a reducer's docstring is the call. torch/_utils.py, torch/_tensor.py and
+torch/nn/parameter.py define the called functions.
 
 A reducer takes the Global and the arguments of the call, and returns a node. For a plain tensor,
 the node is a Tensor. For a tensor with hooks or attributes, or of a subclass, the node is an
@@ -174,8 +174,11 @@ def strided(
 
 
 def tensor_v2(made: Global, args: Args) -> Node:
-    """_rebuild_tensor(storage, offset, size, stride), _v2(.., requires_grad, hooks[, metadata])."""
-    if len(args) == 6:  # the common case, inlined because it runs once per tensor
+    """_rebuild_tensor(storage, offset, size, stride).
+
+    `_rebuild_tensor_v2` also has the arguments requires_grad, hooks and, optionally, metadata.
+    """
+    if len(args) == 6:  # this branch handles the most common form quickly
         typed, offset, size, stride, grad, hooks = args
         if (
             typed.__class__ is TypedStorage and typed.dtype is not None and typed.stop is None
@@ -211,7 +214,10 @@ def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
 
 
 def _parameter(made: Global, args: Args) -> Node:
-    """_rebuild_parameter(data, requires_grad, hooks), _with_state(.., state)."""
+    """_rebuild_parameter(data, requires_grad, hooks).
+
+    `_rebuild_parameter_with_state` also has the argument state.
+    """
     _arity(made, args, 3, 4)
     tensor = as_tensor(args[0])
     if tensor is None:
@@ -294,7 +300,7 @@ def _from_type(made: Global, args: Args) -> Node:
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
     if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
-    if inner is None:  # an unknown function makes a tensor if its arguments contain a tensor
+    if inner is None:  # assume that an unknown function with tensor arguments returns a tensor
         first = next(iter(inner_tensors(args)), None)
         tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
         return Object(made, args, tensor=tensor)

@@ -10,19 +10,19 @@ Under these conditions, loading never runs code from the file. `ckptkit scan` ap
 to a pickle that it reads. `ckptkit.pickles.policy` applies the conditions to a tree that ckptkit
 writes. No function in this module calls anything that a pickle names.
 
-`SORTS` lists the sorts of values, such as ``int``, ``list`` and ``tensor``. Each sort is one bit. A
-`Shape` is a function that returns whether a value matches a pattern. ``allowlist.txt`` contains
-these patterns::
+`SORTS` lists the categories of values, such as ``int``, ``list`` and ``tensor``. Each category is
+one bit. A `Shape` is a function that returns whether a value matches a pattern. ``allowlist.txt``
+contains patterns like these.
 
-    int|none         A value of sort ``int`` or ``none``.
-    [int]            A list of any number of integers.
-    (int*)           A tuple of any number of integers.
-    (text int?)      A tuple of a string and an optional integer.
-    {text: tensor}   A dict that maps strings to tensors.
-    {a=int *=any}    A dict with string keys. The value of the key ``a`` is an integer.
-    <scalar list>    A value that contains only scalars and lists at every depth.
-    %name            A class or function from the set ``name``.
-    word             A value that matches the shape or the function of `_TESTS` with this name.
+``int|none`` matches an integer or None.
+``[int]`` matches a list of integers.
+``(int*)`` matches a tuple of any number of integers.
+``(text int?)`` matches a tuple of a string and an optional integer.
+``{text: tensor}`` matches a dict that maps strings to tensors.
+``{a=int *=any}`` matches a dict with string keys in which the value of the key ``a`` is an integer.
+``<scalar list>`` matches scalars, and lists that contain only scalars and lists at every depth.
+``%name`` matches a class or function from the set ``name``.
+A single word is the name of another pattern, or of a function in `_TESTS`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _UNFINISHED = frozenset((_PLACEMENTS, name) for name in ("Partial", "Shard", "_S
 
 
 class NumpyType(NamedTuple):
-    """A NumPy dtype. ``kind`` is its letter, and ``size`` the number of bytes per element.
+    """A NumPy dtype. ``kind`` is the letter of the dtype. ``size`` is the bytes per element.
 
     If ``objects`` is True, the elements contain Python objects.
     """
@@ -99,8 +99,8 @@ class NumpyType(NamedTuple):
 class Judged(NamedTuple):
     """The verdict on a call, BUILD or other operation.
 
-    ``kind`` is one of `LEVELS`, and ``sort`` is the sort of the result. If the result is a NumPy
-    dtype, ``type`` describes the dtype.
+    ``kind`` is one of `LEVELS`. ``sort`` is the category of the result, from `SORTS`. If the result
+    is a NumPy dtype, ``type`` describes the dtype.
     """
 
     kind: str
@@ -108,7 +108,7 @@ class Judged(NamedTuple):
     type: NumpyType | None = None
 
 
-# Sorts of values
+# Categories of values
 
 
 NONE, FLAG, INT, FLOAT, TEXT, BYTES = (1 << bit for bit in range(6))
@@ -134,7 +134,7 @@ SORTS: dict[str, int] = {
     "other": OTHER,  # The result of an allowlisted call that is not a valid argument of any call.
     "constant": CONSTANT,  # A named value that is not callable, such as torch.float32.
     "function": FUNCTION,  # An allowlisted class or function that is harmless for any arguments.
-    "name": NAME,  # Any other class or function. Files that use it as a value are rejected.
+    "name": NAME,  # Any other class or function. A pickle must not use such a name as a value.
     "bag": BAG,  # An argparse.Namespace, which may have arbitrary attributes.
     "listed": LISTED,  # An object of an allowlisted class.
     "object": OBJECT,  # An object of a class that is not allowlisted.
@@ -143,11 +143,11 @@ SORTS: dict[str, int] = {
 PLAIN: dict[type, int] = {
     type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
 }  # fmt: skip
-"""Maps each plain Python type to its sort."""
+"""Maps each plain Python type to its category in `SORTS`."""
 KEYS = (
     SCALAR | TUPLE | STORAGE | TENSOR | DRESSED | SIZE | TIME | DEVICE | LAYOUT | OTHER | CONSTANT
 ) | (FUNCTION | NAME | OBJECT)
-"""Sorts of values that may be dict keys or items of a set."""
+"""Categories of values that may be dict keys or items of a set."""
 
 
 class View(Protocol):
@@ -158,7 +158,7 @@ class View(Protocol):
     """
 
     def sort(self, value: Any) -> int:
-        """Return the sort of a value."""
+        """Return the category of a value, which is a bit of `SORTS`."""
 
     def items(self, value: Any) -> Iterable[Any] | None:
         """Return the items of a container, or None if the items are unknown.
@@ -178,7 +178,7 @@ MOST_VISITED = 1_000_000  # maximum number of nested values that `deep` examines
 
 
 class Mask:
-    """Matches values that have one of the given sorts."""
+    """Matches values of the given categories, which are bits of `SORTS`."""
 
     def __init__(self, sorts: int) -> None:
         self.sorts = sorts
@@ -246,7 +246,10 @@ def _fields(shapes: dict[str, Shape], rest: Shape | None, view: View, value: Any
 
 
 def deep(sorts: int, view: View, value: Any) -> bool:
-    """Return whether a value, and every value inside it at any depth, has one of these sorts."""
+    """Return whether a value and all values inside, at any depth, have one of the categories.
+
+    `sorts` contains the bits of the categories.
+    """
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -267,10 +270,10 @@ def _member(names: frozenset[Name], view: View, value: Any) -> bool:
 
 
 def _by_sorts(shape: Shape, depth: int = 2) -> bool:
-    """Return whether `shape` depends only on the sorts of a value and of the items of tuples.
+    """Return whether the pattern `shape` checks only categories of values and of tuple items.
 
-    The caller may cache the results of such a shape for values without lists, dicts and sets.
-    Return False if `shape` nests tuples more than `depth` levels deep.
+    The caller may cache the results of such a pattern for values without lists, dicts and sets.
+    Return False if the pattern nests tuples more than `depth` levels deep.
     """
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
@@ -480,7 +483,7 @@ def is_shape(value: Node, size: int = 1) -> bool:
 def array(view: View, state: Node) -> NumpyType | None:
     """Return the element type of an array with this state. Return None for an invalid state.
 
-    The last item of a valid state is a byte string. For a dtype of objects, it is a list.
+    The last item of a valid state is a byte string. For a dtype of objects, this item is a list.
     """
     if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not int:
         return None
@@ -513,7 +516,7 @@ def top_of(name: Global) -> str:
 
 @lru_cache(maxsize=4096)
 def name_sort(name: Global) -> int:
-    """Return the sort of a class or function that a pickle uses as a value."""
+    """Return the category of a class or function that a pickle uses as a value."""
     key = key_of(name)
     outer, _, last = name.name.rpartition(".")
     if key in allowlist().constants or (
@@ -618,7 +621,7 @@ def judge_call(
 
 
 def by_sorts(made: Global) -> bool:
-    """Return whether the verdict on a call depends only on the sorts of its arguments.
+    """Return whether the verdict on a call depends only on the categories of the arguments.
 
     See `_by_sorts`.
     """
@@ -653,7 +656,9 @@ def consumed(made: Node, args: Node) -> tuple[Global, ...]:
 
 
 def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
-    """Return the items of the container of sort `sort` that a call returns for `args`.
+    """Return the items of the container that a call returns for the arguments `args`.
+
+    `sort` is the category of the container.
 
     For a dict, return keys and values alternately. Return None if the items are unknown.
     """
@@ -758,8 +763,8 @@ def is_unfinished(made: Node) -> bool:
 def target_of(made: Node, args: Node) -> Node:
     """Return the class or function whose allowlist line permits BUILD and other later operations.
 
-    For functions that create an object of a class, this is the class. For other calls, it is
-    `made`.
+    If the call creates an object of the class in its first argument, return this class. Otherwise
+    return `made`.
     """
     name = key_of(made) if isinstance(made, Global) else None
     is_maker = name in _NEW_CALLS or name == _RECONSTRUCT
@@ -781,7 +786,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        else:  # an object of an unlisted class may get any items, and a state of shape `own_state`
+        else:  # for an unlisted class, any items are allowed, and states that match `own_state`
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
             )
@@ -803,7 +808,10 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
 
 
 def _array_sort(view: View, word: str, state: Node) -> int | None:
-    """Return the sort of an array with this state. Return None for a state NumPy does not write."""
+    """Return the category of an array with this state.
+
+    Return None for a state that NumPy does not write.
+    """
     masked = word == "masked_state"
     if masked:
         if not isinstance(state, tuple) or len(state) != 7 or not is_bytes(view, state[5]):
@@ -845,7 +853,7 @@ def _own_state(view: View, state: Node) -> bool:
 
     The state must be a plain value, tensor or container, and must not set special attributes such
     as ``__class__``. A state that is itself an object is rejected, because unpacking it would run
-    code of its class.
+    code of the object's class.
     """
     if not view.sort(state) & (SCALAR | CONTAINERS | TENSOR | DRESSED | ARRAY | OTHER | STORAGE):
         return False
@@ -904,7 +912,7 @@ _TESTS: dict[str, Shape] = {
 class Row(NamedTuple):
     """A line of the allowlist for a class or function.
 
-    A call is allowed if its arguments match a pattern in ``takes``. The result has the sort
+    A call is allowed if the arguments match a pattern in ``takes``. The category of the result is
     ``gives``.
     """
 
@@ -914,7 +922,7 @@ class Row(NamedTuple):
     called: bool  # If True, a pickle may call the class or function.
     state: str | None  # Name of the pattern of BUILD states. None forbids BUILD.
     fill: tuple[str, ...]  # Operations allowed after the call: append, set or add.
-    by_sorts: bool  # If True, the verdict depends only on the sorts of the arguments.
+    by_sorts: bool  # If True, the verdict depends only on the categories of the arguments.
     consumed: tuple[int, ...]  # Positions of arguments that are classes or functions.
     of_class: bool  # If True, the result is an object of the class in the first argument.
 

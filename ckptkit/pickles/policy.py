@@ -52,7 +52,8 @@ def describe(callable_: Node) -> str:
 class _TreeView:
     """Gives `ckptkit.pickles.judge` access to the values of a tree. Implements `judge.View`.
 
-    The allowlist gives the sort of an Object. `_judge_object` decides whether its call is harmless.
+    The allowlist contains the category of each Object. `_judge_object` decides whether the call is
+    harmless.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class _TreeView:
         return self._judged(value).type
 
     def _judged(self, node: Object) -> Judged:
-        """Return the sort of an object. If the object is a NumPy dtype, also return its type.
+        """Return the category of an object. For a NumPy dtype, also return the element type.
 
         This method does not check the arguments of the call.
         """

@@ -1,7 +1,7 @@
 """Read the persistent ids by which pickles of torch refer to tensor storages.
 
 In zip archives, a persistent id is ``('storage', class, key, location, numel)``.
-In legacy files, it is ``('storage', class, key, location, numel, view_metadata)``.
+In legacy files, the persistent id also contains ``view_metadata`` as the last item.
 
 Since torch 0.4, ``view_metadata`` is None. Older versions wrote ``(view_key, offset, view_size)``,
 and count ``offset`` and ``view_size`` in elements.

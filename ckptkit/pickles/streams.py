@@ -160,7 +160,7 @@ class Trace:
 class Traced:
     """A pickle and its trace.
 
-    If ``nested`` is True, the pickle is inside a byte string, and no call in the file loads it.
+    If ``nested`` is True, the pickle is inside a byte string that no call in the file loads.
     """
 
     where: str

@@ -329,16 +329,12 @@ class _Writer:
         return code + self._put()
 
     def _new(self, tensor: Tensor, kind: tuple[object, ...] | None) -> bytes:
-        """Return the opcodes of a tensor that has no memo entry yet. The opcodes make these calls.
+        """Return the opcodes of a tensor that has no memo entry yet.
 
-        For a tensor:
-            _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])
-        For a dtype without a storage class:
-            _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, bits])
-        For a meta tensor:
-            _rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)
-        For a parameter, with its tensor as `data`:
-            _rebuild_parameter(data, requires_grad, hooks)
+        A tensor is a call of `_rebuild_tensor_v2`. If its dtype has no storage class in torch, the
+        tensor is a call of `_rebuild_tensor_v3`. A meta tensor is a call of
+        `_rebuild_meta_tensor_no_storage`. A parameter is a call of `_rebuild_parameter`, whose
+        first argument is the tensor. `ckptkit.pickles.globals` lists the arguments of these calls.
 
         The method caches the opcodes if they add no entry to the memo. Later tensors of the same
         dtype, shape and device then have the same opcodes, except for the key of the storage.
@@ -376,7 +372,7 @@ class _Writer:
         name = tensor.dtype.name
         if name in NOT_IN_TORCH:
             raise TensorError(
-                f"torch has no dtype {name}, so it cannot load a tensor of this dtype (shape "
+                f"torch has no dtype {name}, so torch cannot load a tensor of this dtype (shape "
                 f"{tensor.shape})",
                 hint=f"write safetensors without {typed('--all', 'all=True')}, or drop "
                 f"such tensors with {typed('--drop', 'select(drop=...)')}",

@@ -43,14 +43,15 @@ PAGE = 1 << 20
 # If an attempt downloads at least this number of bytes, the count of failed attempts restarts.
 PROGRESS = 64 << 10
 TRIES = 5  # maximum number of consecutive attempts without progress
-TRIES_RETRY_AFTER = 12  # the same maximum for a server that sends the header Retry-After
+# Maximum number of consecutive attempts without progress if the server sends the header Retry-After
+TRIES_RETRY_AFTER = 12
 # Seconds before the second attempt. The pause doubles before each later attempt.
 PAUSE = 0.25
 LONGEST = 30  # maximum number of seconds to wait for the time in the header Retry-After
 SILENCE = 60  # number of seconds without data after which ckptkit closes a connection
 PATIENCE = 150  # number of seconds without progress after which ckptkit stops retrying
 SLOWEST = 4096  # minimum number of bytes per second, used for the timeout of a request
-# The same minimum for libraries that return a response only after downloading all of it
+# Minimum number of bytes per second for libraries that download a complete response at once
 SLOWEST_STORED = 64 << 10
 
 # Fields of fsspec that differ between versions of a file
@@ -94,9 +95,9 @@ class Transport(ABC):
     def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
         """Wait before the next attempt.
 
-        `reason` is the error of the last attempt. `since` is the time of the last progress. If
-        another attempt cannot help, or after too many attempts or seconds, convert `reason` to a
-        CkptkitError and raise it.
+        `reason` is the error of the last attempt. `since` is the time of the last progress. Raises
+        a CkptkitError for `reason` if another attempt cannot help, or after too many attempts or
+        seconds.
         """
         wait = reason.after if isinstance(reason, Status) else None
         tries = TRIES if wait is None else TRIES_RETRY_AFTER

@@ -267,7 +267,7 @@ def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None
     facts = (*columns.details(share.row), ("the same as", same), ("place", place))
     made.append_text(_facts(*facts))
     if seen is None:
-        made.append("\nv shows values, : a slice of them", "dim italic")
+        made.append("\npress v for the values, : for a slice", "dim italic")
     return made
 
 

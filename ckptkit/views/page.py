@@ -255,7 +255,7 @@ def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
     root, labels = branches(shares), dict[str, int]()
     rows = {id(share): number for number, share in enumerate(shares)}
     found: dict[str, list[int]] = {"label": [], "parent": [], "row": []}
-    numbers: dict[int, int] = {}  # maps the id of each branch to its number; parents come first
+    numbers: dict[int, int] = {}  # maps the id of each branch to a number, in ascending order
     waiting = [(root, -1)]  # -1: no parent
     while waiting:
         branch, parent = waiting.pop()

@@ -35,8 +35,9 @@ class TileBox(NamedTuple):
 class Tile(NamedTuple):
     """A rectangle for a branch of the tree of names.
 
-    If ``rest`` is not 0, the rectangle shows that many small branches together. If a branch has
-    only one child, one tile shows both, and ``label`` contains both names.
+    If ``rest`` is not 0, the rectangle represents this number of small branches. If a branch has
+    only one child, one tile represents the branch and the child. ``label`` then contains both
+    names.
     """
 
     branch: Branch
