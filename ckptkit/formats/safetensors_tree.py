@@ -27,10 +27,10 @@ numbered from 0 in the order of the list. These statements create a node:
     ["int", hex]                                     a big-endian integer in two's complement
     ["float", hex] ["complex", hex]                  big-endian IEEE 754 numbers
     ["global", module, name]                         a class or function
-    ["object", callable, arguments, keywords, new]   see tree.Object; `keywords` is null or a dict
+    ["object", callable, arguments, keywords, new]   see tree.Object
     ["storage", entry, device]                       the bytes of a header entry
-    ["storage", entry, device, true]                 the same, big-endian
-    ["tensor", storage, {...}]                       a tensor; see below for its fields
+    ["storage", entry, device, true]                 the big-endian bytes of a header entry
+    ["tensor", storage, {...}]                       a tensor with the fields that are listed below
     ["typed", storage, dtype, start, stop]           see tensor.TypedStorage
     ["blob", entry, kind]                            see tree.StoredBytes
 
@@ -40,6 +40,8 @@ These statements fill node number n:
     ["fill", n, "append" | "add", value...]          add items to a list or object
     ["fill", n, "build", value]                      set the state of an object, or the attributes
                                                      of an OrderedDict
+
+The keywords of an object are null or a dict.
 
 A value is null, a boolean, an integer of up to 19 digits, a finite float, a string, or ``[n]``.
 ``[n]`` refers to node number n, which an earlier statement must have created. The fields of a

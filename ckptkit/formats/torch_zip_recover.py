@@ -113,7 +113,7 @@ class Claim(NamedTuple):
     stop: int  # end of the header or entry
     header: int  # offset of the member's local header
     method: int
-    stored: int | None  # number of bytes in the file; None if only a data descriptor contains it
+    stored: int | None  # number of bytes in the file, or None if the header does not contain it
     size: int | None
     crc: int | None
     is_entry: bool
@@ -234,7 +234,7 @@ class SalvagedDirectory:
 
 
 class RecordPlace(NamedTuple):
-    """A possible location of a member's bytes. `crc` is the expected CRC-32; None: unknown."""
+    """A possible location of a member's bytes. `crc` is the expected CRC-32, or None."""
 
     extent: Extent
     crc: int | None
@@ -414,8 +414,8 @@ class _DamagedArchive:
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
         """Return the CRC and the end offset of the data descriptor at `end`.
 
-        Return None without a descriptor. If the sizes in the descriptor differ from `stored` and
-        `size`, for example because the descriptor is truncated, the returned end is 0.
+        Return None if there is no descriptor. If the sizes in the descriptor differ from `stored`
+        and `size`, return 0 as the end offset. A truncated descriptor has such sizes.
         """
         data = self.window.read(end, 24)
         if not data.startswith(_DESCRIPTOR) or len(data) < 8:

@@ -439,7 +439,7 @@ class ZipDirectory:
     entries: Mapping[str, Entry] = field(repr=False)
     start: int  # offset of the directory, which is the end of the members
     top: str  # top folder of the first member, which torch uses as the archive's name
-    headers: LocalHeaders | None = field(repr=False, default=None)  # None for a local file
+    headers: LocalHeaders | None = field(repr=False, default=None)  # local headers of a remote file
     # The only item is the number of bytes decompressed so far.
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])
 
