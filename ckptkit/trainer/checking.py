@@ -114,7 +114,7 @@ class Witness:
 
 
 def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
-    """Run a check in a new folder; never raises.
+    """Run a check in a new folder. Report every exception in the result.
 
     If the check used several processes, the list ``processes`` contains the report of each process.
     """
@@ -155,7 +155,7 @@ def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts
 def run_limited(
     check: DeviceCheck, on: GpuMachine, folder: Path, limit: float = LIMIT
 ) -> CheckResult:
-    """Run a check in a new process; after `limit` seconds, kill this process and its children."""
+    """Run a check in a new process. After `limit` seconds, kill this process and its children."""
     started, answer = monotonic(), folder.with_suffix(".json")
     child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
     child.start()

@@ -18,11 +18,11 @@ SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to every key
 LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # for SGD
 ADAM_LR = 0.001
-# Epochs between changes of the learning rate; more for the crnn, which learns slowly.
+# Number of epochs between changes of the learning rate. The crnn learns slowly and gets more.
 LR_STEP, LR_STEP_CRNN = 5, 8
 DATA = "digits, random or cifar10:DIR"
 
-# Options that a resumed run may change: devices, memory use, and what it saves.
+# Options that a resumed run may change: devices, memory use and saved checkpoints.
 CHANGEABLE = (
     "devices", "output_device", "parallel", "epochs", "segments", "memory_efficient",
     "preserve_rng", "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
@@ -96,11 +96,11 @@ class Config:
         least=0,
     )
     workers: int = option(
-        0, "Number of processes that load batches. For a GPU, they load into pinned memory."
+        0, "Number of processes that load batches. For a GPU, batches are in pinned memory."
     )
     sampler: str = option(
         "hand",
-        "How processes share the images: hand slices each batch; distributed is torch's "
+        "How processes share the images. hand slices each batch. distributed is torch's "
         "DistributedSampler.",
         choices=SAMPLERS,
     )
@@ -126,7 +126,7 @@ class Config:
         f"Learning rate. Default: {ADAM_LR} for Adam; for SGD it depends on the model.",
         above=0,
     )
-    momentum: float = option(0.9, "Momentum of SGD; first beta of Adam.")
+    momentum: float = option(0.9, "Momentum of SGD, or first beta of Adam.")
     weight_decay: float | None = option(None, "Weight decay. Default: the default of torch.")
     foreach: bool = option(
         True,
@@ -147,7 +147,7 @@ class Config:
     )
     amp: bool = option(False, "Compute in mixed precision (autocast).")
     amp_dtype: str = option(
-        "bfloat16", "Dtype of --amp; float16 needs a scaled loss.", choices=AMP_DTYPES
+        "bfloat16", "Dtype of --amp. float16 needs loss scaling.", choices=AMP_DTYPES
     )
     torch_compile: str = option(
         "", "Compile the model with this backend of torch.compile, e.g. inductor.", metavar="NAME"

@@ -1,9 +1,9 @@
-"""Load data sets, and define the tasks that models learn on them.
+"""Load data sets, and define the learning tasks.
 
 ``digits`` are the 1,797 handwritten digits of scikit-learn (E. Alpaydin and C. Kaynak, UCI, CC BY
 4.0), enlarged from 8 x 8 to 32 x 32 pixels to fit every model. ``cifar10:DIR`` is the folder of the
-Python version of CIFAR-10. ``random`` is noise with random labels, for any input size; models
-cannot learn from it.
+Python version of CIFAR-10. ``random`` is noise with random labels, for any input size. Models
+cannot learn from noise.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
 
 
 def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
-    """Return the CTC loss of scores [batch, time, 1 + classes]; class 0 is the blank.
+    """Return the CTC loss of scores [batch, time, 1 + classes]. Class 0 is the blank.
 
     ``ctc_loss`` expects the time in dim 0.
     """
@@ -144,7 +144,7 @@ def load(config: Config) -> Data:
 
 
 def _in_orders(images: Labelled, orders: int) -> Labelled:
-    """Return the images followed by `orders` - 1 shuffled copies of them."""
+    """Return the images, followed by `orders` - 1 shuffled copies of the images."""
     generator, count = torch.Generator().manual_seed(0), len(images[0])
     shuffled = (torch.randperm(count, generator=generator) for _ in range(orders - 1))
     numbers = torch.cat([torch.arange(count), *shuffled])

@@ -132,7 +132,7 @@ def as_markdown(found: dict[str, Any]) -> str:
     help="Folder for checkpoints saved on GPUs, e.g. fixtures/cuda. Default: OUT/cuda.",
 )
 def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
-    """Check the trainer on the GPUs of this machine; write a report to the folder OUT."""
+    """Check the trainer on the GPUs of this machine. Write a report to the folder OUT."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     chosen = [check for check in CHECKS if only.lower() in check.name.lower()]
     if not chosen:

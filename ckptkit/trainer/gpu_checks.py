@@ -51,13 +51,13 @@ def check(name: str, gpus: int = 1) -> Callable[[Callable[[GpuMachine, Path], Fa
 
 
 def train(on: GpuMachine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
-    """Train a small run on the first device; return the accuracy."""
+    """Train a small run on the first device. Return the accuracy."""
     options = {"devices": (str(on.device),), **options}
     return loop.train(replace(SMALL, **options), out, files, log=loop.silent)
 
 
 def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
-    """Train a small run; return the memory that the last step used."""
+    """Train a small run. Return the memory use of the last step."""
     memory = out.with_suffix(".jsonl")
     train(on, out, RunFiles(memory_report=memory), **options)
     last: Facts = json.loads(memory.read_text().splitlines()[-1])
@@ -94,7 +94,7 @@ def _process(
     torch.set_num_threads(1)
 
     def note(steps: list[loop.Step], title: str) -> list[loop.Step]:
-        """Record the backend; called at the start of each epoch, while the group exists."""
+        """Record the backend. The trainer calls this function when an epoch starts."""
         seen["backend"] = dist.get_backend()
         return steps
 
@@ -110,8 +110,8 @@ def _report_of(out: Path, rank: int) -> Path:
 
 
 def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
-    """Return the largest difference of the weights in two files. Raises Failed if it exceeds
-    `most`."""
+    """Return the largest difference of the weights in two files. Raises Failed if the difference
+    exceeds `most`."""
     ours, theirs = (ckptkit.load(path, map_location="cpu") for path in (one, other))
     ours, theirs = (
         {name.removeprefix("module."): value for name, value in each.items()}
@@ -152,7 +152,7 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S02 seconds of a small model on one device and on two", gpus=2)
 def small_models(on: GpuMachine, folder: Path) -> Facts:
-    """Measure the time on one device and on two; this check cannot fail."""
+    """Measure the time on one device and on two devices. This check cannot fail."""
     seconds = {}
     for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
         train(on, folder / "warm.pth", parallel=kind, devices=devices)
@@ -528,7 +528,7 @@ def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
 
 
 def keep(on: GpuMachine, path: Path) -> None:
-    """Copy a checkpoint to the fixtures folder, if there is one."""
+    """Copy a checkpoint to the fixtures folder, if the machine has such a folder."""
     if on.fixtures:
         on.fixtures.mkdir(parents=True, exist_ok=True)
         (on.fixtures / path.name).write_bytes(path.read_bytes())
@@ -552,7 +552,7 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
 
 
 def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
-    """Save all forms of checkpoints on one GPU, and compare them with simulated ones."""
+    """Save all forms of checkpoints on one GPU, and compare them with simulated checkpoints."""
     on.needs(index + 1)
     for form in FORMS:
         path = folder / f"none_{form}_cuda{index}.pth"

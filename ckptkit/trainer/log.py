@@ -181,7 +181,7 @@ class SavedBytes:
 
 
 class _Held:
-    """A reference to a tensor; the reference lives as long as autograd keeps the tensor."""
+    """A reference to a tensor. The reference lives as long as autograd keeps the tensor."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
@@ -221,7 +221,7 @@ class AllocatedBytes:
 
 
 def activations(wrapped: nn.Module, device: torch.device) -> SavedBytes | AllocatedBytes:
-    """Return a context manager; its ``peak`` is the number of bytes of activations on a device."""
+    """Return a context manager whose ``peak`` is the number of bytes of activations on a device."""
     return AllocatedBytes(wrapped, device) if device.type == "cuda" else SavedBytes(wrapped)
 
 
@@ -230,7 +230,8 @@ Measure = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
-    """Yield a function that returns a context manager. After a step, it writes a JSON line.
+    """Yield a function that returns a context manager. The context manager writes a JSON line about
+    each step.
 
     Without a file, the context manager does nothing. Bytes are measured on the first device before
     gradients are freed. Peaks are written for each GPU.
@@ -283,7 +284,7 @@ def _used(device: torch.device) -> int:
 
 @contextmanager
 def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
-    """Record all allocations on the GPUs; write them to a file at the end, even after an error.
+    """Record all allocations on the GPUs. At the end, or after an error, write a file.
 
     https://pytorch.org/memory_viz displays the file.
     """

@@ -1,9 +1,9 @@
 """Train a model in one loop, from batches of images to a saved checkpoint. Start reading here.
 
-:func:`train_epoch` is the loop. :func:`train` calls it for each epoch, evaluates and saves. The
-other modules are ``run.py`` (builds the parts of a run), ``data.py``, ``parallel.py`` (several
-devices and processes), ``saving.py`` (checkpoints and resuming) and ``log.py``. The options are the
-fields of ``config.Config``.
+:func:`train_epoch` is the loop. :func:`train` calls :func:`train_epoch` for each epoch, evaluates
+and saves. The other modules are ``run.py`` (builds the parts of a run), ``data.py``,
+``parallel.py`` (several devices and processes), ``saving.py`` (checkpoints and resuming) and
+``log.py``. The options are the fields of ``config.Config``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Run on several devices: join the processes of a run, and wrap the model.
 
-For every batch, DataParallel copies the model from the first device to the others, splits the batch
-along dim 0, and gathers the outputs on the first device, which computes the loss. So the first
-device needs more memory than the others. With ``dp-balanced``, each device computes the loss of its
-outputs, and only the losses are gathered. Both modes compute the same gradients. With one GPU,
-batches are not split, but the keys still get the prefix ``module.``. On a machine without GPUs,
-``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model one after the
-other.
+For every batch, DataParallel copies the model from the first device to all devices, and splits the
+batch along dim 0. It then gathers the outputs on the first device, which computes the loss. So the
+first device needs more memory than the other devices. With ``dp-balanced``, each device computes
+the loss of its outputs, and only the losses are gathered. Both modes compute the same gradients.
+With one GPU, batches are not split, but the keys still get the prefix ``module.``. On a machine
+without GPUs, ``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model
+one after the other.
 
 torch recommends DistributedDataParallel over DataParallel, even on one machine. Each GPU has its
-own process with its own interpreter lock, and no step copies the model. Small models are slower on
-several GPUs than on one, because communication takes longer than computing.
+own process with its own interpreter lock, and no step copies the model. Small models train slower
+on several GPUs than on one GPU, because communication takes longer than computing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Build the parts of a training run; seed, save and restore random number generators."""
+"""Build a training run. Seed, save and restore random number generators."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
     """Return a loss scaler. It is disabled unless the run computes in float16.
 
     In float16, small gradients become 0. So the scaler multiplies the loss before the backward
-    pass, and divides the gradients after it.
+    pass, and divides the gradients after the backward pass.
     """
     is_used = config.amp and config.amp_dtype == "float16"
     return torch.amp.GradScaler(device.type, enabled=is_used)

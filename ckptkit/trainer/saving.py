@@ -1,4 +1,4 @@
-"""Write checkpoints, and resume runs from them.
+"""Write checkpoints, and resume runs from checkpoints.
 
 A checkpoint has one of three forms:
 
@@ -140,7 +140,8 @@ def versions() -> dict[str, str | None]:
 def _save_file(contents: State, path: Path) -> None:
     """Write a file atomically.
 
-    torch.save gets an open file. If it got a path, it would write the file name into the archive.
+    torch.save gets an open file. With a path, torch.save would write the file name into the
+    archive.
     """
     part = _part(path)
     try:
@@ -238,7 +239,7 @@ def check_output(out: Path, files: RunFiles, config: Config, force: bool, after:
 
 
 def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
-    """Raise RequestError if a checkpoint must not replace what exists at a path."""
+    """Raise RequestError if a checkpoint must not replace the file or folder at a path."""
     if path.is_dir() and not is_folder:
         raise RequestError("is a folder", where=str(path), hint="use the path of a file")
     if path.is_dir() and any(path.iterdir()):
@@ -266,7 +267,7 @@ def resume(run: Run, path: Path) -> str:
     missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
     if missing:
         raise ckptkit.CkptkitError(
-            f"cannot be resumed: it has no {missing[0]}",
+            f"cannot be resumed: the checkpoint has no {missing[0]}",
             where=str(path),
             hint="--save-form full saves checkpoints that can be resumed",
         )
