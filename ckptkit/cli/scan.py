@@ -47,10 +47,10 @@ def command(
     as_sarif: bool,
     quiet: bool,
 ) -> int:
-    """Report the code that loading files would run, without running it.
+    """Report the code that loading files would run.
 
-    Examines every pickle in files and folders, also in places that loaders ignore. For a folder,
-    prints the findings and a summary.
+    Runs no code of a file. Examines every pickle in files and folders, also in places that loaders
+    ignore. For a folder, prints the findings and a summary.
 
     Exit code 0: every pickle is "safe for weights_only" or "harmless". In a harmless pickle, each
     class, function and call is allowlisted, and so is the form of its arguments and states.
