@@ -102,7 +102,7 @@ class Merge(Operation):
         wide = "f8" if self.dtype == "float64" else "f4"
         units = [BY_NAME[name].itemsize for name in self.dtypes]
         streams = [
-            stream_reusing_buffer(each, start * unit, stop and stop * unit)
+            stream_reusing_buffer(each, start * unit, stop and stop * unit, _AT_ONCE * unit)
             for each, unit in zip(extent.inputs, units, strict=True)
         ]
         for pieces in in_step(streams, units, _AT_ONCE):
