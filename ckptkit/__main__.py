@@ -25,7 +25,7 @@ def main() -> NoReturn:
 def _forget_folder() -> None:
     try:
         here = os.getcwd()
-    except OSError:  # the folder was removed
+    except OSError:  # the working directory was removed
         here = ""
     if sys.path and sys.path[0] in ("", here):
         del sys.path[0]

@@ -278,10 +278,10 @@ def convert(
 
 
 def _opened_to_write(source: Source, options: Options) -> Checkpoint:
-    """Open `source` and check that it can be written.
+    """Open `source` and check that `convert` can write the checkpoint.
 
-    Without ``keep_format``, the complete checkpoint is required. With ``part_only``, a single
-    rank's file is accepted.
+    Without ``keep_format``, `source` must contain the complete checkpoint. With ``part_only``,
+    `source` can be a single rank's file.
     """
     checkpoint = open_checkpoint(source, options)
     if options.key is not None:
@@ -301,7 +301,7 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
     checkpoint = _opened_to_write(source, options)
     path = _own_place(checkpoint, options.format)
     chosen = _format("", checkpoint.format, options)
-    # Without keep_format, the old checkpoint is not needed, and to keep it costs memory.
+    # Without keep_format, release the old checkpoint to save memory.
     before = checkpoint if options.keep_format else None
     checkpoint = _changed(checkpoint, steps, options.strict)
     patch = None if before is None else _patch(before, checkpoint, chosen, options)
@@ -324,8 +324,8 @@ def _format(path: str, keep: str | None, options: Options) -> Format:
 def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
     """Raise UsageError if the output has an unknown suffix, such as ``run.txt``.
 
-    A name without a suffix, with the suffix of the source, or with a longer known suffix
-    (``run.pth2``) gets the format of the source.
+    These names are valid and do not change the output format: a name without a suffix, a name with
+    the suffix of the source, and a name that contains a known suffix (``run.pth2``).
     """
     name = without_query(path).replace(os.sep, "/").rpartition("/")[2].lower()
     suffix = os.path.splitext(name)[1]
@@ -337,7 +337,7 @@ def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Op
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
     """Return the path of the output. If `path` is a folder, the output is a file in this folder
-    with the name of the source, as in `cp`."""
+    with the name of the source, like the output of `cp`."""
     remote = is_url(path)
     is_folder = path.endswith((os.sep, "/")) or (not remote and os.path.isdir(path))
     source = without_query(checkpoint.name or "").replace(os.sep, "/")

@@ -181,8 +181,11 @@ def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
 
 
 def test_installs_from_the_checkout() -> None:
-    """The package index has another project of this name."""
-    assert not re.search(r"pip3? install (?:[^.\n]* )?ckptkit", EVERYTHING)
+    """The package index has another project of this name. Hints in the code are checked too."""
+    other = re.compile(r"pip3? install (?:[^.\n]* )?['\"]?ckptkit")
+    assert other.search("pip install 'ckptkit[delta]'") and other.search("pip install ckptkit")
+    sources = (path.read_text("utf-8") for path in Path(ckptkit.__file__).parent.rglob("*.py"))
+    assert [found[0] for text in (EVERYTHING, *sources) for found in other.finditer(text)] == []
 
 
 PAGE = """

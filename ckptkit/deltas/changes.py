@@ -81,7 +81,7 @@ def hashing(algorithm: object) -> Hash:
 
 def _missing(error: ImportError) -> MissingPackageError:
     what = f"this delta needs {error.name}"
-    return MissingPackageError(what, hint="pip install 'ckptkit[delta]'")
+    return MissingPackageError(what, hint="pip install -e '.[delta]'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 A rule and the shapes of a group of source tensors determine the copies. Each copy moves a block of
 elements. A copy has a start in the source and a start in the target. For each axis inside the
 block, a copy has a size, a source stride and a target stride.
+
+A group contains the source tensors that one rule combines, such as the tensors of one layer.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from ckptkit.rules.notation import (
 )
 
 Axes = tuple[str, ...]
-Symbol = tuple[str, int | None]  # (name of a size, index of the label, or None for all labels)
+# (name of a size, index of a label). If the size applies to all labels, the index is None.
+Symbol = tuple[str, int | None]
 Indices = Mapping[str, int]
 
 
@@ -230,7 +233,7 @@ class Arrangement:
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
-        """Return the error for a size that differs between the members of a group."""
+        """Return the error for a size that differs between the source tensors of a group."""
         word = symbol[0]
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
@@ -249,7 +252,10 @@ class Arrangement:
         name = "the dimensions of ... " if word.startswith(REST) else word
         hint = "numbered tensors must have equal sizes; tensors with labels may differ"
         if isinstance(kind, tuple):
-            hint = f"with {word}={'|'.join('_' * len(kind))}, or give a size for each label"
+            hint = (
+                "if the size differs for each label, add "
+                f"`with {word}={'|'.join('_' * len(kind))}` to the rule to infer the sizes"
+            )
         message = f"{name} differs with {variable} ({shown})"
         return about(self.number, MisfitError(message, hint=hint))
 
@@ -400,7 +406,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
 
 
 class BoundRule:
-    """A rule with known given sizes. A BoundRule matches keys, and infers sizes for groups."""
+    """A rule and its given sizes. A BoundRule matches keys, and infers sizes for groups."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words
@@ -438,7 +444,7 @@ class BoundRule:
         return self.solved[key]
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
-        """Return the given sizes, and the sizes that follow from the numbers in names."""
+        """Return the given sizes, and the sizes that the highest numbers in the keys imply."""
         sizes = dict(self.arrangement.known_sizes)
         for word in self.counted:
             position = self.words.gathered.index(word)
@@ -447,7 +453,7 @@ class BoundRule:
         return sizes
 
     def _check_complete(self, members: list[SourceTensor], sizes: Mapping[Symbol, int]) -> None:
-        """Raise MisfitError unless the members have each combination of indices exactly once."""
+        """Raise MisfitError unless the group has one tensor for each combination of indices."""
         choices = [self._choices(word, sizes) for word in self.words.gathered]
         held = {member.indices: member.key for member in members}
         for indices, key in held.items():
@@ -493,12 +499,12 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # the name needs the value of a variable in ( ), which is unknown here
+        except KeyError:  # the values of variables in ( ) are unknown
             return None
 
 
 def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield the same tuples as itertools.product, without memory for all choices."""
+    """Yield the same tuples as itertools.product, but do not copy the choices."""
     if not choices:
         yield ()
         return
@@ -508,11 +514,11 @@ def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 class Digits:
-    """Splits a number in a name into the values of several variables, as for ``{(m e)}``."""
+    """Splits a number in a name into the values of several variables, such as ``{(m e)}``."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        # This dict maps a rule and the values of the rule's other loop variables to the highest
-        # number.
+        # Each key is (number of a rule, variables in ( ), values of the other loop variables).
+        # Each value is the highest number in the names that match the key.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:
@@ -527,9 +533,10 @@ class Digits:
         return ready.number, words, others
 
     def decoded(self, ready: BoundRule, key: str, raw: Values) -> dict[str, Value]:
-        """Return the value of each variable.
+        """Return the value of each variable in `raw`.
 
-        Raises RuleError if sizes are unknown, and MisfitError if a number is too large.
+        Raises RuleError if the size of a variable is unknown. Raises MisfitError if a number in
+        `key` is too large for the sizes of its variables.
         """
         values: dict[str, Value] = {}
         for words, value in raw.items():

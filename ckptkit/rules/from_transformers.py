@@ -300,7 +300,10 @@ def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 class _Anything(dict[str, Any]):
-    """A configuration in which each entry is 1. Names and shapes do not depend on the heads."""
+    """A configuration in which each entry is 1.
+
+    The number of heads does not change the names and shapes.
+    """
 
     def get(self, key: str, default: Any = None) -> Any:
         return self if key.endswith("config") else 1
@@ -473,9 +476,10 @@ def _alike(names: Sequence[str]) -> int:
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
-    """Return one rule with variables for all pairs of a family.
+    """Return one rule with variables for all pairs of an old and a new name in a family.
 
-    If the numbers in the names change, return a separate rule for each pair.
+    If the old and the new name of a pair contain different numbers, return a separate rule for each
+    pair.
     """
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]

@@ -65,7 +65,7 @@ class Settings:
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
         """Return the value of a size, and a name for the place that gives the value.
 
-        Arguments override the rule, which overrides its step, which overrides the recipe. Return
+        The first of these places that gives a value is used: arguments, rule, step, recipe. Return
         None if no place gives a value.
         """
         if word in self.args:
@@ -182,7 +182,7 @@ class _Evaluation:
         if term.operator == "word":
             size = self.size(str(first))
             if size is not None and len(size) > 1:
-                raise RuleError(f"{first} has {len(size)} values, but must have one here")
+                raise RuleError(f"{first} has {len(size)} values, but expressions need one value")
             return None if size is None else size[0]
         left, right = (self._value(each) for each in term.values if isinstance(each, Term))
         if left is None or right is None:
@@ -252,7 +252,7 @@ def _words_of_given(given: Given) -> set[str]:
 
 
 Value = int | str
-Values = dict[tuple[str, ...], Value]  # by the names of the variables in an Index
+Values = dict[tuple[str, ...], Value]  # each key contains the names of the variables of an Index
 
 _DIGITS = re.compile("[0-9]+")
 _LONGEST = 18  # maximum number of digits of a number in a name
@@ -272,7 +272,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A variable in a name: its kind, and the offset between its value and the number in names."""
+    """A variable in a name, its kind and its offset.
+
+    The number in the name is the value of the variable plus the offset `shift`.
+    """
 
     words: tuple[str, ...]
     kind: Kind
@@ -303,14 +306,15 @@ class Pattern:
     def may_match(self, family: str) -> bool:
         """Return False if no key of a family can match.
 
-        The name of a family is a key in which 0 replaces each number.
+        The keys of a family differ only in their numbers. `family` is such a key with 0 in place of
+        each number.
         """
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
-        """Return values of the variables for which the name equals `key`.
+        """Match the name with `key`. Return the values of the variables.
 
-        Return None if there are no such values.
+        Return None if the name does not match.
         """
         values: Values = {}
         return values if self._match(key, 0, 0, values, steps) else None
@@ -428,7 +432,9 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
         return None if label == ABSENT else label
     written = value + index.shift
     if written < 0:
-        raise MisfitError(f"a name would contain the negative number {written}, from {value}")
+        raise MisfitError(
+            f"a name would contain the negative number {written}, because a variable is {value}"
+        )
     return str(written)
 
 
@@ -536,7 +542,8 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
     """Map each size with several values to the variable whose labels select a value.
 
-    Raises RuleError if no variable has as many labels, or if several variables do.
+    Such a variable has one label for each value of the size. Raises RuleError if there is no such
+    variable, or if there are several.
     """
     found = {}
     for word, size in known.sizes.items():
@@ -550,7 +557,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
             ):
                 raise RuleError(
                     f"{word} depends on {variable}, and must follow it in one ( )",
-                    hint=f"({variable} {word})",
+                    hint=f"write ({variable} {word})",
                 )
     return found
 
@@ -576,7 +583,7 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError if a size is 0, unless the size belongs to the label `-` (no padding)."""
+    """Raise RuleError if a size is 0. Only a size for the label `-` can be 0 (no padding)."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))

@@ -473,7 +473,10 @@ class _Tokens:
             raise RuleError(f"{self.text!r}: unexpected {token[1]!r}")
 
     def takes(self, *signs: str) -> str | None:
-        """If the next token is one of `signs`, return the token and advance, otherwise None."""
+        """If the next token is one of `signs`, advance and return the token.
+
+        Otherwise, return None.
+        """
         token = self.peek()
         if token is None or token[0] != "sign" or token[1] not in signs:
             return None

@@ -230,7 +230,7 @@ class Planning:
         for group, members in groups.items():
             if self.rules[group[0]].words.scattered:
                 total += self._solved(group, members).targets - 1
-            if total > LIMITS.rule_targets:  # checked before targets need memory
+            if total > LIMITS.rule_targets:  # raise the error before the targets take memory
                 check("rule_targets", total, "target tensors of a rule step")
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
@@ -299,7 +299,11 @@ class Planning:
         close = nearest(ready.rule.left.name_text, self.shapes)
         near = f"; nearest: {close[0]}" if close else ""
         has_star = any("*" in part for part in ready.rule.left.name if isinstance(part, str))
-        hint = "write * in braces: {m:*}" if has_star else "use ->? instead of -> to allow this"
+        hint = (
+            "write * in braces: {m:*}"
+            if has_star
+            else "use ->? instead of -> if the rule may match no key"
+        )
         return UncoveredError(message + near, hint=hint)
 
     def _solved(self, group: Group, members: list[SourceTensor]) -> Solved:

@@ -233,7 +233,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (lines(A_TO_B, sizes={"h": "1 2"}), "unexpected '2'"),
     (
         plan("a [(p d h)] -> {p:x|y} [d h] with d=1|2 h=d", of={"a": (3,)}),
-        "rule 1: d has 2 values, but must have one here",
+        "rule 1: d has 2 values, but expressions need one value",
     ),
     (plan(A_TO_B, of={"a": (), "b": ()}, keep="rest"), "b is written by rule 1 and by `keep`"),
     (
