@@ -8,7 +8,7 @@ library textual. Strings of the file are escaped and never interpreted as markup
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -480,12 +480,35 @@ class Browser(App[str]):
         if self.words and branch.tensors <= OPENED:
             self._open(root)
 
-    def _open(self, root: TreeNode[Data]) -> None:
-        """Expand all nodes below a node."""
+    def _replant(self) -> None:
+        """Fill the tree again, in the current order and unit. Keep the cursor and the expanded
+        nodes."""
+        before = list(self._branches())
+        expanded = {branch.path for node, branch in before if node.is_expanded}
+        chosen = [branch.path for node, branch in before if node is self.names.cursor_node]
+        self._plant(self.shown)
+        self._open(self.names.root, expanded)
+        for node, branch in self._branches():
+            if branch.path in chosen:
+                self.call_after_refresh(self.names.move_cursor, node)
+
+    def _branches(self) -> Iterator[tuple[TreeNode[Data], Branch]]:
+        """Yield the nodes that show a branch."""
+        waiting = [self.names.root]
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children
+            if isinstance(node.data, Branch):
+                yield node, node.data
+
+    def _open(self, root: TreeNode[Data], paths: Container[str] | None = None) -> None:
+        """Expand a node and the nodes below it, or only the nodes whose path is in `paths`."""
         waiting = [root]
         while waiting:
             node = waiting.pop()
-            if isinstance(node.data, Branch) and node.data.children:
+            if not isinstance(node.data, Branch) or not node.data.children:
+                continue
+            if paths is None or node.data.path in paths:
                 if not node.children:
                     self._add(node, below(node.data, self.sort, self.measure))
                 node.expand()
@@ -550,11 +573,11 @@ class Browser(App[str]):
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
         how = "sorted by the order in the file" if self.sort == "file" else f"sorted by {self.sort}"
         self.notify(how, timeout=2)
-        self._plant(self.shown)
+        self._replant()
 
     def action_measure(self) -> None:
         self.measure = MEASURES[1 - MEASURES.index(self.measure)]
-        self._plant(self.shown)
+        self._replant()
 
     def _later(self, command: str, first: Text, find: Callable[[], Text]) -> None:
         """Show `first` and run `find` in a thread. Then show the result of `find`.

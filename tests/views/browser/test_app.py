@@ -234,6 +234,15 @@ def test_diagnosis(file: Path) -> None:
     assert "x: is gone" in pressed(file, "d", diagnose=fail).panel
 
 
+@pytest.mark.parametrize("key", ["s", "m"])
+def test_sort_and_unit_keep_the_cursor_and_what_is_expanded(file: Path, key: str) -> None:
+    inside = pressed(file, "down", "right", "right", "right", "right")
+    screen = pressed(file, "down", "right", "right", "right", "right", key)
+    names = [line.split()[0] for line in screen.lines]
+    assert sorted(names) == sorted(line.split()[0] for line in inside.lines)
+    assert screen.command == inside.command and "model.layers.0\n" in screen.panel
+
+
 def test_sort_and_unit(file: Path) -> None:
     by_size = pressed(file, "m", "s", "down", "enter").lines
     assert "3.5 kB" in by_size[0]
