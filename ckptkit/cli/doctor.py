@@ -55,7 +55,8 @@ def command(
 
     Lists every cause with an explanation and the command that fixes it. --fix applies all possible
     fixes in one pass. With --model, `doctor` also reports why the file does not fit the model. With
-    --model, `doctor` imports and runs the code of the model.
+    --model, `doctor` imports and runs the code of the model. For a folder of checkpoints, `doctor`
+    examines each checkpoint.
 
     An error prevents loading. A warning prevents loading in some environments. A note is only
     information. The exit code is 1 if there is an error or a warning (see --fail-on). With --fix,
@@ -87,7 +88,7 @@ def command(
         )
 
     failures: list[CkptkitError] = []
-    for _ in reading.each_of(files, look, failures, walks=False):
+    for _ in reading.each_of(files, look, failures, walks=destination is None):
         pass
     return max(codes + [error.exit_code for error in failures])
 

@@ -19,7 +19,6 @@ from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     LimitError,
-    SeveralError,
     TruncatedError,
     UnsafeGlobalError,
     UnsupportedError,
@@ -358,7 +357,6 @@ def refused(refusal: Refusal) -> Cause:
 
 _ID = {
     AmbiguousError: "ambiguous",
-    SeveralError: "ambiguous",
     UnsupportedError: "unsupported",
     LimitError: "limit",
 }

@@ -22,6 +22,7 @@ from ckptkit.core.errors import (
     CorruptError,
     FormatError,
     LimitError,
+    SeveralError,
     TensorError,
     UnsafeGlobalError,
     UnsupportedError,
@@ -97,8 +98,8 @@ def examine(
 
     `options` are the options for reading. `words` are the command line options that select the
     model and the key. This function reads headers. It also verifies the tensors of local files
-    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, and the
-    errors of remote files.
+    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, SeveralError
+    for a folder of several checkpoints, and the errors of remote files.
     """
     place = open_place(path)
     with steady(place, remote=True):
@@ -115,6 +116,8 @@ def _examine(
 ) -> Diagnosis:
     try:
         checkpoint = formats.read(place, options)
+    except SeveralError:
+        raise
     except REFUSALS as error:
         return _examine_refused(typed, place, error)
     damage = _damage(place, options)
@@ -390,7 +393,8 @@ def doctor(
 
     The result is the JSON object of ``ckptkit doctor --json``. `model` is the torch.nn.Module for
     the weights, or the name of a class. The name has the form ``package.module:Class`` or
-    ``path/to/file.py:Class``. This function imports the class and builds a model.
+    ``path/to/file.py:Class``. This function imports the class and builds a model. For a folder of
+    several checkpoints, this function raises SeveralError.
     """
     from ckptkit.analysis.reports import file_of, listed
     from ckptkit.core import arguments

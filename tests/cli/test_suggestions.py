@@ -119,7 +119,9 @@ def test_several_files(ckptkit: Ckptkit, several: Path, words: str, printed: str
     assert ran(ckptkit, done.stderr).exit_code == 0
 
 
-@pytest.mark.parametrize("words", ["inspect", "verify", "digest", "inspect --brief"])
+@pytest.mark.parametrize(
+    "words", ["inspect", "verify", "digest", "inspect --brief", "doctor --fail-on never"]
+)
 def test_commands_that_read_several_take_patterns_and_folders(
     ckptkit: Ckptkit, several: Path, words: str
 ) -> None:
@@ -128,7 +130,8 @@ def test_commands_that_read_several_take_patterns_and_folders(
     assert each.exit_code == 0 and all(file in each.stdout for file in files)
     assert ckptkit(*words.split(), "a b/*.pth").stdout == each.stdout
     assert ckptkit(*words.split(), "a b").stdout == each.stdout
-    assert "contains 3 checkpoints" in ckptkit("digest", "a b", "-o", "x.manifest").stderr
+    for output in ("digest -o x.manifest", "doctor --fix x.pth"):
+        assert "contains 3 checkpoints" in ckptkit(*output.split(), "a b").stderr
     assert "3 files: 3 safe" in ckptkit("scan", "a b/*.pth").stdout
 
 
