@@ -288,8 +288,8 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     if isinstance(error, click.ClickException):
         code = error.exit_code
         hint = getattr(error, "hint", None)
-        # format_message() also lists options with a similar spelling. A hint of ckptkit replaces
-        # this list.
+        # format_message() also lists options with a similar spelling. If ckptkit has a hint, the
+        # hint replaces this list.
         plain = isinstance(error, click.NoSuchOption) and hint is not None
         text = error.message if plain else error.format_message()
         see = f"see `{context.command_path if context else 'ckptkit'} --help`"

@@ -34,12 +34,12 @@ HOW = {
     "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
 }  # fmt: skip
-# Words in the report, by the state of a job.
+# Words for each state of a job, printed in the report.
 STATES = {
     "planned": "to write", "done": "written", "found": "already correct",
     "skipped": "already done", "failed": "failed",
 }  # fmt: skip
-SHOWN = requests.SHOWN  # maximum number of printed messages
+SHOWN = requests.SHOWN  # maximum number of printed warnings, and of printed errors
 
 
 class Commands(click.Group):
@@ -49,8 +49,8 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return the command `name` for many inputs. The help of its options says "an output"
-        instead of DST."""
+        """Return the command `name` for many inputs. In the help of the options, "an output"
+        replaces DST."""
         if name not in COMMANDS:
             return None
         found = copy(_original(name))
@@ -118,8 +118,8 @@ class _Checked(requests.Request):
 
 @dataclass(frozen=True)
 class _Work:
-    """A command with its options. Call the object with SRC and DST. It is picklable, because
-    workers receive a pickle."""
+    """A command with its options. Call the object with SRC and DST. The object is picklable,
+    because workers receive a pickle."""
 
     name: str
     given: dict[str, Any]
@@ -141,7 +141,7 @@ class _Work:
         request, given = self._asked(
             _Checked, source, ""
         )  # an empty DST, because the suffix of DST would choose the format
-        with suppress(InputError):  # the job of this input reports the error later
+        with suppress(InputError):  # the job reports an unreadable input later
             request = _original(self.name).run(request=request, **given)
         return request
 
@@ -199,12 +199,12 @@ class _Report:
         self._states: Counter[str] = Counter()
         self._size = self._warned = 0
         self._failed: dict[str, Outcome] = {}
-        # facts about each job, by output, for --json or --dry-run
+        # output -> facts about the job, which --json and --dry-run print
         self._rows: dict[str, dict[str, Any]] = {}
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Count an outcome. Print the first warning of its job. Without warnings, print the first
-        note."""
+        """Count the outcome of a job. Print the first warning of the job. If the job has no
+        warnings, print the first note."""
         self._states[outcome.state] += 1
         self._size += outcome.size
         if outcome.error is not None:

@@ -55,7 +55,7 @@ def command(
     config.json with the number of layers, experts and heads, the vocabulary size, the tied head and
     the dtype. For diffusers models, it also compares channels and blocks. `check` reads only
     headers, unless a condition is `finite` or `equal`. The exit code is 1 if tensors differ from an
-    expectation or from config.json. It is 2 if there is nothing to compare.
+    expectation or from config.json. The exit code is 2 if there is nothing to compare.
 
     \b
     Example: ckptkit check model/

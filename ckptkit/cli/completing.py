@@ -153,7 +153,8 @@ def _matching(
 ) -> list[CompletionItem]:
     """Return the candidates that start with `incomplete`.
 
-    If there are more than MOST, cut each candidate at its next dot.
+    If there are more than MOST candidates, cut each candidate at the first dot after the prefix
+    that all candidates share.
     """
     found = {
         name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)

@@ -40,8 +40,8 @@ def command() -> None:
 @click.argument("delta", metavar="DELTA")
 @click.option(
     "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor makes the smallest delta. overwrite can be applied twice. auto is overwrite if "
-    "possible.",
+    help="xor makes the smallest delta. A delta of overwrite can be applied twice. auto selects "
+    "overwrite, or xor if a tensor has 4 GiB or more.",
 )  # fmt: skip
 @click.option(
     "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
@@ -51,7 +51,7 @@ def command() -> None:
 @value(
     "--base-version",
     "N",
-    "Version of OLD. Default: the version recorded in its folder, or 0.",
+    "Version of OLD. Default: the version recorded in the folder of OLD, or 0.",
     type=int,
 )
 @flag("--whole", "If a delta cannot store the difference, write all tensors of NEW to DELTA.")
@@ -112,7 +112,7 @@ command.add_command(
         The first SRC is BASE. Each further SRC is a DELTA, in order. A DELTA can be a folder of
         version folders (weight_v000001...). Before `apply` writes anything, it checks each changed
         tensor against the checksum in the delta. With --in-place, `apply` changes all files of BASE
-        or none, even if it is interrupted. In safetensors files, it writes only the changed
+        or none, even if it is interrupted. In safetensors files, `apply` writes only the changed
         bytes.""",
     )
 )

@@ -83,8 +83,8 @@ def command(
     are only in B or the model. "unexpected" keys are only in A. `diff` pairs keys that look
     renamed, and prints the confidence of each pair. If one file is a GGUF file, `diff` applies the
     recipe for its architecture, and ignores differences that the GGUF types explain. For a model
-    (file.py:Class as B or as --model), `diff` compares only keys and shapes. It imports and runs
-    the code of the model.
+    (file.py:Class as B or as --model), `diff` compares only keys and shapes. `diff` imports and
+    runs the code of the model.
 
     \b
     Example: ckptkit diff epoch1.pth epoch2.pth

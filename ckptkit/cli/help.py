@@ -197,7 +197,7 @@ def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man:
     """Show a page of the manual, or the help of a command.
 
     `help` searches for any other WORD in the manual and in the options of all commands. Without
-    WORD, it lists the topics.
+    WORD, `help` lists the topics.
 
     \b
     Example: ckptkit help

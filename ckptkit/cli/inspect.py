@@ -147,7 +147,7 @@ def _lines(checkpoint: Checkpoint, summary: Summary, want: Any) -> Iterator[str]
         for glob in want.globs:  # suggest a glob that matches inside names
             wide = f"*{glob.strip('*')}*"
             if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
-                what = f"{render.plural(count, 'tensor')} with --keys {shell_word(wide)}"
+                what = f"--keys {shell_word(wide)} matches {render.plural(count, 'tensor')}"
                 remarks.append(f"hint: {what}")
     remarks += [f"hint: {each}" for each in advise(summary)]
     labelled = (render.labelled(render.escape(each)) for each in remarks)

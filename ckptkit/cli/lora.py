@@ -138,12 +138,13 @@ command.add_command(
             ),
             click.Option(
                 ["--base"], metavar="BASE",
-                help="Base model. Its names determine which underscores in kohya names were dots.",
+                help="Base model. The names in BASE determine which underscores in kohya names "
+                "were dots.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
-                help="Convert one component: unet, transformer, text_encoder... For peft, "
-                "the component that the adapter changes.",
+                help="Convert one component: unet, transformer, text_encoder... If SRC is "
+                "a folder of peft, name the component that the adapter changes.",
             ),
             click.Option(
                 ["--alpha"], metavar="A", type=float,
@@ -156,9 +157,9 @@ command.add_command(
         ],
         help="""Convert an adapter for another program.
 
-        SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. It stores
-        scales where the new layout expects scales. It joins or splits the q, k and v of Flux if the
-        new layout requires this. `convert` refuses ambiguous names.
+        SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. ckptkit
+        stores scales where the new layout expects scales. For Flux, ckptkit joins or splits q, k
+        and v as the new layout requires. `convert` refuses ambiguous names.
 
         \b
         Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
@@ -219,8 +220,8 @@ command.add_command(
         help="""Extract an adapter from two models.
 
         The first SRC is TUNED, the second is BASE. DST is a folder of peft. ckptkit approximates
-        the difference of each matrix with rank N, and prints the remaining error. It drops the
-        difference of vectors with a warning. `extract` refuses tensors whose shapes differ.
+        the difference of each matrix with rank N, and prints the remaining error. ckptkit drops the
+        differences of vectors, with a warning. `extract` refuses tensors whose shapes differ.
         --save-module stores the complete tensors of a module.
 
         \b

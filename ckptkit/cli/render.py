@@ -33,7 +33,7 @@ BATCH = 1_000  # maximum number of JSON list items on one line
 NARROWEST = 16  # minimum width of a name, in characters
 PROSE = 24  # minimum width of prose in the last column, in characters
 GAP = 2  # number of spaces between columns
-HEADING = 2  # characters that a heading adds to its column; none on a narrow terminal
+HEADING = 2  # minimum extra width of a column beyond its heading; 0 on a narrow terminal
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which lines do not break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PATIENCE = 1.0  # seconds until a progress bar appears
@@ -41,7 +41,7 @@ PATIENCE = 1.0  # seconds until a progress bar appears
 begun = False  # whether anything was written to standard output
 progress_asked = False  # whether --progress is given
 table_format = ""  # value of --table
-quiet = False  # whether --quiet is given to a command without its own --quiet
+quiet = False  # value of the common --quiet; False if the command defines its own --quiet
 
 
 def emit(*lines: str) -> None:
@@ -196,7 +196,7 @@ def table(
     - Remove columns with the same cell in every row, and name the columns above the table.
     - Wrap prose in the last column.
     - Shorten names in the first column, unless two names would become equal.
-    - Print each row as a name and lines of its cells.
+    - Print the name of each row on a line, and the other cells of the row below this line.
 
     If `whole` is true, shorten no name and break no word. With --table, tabulate formats the table,
     at any width.
@@ -247,7 +247,7 @@ def table(
 
 
 def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int = 0) -> list[int]:
-    """Return the width of each column, including the gap after it."""
+    """Return the width of each column, including the gap after the column."""
     return [
         max(len(head) + heading, *map(len, cells)) + GAP
         for head, *cells in zip(headers, *rows, strict=True)
@@ -398,7 +398,8 @@ class Progress:
             self.bar.set_description(title, refresh=False)
 
     def clear(self) -> None:
-        """Erase the bar before lines are printed. The next call draws the bar again."""
+        """Erase the bar before lines are printed. The next call of the Progress object draws the
+        bar again."""
         if self.bar is not None:
             self.bar.clear()
 

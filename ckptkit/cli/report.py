@@ -103,8 +103,8 @@ def command(
     The page is one file that works offline. By default, `report` reads only headers; with OTHER, it
     also reads the values of tensors.
 
-    The picture (.svg, .png, .pdf) contains only the treemap, for papers and model cards. It needs
-    matplotlib.
+    The picture (.svg, .png, .pdf) contains only the treemap, for papers and model cards. Pictures
+    need matplotlib.
 
     \b
     Example: ckptkit report run.pth run.html

@@ -29,7 +29,7 @@ SHOWN = 20  # maximum number of printed lines about lost entries
 class Request:
     """A parsed command that writes: inputs, output, options, and the form of its report."""
 
-    alone: ClassVar[bool] = True  # False for a job of a batch
+    alone: ClassVar[bool] = True  # False for the requests of a batch
 
     sources: tuple[str, ...]
     dst: str | None
@@ -215,7 +215,7 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 
 
 def _rules_lines(report: RulesReport) -> Iterator[str]:
-    """Yield the report of one `rules` step. Each rule has two lines."""
+    """Yield the report of one `rules` step, with two lines for each rule."""
     matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
     yield (
         f"step {report.step}, rules: {' + '.join(matched) or '0'} of {report.keys:,} keys taken, "

@@ -20,8 +20,8 @@ def command(source: str, model_type: str, config: str | None) -> int:
 
     from-transformers prints rules that convert the files of MODEL_TYPE to the model in the
     installed transformers. ckptkit reads the conversions of transformers as data, and builds the
-    model without weights. It then compares the names and shapes that the rules produce with the
-    names and shapes of the model, in both directions. If a rule cannot express a conversion, a
+    model without weights. For both directions, ckptkit then compares the names and shapes that the
+    rules produce with the names and shapes of the model. If a rule cannot express a conversion, a
     comment describes the conversion, and the exit code is 1.
 
     \b

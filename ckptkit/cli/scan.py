@@ -58,7 +58,8 @@ def command(
 
     Exit code 1: a pickle would run code, ckptkit cannot judge a pickle, or a pickle "needs these
     classes". Such classes are not allowlisted and run their own code. --trust accepts classes by
-    name. With --strict, files that torch.load(weights_only=True) refuses also count.
+    name. With --strict, files that torch.load(weights_only=True) refuses are findings too (exit
+    code 1).
 
     The tests of ckptkit compare `scan` with the unpicklers of CPython, and load generated pickles.
     The tests do not prove how accepted values affect the C++ code of torch.

@@ -118,7 +118,7 @@ def _check(ctx: click.Context) -> None:
 @reading.flag(
     "--nan nonfinite",
     "Print the positions of the first NaN and infinities. Without NAME, search all tensors. The "
-    "exit code is 1 if there are any.",
+    "exit code is 1 if a tensor contains NaN or infinities.",
 )
 @reading.as_json(SCHEMA)
 @reading.stored
@@ -197,7 +197,8 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield a line with the number of NaN and infinities, and a line for each of the first ones."""
+    """Yield a line with the numbers of NaN and infinities. Then yield a line with the position of
+    each of the first NaN and infinities."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)

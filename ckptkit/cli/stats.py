@@ -76,7 +76,7 @@ def command(
     format = next((kind for kind, is_given in kinds.items() if is_given), "text")
 
     def look(file: str) -> None:
-        title = len(files) > 1 or file not in files  # the file is one of a folder
+        title = len(files) > 1 or file not in files  # files of a folder are not in `files`
         _one(file, globs, everything, depth, fold, sort, format, stored, read, title=title)
 
     failures: list[CkptkitError] = []

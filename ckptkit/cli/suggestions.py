@@ -341,7 +341,7 @@ def _extra(line: Line) -> Line | None:
 
 
 def _of_input(error: CkptkitError, line: Line) -> str | None:
-    """Return a hint for an input that is not a single file, or that lacks given names."""
+    """Return a hint for an input that ckptkit refused or did not find."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
         return "; ".join(filter(None, [own, new]))

@@ -53,7 +53,7 @@ class Edit:
     word: str
     place: str  # module and name of the function, as "module:name"
     options: tuple[Option, ...] = ()
-    about: str = ""  # the manual's line, and the first line of --help
+    about: str = ""  # line about the edit in the manual, and the first line of --help
     in_convert: bool = False
     command: str = ""
     help: str = ""  # text of --help below the first line
@@ -88,9 +88,9 @@ EDITS = (
     Edit(
         "optimizer-keys", "edits.optimizers:key_optimizer",
         (Option("by", "choice", "--optimizer-keys", "KEYS",
-                "Key optimizer state by names (FSDP, DCP) or by numbers (torch.optim).",
+                "Keys of the optimizer state: names (FSDP, DCP) or numbers (torch.optim).",
                 dest="optimizer_keys", choices=("names", "numbers")),),
-        "Key the state of the optimizer by names or by numbers.",
+        "Use names or numbers as keys of the optimizer state.",
         in_convert=True,
     ),
     Edit(
@@ -173,10 +173,10 @@ EDITS = (
         "Merge the values of several models of one architecture.",
         command="merge", several="first", has_key=True,
         help="""The methods are those of mergekit. linear is the weighted mean. slerp interpolates
-        on a sphere. task adds the differences from a base. ties drops small differences and those
-        with the rarer sign; dare-ties and dare-linear drop random ones. passthrough stacks layers
-        of several models. `ckptkit help merging` explains each method. To combine parts of one
-        model, use join.""",
+        on a sphere. task adds the differences from a base. ties drops small differences, and
+        differences with the rarer sign. dare-ties and dare-linear drop random differences.
+        passthrough stacks layers of several models. `ckptkit help merging` explains each method. To
+        combine parts of one model, use join.""",
         examples=("a b merged --method slerp --scale 0.3",
                   "math code merged --method ties --base llama --density 0.5 --density 0.5",
                   "a a deeper --method passthrough --layers 0:24 --layers 16:32"),
@@ -321,7 +321,7 @@ EDITS = (
                 convert="", recipe=None)),
         "Change device tags (such as cuda:1 to cpu), without a GPU.",
         in_convert=True, command="remap",
-        help="torch.load then puts the tensors on those devices, as with map_location.",
+        help="torch.load then puts the tensors on the new devices, as with map_location.",
         examples=("run.pth cpu.pth --to cpu", "run.pth moved.pth --device cuda:1=cuda:0"),
         needs="use either --to DEVICE or --device A=B",
     ),

@@ -48,7 +48,8 @@ _FACTOR = re.compile(
 def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) -> None:
     """Raise UnsupportedError if `ck` is an adapter. The message ends with `why`.
 
-    The hint is the command that merges the adapter into a model of `others`.
+    The hint contains a command that merges the adapter. If `others` contains the base model, the
+    command names this model.
     """
     names = ck.required.nodes
     seen = None  # the reason for calling the checkpoint an adapter
@@ -236,7 +237,8 @@ def ema(ck: Checkpoint) -> Checkpoint:
     raise UsageError(
         "has no averaged weights under any name that training loops use",
         where=ck.name,
-        hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` extracts one",
+        hint="`ckptkit inspect --tree {where}` shows the entries; "
+        "`extract --key` extracts an entry",
     )
 
 

@@ -38,7 +38,7 @@ def with_changes(
 ) -> Checkpoint:
     """Change values of the configuration and add a note. Without a configuration, do nothing.
 
-    If `instead_of` is given, change only values that `instead_of` contains.
+    If `instead_of` is given, change a field only if `instead_of` contains the old value.
     """
     config = config_of(checkpoint)
     old = None if instead_of is None else [*instead_of]

@@ -148,8 +148,8 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
 
 
 def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
-    """Return True for the ``step`` of Adam and for states of random number generators on the
-    CPU."""
+    """Return True for two kinds of tensors with the device tag ``cpu``: the ``step`` of Adam, and
+    states of random number generators."""
     if tensor.storage is None or tensor.storage.device != "cpu":
         return False
     names = [key for key in path if isinstance(key, str)]

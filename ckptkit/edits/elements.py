@@ -209,8 +209,8 @@ class _Cast:
         if target is None or isinstance(leaf, TypedStorage):
             return leaf
         if leaf.requires_grad and leaf.kind == "tensor" and target.storage is None:
-            # torch rebuilds a tensor of this dtype with _rebuild_tensor_v3. This function raises an
-            # error if requires_grad is set.
+            # torch rebuilds a tensor of this dtype with _rebuild_tensor_v3. _rebuild_tensor_v3
+            # raises an error if requires_grad is set.
             leaf = replace(leaf, requires_grad=False)
             self.frozen += 1
         if old is None:
@@ -322,7 +322,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
 
 
 class _Use:
-    """The byte ranges that tensors use of a storage, and the alignment of these ranges."""
+    """The byte ranges of a storage that tensors use, and the alignment of these ranges."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

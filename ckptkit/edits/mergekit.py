@@ -123,8 +123,8 @@ def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]])
 
 
 def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Return a function that returns a setting for a tensor name, from the first table with a
-    value."""
+    """Return a function that looks up a setting for a tensor name. If several tables contain the
+    setting, the first table applies."""
     for table in tables:
         _check_keys(table, {*_WORDS, *_SWITCHES}, "parameters")
 

@@ -38,12 +38,13 @@ from ckptkit.edits.structure import bare
 
 # A number, or a dict that maps globs for tensor names to numbers. "*" matches all other names.
 Setting = float | Mapping[str, float]
-# A function that returns the value of a setting. Arguments: "weight", "density" or "scale", the
-# name of the output tensor, and the position of its layer from 0 (first) to 1 (last).
+# A function that returns the value of a setting. The first argument is "weight", "density" or
+# "scale". The second argument is the name of the output tensor. The third argument is the position
+# of the tensor's layer, from 0 (first) to 1 (last).
 Numbers = Callable[[str, str, float], float]
 _LAYER = re.compile(r"(.+?\.)(\d+)(\..+)")
 _FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w*)\.")
-# Names of the number of layers in configurations of transformers.
+# Keys for the number of layers in configurations of transformers.
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -245,7 +246,8 @@ def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor])
 
 
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
-    """Merge models with equal names. A base model is the first of `uses`."""
+    """Merge models with equal tensor names. If the method has a base model, this model is the first
+    item of `uses`."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
@@ -261,19 +263,20 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
 
 
 class _Merged:
-    """A builder for the tensors of the output."""
+    """A builder for the output: merge tensors, and collect the results."""
 
     def __init__(self, how: Method) -> None:
         self.how = how
         self.tensors: dict[Node, Node] = {}
         self.taken: list[str] = []  # names of tensors copied from the first input
-        self.storages: dict[object, Storage] = {}  # keys identify the inputs
+        self.storages: dict[object, Storage] = {}  # new storages; equal keys mean equal elements
 
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
     ) -> None:
-        """Merge `inputs` and add the resulting tensor. The tensor of a base model is the first of
-        `inputs`. `numbers` contains the settings of each input."""
+        """Merge `inputs` and add the resulting tensor. If the method has a base model, the tensor
+        of this model is the first item of `inputs`. `numbers` contains the settings of each
+        input."""
         how, old = self.how, inputs[0]
         scale = numbers[0]("scale", name, at)
         if any(each.shape != old.shape for each in inputs):

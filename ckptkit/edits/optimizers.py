@@ -258,8 +258,8 @@ def memory_of(tensor: Tensor) -> object:
 
 
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
-    """Match each state to a shape. Return the indices of the shapes, or a message if that is
-    ambiguous.
+    """Match each state to a shape. Return the indices of the shapes. If no match or several matches
+    exist, return a message.
 
     `states` contains the possible shapes of each parameter. The states and `shapes` are in the same
     order, but some shapes may have no state. A state without tensors matches any shape.
@@ -428,7 +428,7 @@ def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
 
 def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
     """Drop an optimizer. If the optimizer is an item of a list, drop the complete list, because
-    dropping one item would change the positions of the others."""
+    dropping one item would change the positions of the other items."""
     node, entry = ck.root, path[:0]
     for depth, key in enumerate(path):
         if isinstance(node, dict):

@@ -132,8 +132,8 @@ def _without_groups(ck: Checkpoint, found: Quantization, out_dtype: DType | None
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
-    """Raise UnsupportedError if ckptkit cannot dequantize a weight. The message names the first
-    weight."""
+    """Raise UnsupportedError if ckptkit cannot dequantize all weights. The message contains the
+    name of the first weight that ckptkit cannot dequantize."""
     if not found.unread:
         return
     first = found.unread[0]

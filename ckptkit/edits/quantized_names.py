@@ -69,14 +69,14 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
             one = owner or before
             if one is not None and (before is None or owner is None):
                 raise _mixed(
-                    ck, f"{name!r} is quantized as {one.label} ({one.family}) in only one of them"
+                    ck, f"only one checkpoint quantizes {name!r} as {one.label} ({one.family})"
                 )
     if len(known) > 1:
         (_, first), (ck, second), *_ = known.values()
         raise _mixed(
             ck,
-            f"one checkpoint has weights quantized as {first.family}, another one as "
-            f"{second.family}",
+            f"one checkpoint has weights quantized as {first.family}, another "
+            f"checkpoint has weights quantized as {second.family}",
         )
 
 

@@ -34,9 +34,9 @@ def resize(
     - ``normal``: random numbers with the mean and standard deviation of each column, from `seed`.
 
     If `rows` is smaller than the old number of rows, `resize` removes the last rows. If
-    ``vocab_size`` in config.json equals the old number of rows, `resize` updates it. Raises
-    UsageError for a glob that matches nothing. Raises UnsupportedError for a tensor without rows
-    and for a quantized tensor.
+    ``vocab_size`` in config.json equals the old number of rows, `resize` sets ``vocab_size`` to
+    `rows`. Raises UsageError for a glob that matches nothing. Raises UnsupportedError for a tensor
+    without rows and for a quantized tensor.
     """
     if fill not in FILLS:
         raise UsageError(f"cannot fill rows with {fill!r}", hint=f"use one of {', '.join(FILLS)}")

@@ -261,7 +261,7 @@ class RulesReport:
     kept: int
     made: int
     rules: list[RuleResult]
-    reversible: str | None  # why not reversible; None if reversible
+    reversible: str | None  # why the step is not reversible; None if the step is reversible
     pairs: list[tuple[str, str]]  # (old name, new name)
 
 
@@ -397,7 +397,7 @@ class _Step:
         paths = names.moved_paths(names.paths_of(target.entries) or {}, builder.pairs, lost)
         if lost:
             entry = plural(len(lost), "_metadata entry")
-            reason = "of modules made from modules with different entries"
+            reason = "of new modules, because the entries of the old modules differ"
             builder.warnings.append(f"dropped {entry} {reason}: {quoted(lost)}")
         moved = {} if builder.is_relaid else {old: new for old, new in builder.pairs if old != new}
         self.warnings += builder.warnings
@@ -409,8 +409,8 @@ class _Step:
     ) -> str | None:
         """Return the reason why the step is not reversible, or None if the step is reversible.
 
-        If no option needs the answer, return None without a check. Raises NotReversibleError if the
-        step runs in reverse and is not reversible.
+        Without the options ``reverse`` and ``reports``, return None without a check. Raises
+        NotReversibleError if the step runs in reverse and is not reversible.
         """
         if not self.options.reverse and not self.options.reports:
             return None
@@ -425,7 +425,7 @@ class _Step:
 
 @dataclass
 class _DictBuilder:
-    """A builder for the new entries of one dict from the targets of the rules."""
+    """A builder for one dict. The targets of the rules become the new entries of the dict."""
 
     target: names.EditedDict
     tensors: dict[str, Tensor]

@@ -46,7 +46,7 @@ from ckptkit.run.workers import Pool
 AHEAD = 2  # number of groups submitted per worker: one running, one waiting
 GROUP = 32  # maximum number of jobs in a group
 GROUP_BYTES = 64 << 20  # maximum input bytes of a group; a larger job is its own group
-ROUNDS = 8  # minimum groups per worker, so that all workers stay busy to the end
+ROUNDS = 8  # minimum number of groups per worker, so that all workers stay busy to the end
 DEATHS = 8  # number of consecutive deaths per worker after which the batch fails
 BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
@@ -57,8 +57,8 @@ SHARE = 20  # minimum pause, in multiples of the duration of an upload
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
 
-# Version of a file: its size, and its modification time or ETag. If the mark is equal, a later
-# batch treats the file as unchanged. See remote.files.
+# Version of a file: its size, and its modification time or ETag. If a file has the same mark in a
+# later batch, the batch treats the file as unchanged. See remote.files.
 Mark = tuple[int, int | str]
 
 
@@ -121,7 +121,7 @@ class Outcome:
 
     - ``done``: the job wrote the output
     - ``skipped``: an earlier batch finished the job
-    - ``found``: the manifest lacks the job, but the right output exists
+    - ``found``: the manifest lacks the job, but an output with the expected bytes exists
     - ``failed``: the job raised an error
     - ``planned``: a dry run planned the job
 

@@ -81,7 +81,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # pairs would contain names of the original
+            matching=Matching(),  # name pairs would contain only names of the original
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 

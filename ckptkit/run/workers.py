@@ -38,8 +38,8 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
     """Yield a pool of `workers` processes or of a Dask `scheduler`. Yield None for a single
     process.
 
-    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if both are given, or if Dask
-    is not installed. Raises OutputError if the scheduler does not answer.
+    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if `workers` and `scheduler`
+    are given, or if Dask is not installed. Raises OutputError if the scheduler does not answer.
     """
     if scheduler is not None and workers is not None:
         raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")
@@ -200,7 +200,7 @@ def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
             _busy = False
             if _leaving:  # Python may have ignored _ParentExited in a destructor
                 os._exit(INTERRUPTED)
-    except _ParentExited:  # may also be raised inside `finally`
+    except _ParentExited:  # `finally` may raise _ParentExited too
         os._exit(INTERRUPTED)
 
 

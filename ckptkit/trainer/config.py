@@ -18,7 +18,8 @@ SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to every key
 LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # for SGD
 ADAM_LR = 0.001
-# Number of epochs between changes of the learning rate. The crnn learns slowly and gets more.
+# Number of epochs between changes of the learning rate. The model crnn learns slowly, so the
+# learning rate changes less often.
 LR_STEP, LR_STEP_CRNN = 5, 8
 DATA = "digits, random or cifar10:DIR"
 
@@ -69,7 +70,7 @@ class Config:
     dropout: float = option(0.0, "Dropout probability of a densenet.", below=1)
     devices: tuple[str, ...] = option(
         (),
-        "Comma-separated devices. The first has the model. Default: all GPUs, or the CPU. "
+        "Comma-separated devices. The model is on the first device. Default: all GPUs, or the CPU. "
         "cpu,cpu simulates two devices for dp.",
         metavar="A,B",
     )
@@ -82,7 +83,9 @@ class Config:
         "over dp, also on one machine.",
         choices=PARALLEL,
     )
-    epochs: int = option(10, "Total number of epochs, including those before --resume.", least=1)
+    epochs: int = option(
+        10, "Total number of epochs, including the epochs before --resume.", least=1
+    )
     batch_size: int = option(
         32,
         "Images per batch, over all devices and processes: with 32, each of two processes gets 16.",

@@ -1,8 +1,8 @@
 """Check the trainer and ckptkit on a machine with GPUs: ``python -m ckptkit.trainer.gpu OUT``.
 
-The program runs a check for each of the 25 rows in the manual's table, and more checks. It writes
-``report.json`` and ``report.md`` to the folder OUT, and checkpoints saved on GPUs to ``OUT/cuda``.
-A check has one of four outcomes:
+The program runs a check for each of the 25 techniques in help/trainer.md, and more checks. It
+writes ``report.json`` and ``report.md`` to the folder OUT, and checkpoints saved on GPUs to
+``OUT/cuda``. A check has one of four outcomes:
 
 - passed: the check ran on all GPUs that it needs. Layers of the model ran on each GPU. The
   processes of DDP and FSDP reported their devices and used nccl.
@@ -56,7 +56,7 @@ def versions(on: GpuMachine) -> Facts:
         "gpus": [],
     }
     if on.gpus:
-        backend: Any = torch.backends.cudnn  # torch has no type annotations for it
+        backend: Any = torch.backends.cudnn  # torch.backends.cudnn has no type annotations
         found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # torch is built without nccl
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""Define the checks of :mod:`ckptkit.trainer.gpu`: those in the manual's table, and more checks.
+"""Define the checks of :mod:`ckptkit.trainer.gpu`.
 
-A check ``@check(name, gpus=2)`` passes on two GPUs, and is simulated on fewer devices. The models
-are small and the data is noise, because the checks test devices, not learning.
+A name such as ``S25`` is the number of a technique in the table of help/trainer.md. A check
+``@check(name, gpus=2)`` passes on two GPUs, and is simulated on fewer devices. The models are small
+and the data is noise, because the checks test devices, not learning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
 NET = (3, 32, 32), 10, 0.25  # arguments of the Cnn in SMALL
-# number of segments -> MB that nvidia-smi shows, from the article
+# number of segments -> MB that nvidia-smi showed in the article of help/trainer.md
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}
 CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32
 CHECKS: list[DeviceCheck] = []
@@ -123,7 +124,7 @@ def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
     return {"largest difference": difference}
 
 
-# The rows of the manual's table
+# Checks of the techniques in the table of help/trainer.md
 
 
 @check("S01 accumulated micro-batches equal one batch")
@@ -150,7 +151,7 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
 
 
-@check("S02 seconds of a small model on one device and on two", gpus=2)
+@check("S02 seconds of a small model on one device and on two devices", gpus=2)
 def small_models(on: GpuMachine, folder: Path) -> Facts:
     """Measure the time on one device and on two devices. This check cannot fail."""
     seconds = {}
@@ -220,7 +221,9 @@ def models(on: GpuMachine, folder: Path) -> Facts:
         here = train(on, folder / f"{model}.pth", **options)
         config = replace(SMALL, devices=("cpu",), **options)
         there = loop.evaluate(config, folder / f"{model}.pth", log=loop.silent)
-        require(abs(here - there) < 0.03, f"{model}: {here} here, {there} there")
+        require(
+            abs(here - there) < 0.03, f"{model}: accuracy {here} after training, {there} on the CPU"
+        )
         accuracies[model] = here, there
     return accuracies
 
@@ -238,7 +241,7 @@ def growth(on: GpuMachine, folder: Path) -> Facts:
         gc.collect()
         allocated.append(torch.cuda.memory_allocated())
     first, later = allocated
-    require(later <= first + (1 << 20), f"{first} bytes after one run, {later} after more")
+    require(later <= first + (1 << 20), f"{first} bytes after 1 epoch, {later} after 4 epochs")
     return {"allocated": allocated}
 
 
@@ -314,7 +317,7 @@ def recurrent(on: GpuMachine, folder: Path) -> Facts:
     return {"outputs": list(scores.shape)}
 
 
-@check("S18 weights of one device in a model on two", gpus=2)
+@check("S18 weights of one device in a model on two devices", gpus=2)
 def pretrained(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth")
     devices = tuple(map(torch.device, on.pair))
@@ -379,7 +382,7 @@ def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
     return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
 
 
-@check("S25 DDP with gloo, two processes on one device, equals one")
+@check("S25 DDP with gloo, two processes on one device, equals one process")
 def ddp_gloo(on: GpuMachine, folder: Path) -> Facts:
     processes = train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(str(on.device),))
     states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
@@ -404,7 +407,7 @@ def fsdp(on: GpuMachine, folder: Path) -> Facts:
     return {**found, "accuracy": accuracy, "processes": processes}
 
 
-# Checks that are not rows of the table
+# Checks of other features
 
 
 @check("resuming is exact")
@@ -454,7 +457,8 @@ def float16(on: GpuMachine, folder: Path) -> Facts:
 
 @check("inputs on another device under DataParallel", gpus=2)
 def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
-    """Answer an open question of the second article: must inputs be on the first device?"""
+    """Answer an open question of an article about DataParallel: must inputs be on the first
+    device?"""
     on.needs(2)
     gpus = list(range(on.gpus))
     wrapped = nn.DataParallel(nn.Linear(4, 2).to(on.device), gpus)

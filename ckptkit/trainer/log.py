@@ -181,7 +181,7 @@ class SavedBytes:
 
 
 class _Held:
-    """A reference to a tensor. The reference lives as long as autograd keeps the tensor."""
+    """A reference to a tensor. Autograd deletes the object when the tensor is no longer needed."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor

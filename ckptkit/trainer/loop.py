@@ -136,7 +136,7 @@ def train_epoch(
                     with parallel.autocast(config, device):
                         loss = run.loss(run.wrapped(x), y) * share
                     run.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                # Without item(), the tensor would keep the graph alive.
+                # Without item(), the tensor would keep the autograd graph in memory.
                 total += loss.item() * step.images / group.world
             if config.clip_norm:
                 run.scaler.unscale_(run.optimizer)
@@ -245,7 +245,8 @@ def _explained(config: Config) -> Iterator[None]:
         ways = []
         if config.batch_size > 1:
             half, twice = config.batch_size // 2, config.accumulate * 2
-            # A smaller batch needs less memory. Accumulation keeps the optimizer steps equal.
+            # A smaller batch needs less memory. With accumulation, each optimizer step uses as many
+            # images as before.
             ways.append(f"--batch-size {half} --accumulate {twice}")
         if config.model in SEGMENTED and not config.segments:
             ways.append("--segments 4")

@@ -180,8 +180,8 @@ def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
 def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
     """Wrap the model for all devices. Call the result with a complete batch."""
     if config.sync_batch_norm:
-        layers: Any = nn.SyncBatchNorm  # torch has no type annotations for it
-        # This replaces the layers in place.
+        layers: Any = nn.SyncBatchNorm  # SyncBatchNorm has no type annotations
+        # convert_sync_batchnorm replaces the layers of the model in place.
         model = layers.convert_sync_batchnorm(model)
     if config.parallel in ("dp", "dp-balanced"):
         return Replicated(
@@ -344,7 +344,8 @@ class Replicated(nn.DataParallel[nn.Module]):
 
 
 def split_loss(loss: Loss) -> Callable[[Tensor | list[Tensor], Tensor], Tensor]:
-    """Return a loss that accepts a list of outputs, and computes each part on its own device.
+    """Return a loss that accepts a list of outputs, and computes the loss of each output on its
+    device.
 
     `loss` is the mean over a batch. Kernels on different devices run concurrently, because calls
     only queue them.

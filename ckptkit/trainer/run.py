@@ -81,7 +81,7 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
 
 
 def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """Return a loss scaler. It is disabled unless the run computes in float16.
+    """Return a loss scaler, which is enabled only if the run computes in float16.
 
     In float16, small gradients become 0. So the scaler multiplies the loss before the backward
     pass, and divides the gradients after the backward pass.

@@ -125,7 +125,7 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
 
 def versions() -> dict[str, str | None]:
     """Return the versions of ckptkit, torch and other libraries."""
-    backend: Any = torch.backends.cudnn  # torch has no type annotations for it
+    backend: Any = torch.backends.cudnn  # torch.backends.cudnn has no type annotations
     cudnn = backend.version() if torch.cuda.is_available() else None
     return {
         "ckptkit": ckptkit.__version__,

@@ -34,8 +34,8 @@ def simulated_cuda(
 ) -> Iterator[None]:
     """Make torch save storages with the tag ``cuda:<index>``.
 
-    With `only`, tag only the storages of these tensors. `others` maps further indices to the
-    tensors that get the tag with this index.
+    With `only`, tag only the storages of these tensors. `others` maps indices of other GPUs to the
+    tensors that get the tags of these GPUs.
     """
     by_storage = {
         each.untyped_storage()._cdata: number
@@ -60,9 +60,10 @@ def simulated_cuda(
 
 
 def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[Tensor]:
-    """Change the contents of a full checkpoint saved on the CPU to those of a run on `devices`.
+    """Make a full checkpoint saved on the CPU equal to a checkpoint of a run on `devices`.
 
-    Returns the tensors that would be on the first device, for :func:`simulated_cuda`.
+    The function changes `contents` in place. It returns the tensors that would be on the first
+    device, for :func:`simulated_cuda`.
     """
     for name in ("rng", "rng_of_ranks"):
         states = contents.get(name, [])

@@ -205,8 +205,8 @@ def test_names(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 def test_globs(ckptkit: Ckptkit, run_pth: Path) -> None:
     said = ckptkit("inspect", run_pth, "--keys", "1.w*").stdout
-    assert "matches --keys 1.w*\nhint: 1 tensor with --keys '*1.w*'\n" in said
-    assert "with --keys" not in ckptkit("inspect", run_pth, "--keys", "xyz").stdout
+    assert "matches --keys 1.w*\nhint: --keys '*1.w*' matches 1 tensor\n" in said
+    assert "hint: --keys" not in ckptkit("inspect", run_pth, "--keys", "xyz").stdout
 
 
 def test_dtypes(ckptkit: Ckptkit, run_pth: Path) -> None:

@@ -350,7 +350,7 @@ def test_codes_are_not_mixed(command: str, tmp_path: Path, run: Run) -> None:
 def test_a_weight_and_its_codes_are_not_merged(tmp_path: Path) -> None:
     codes = ckptkit.open(write(tmp_path / "a.safetensors", GPTQ))
     floats = ckptkit.open(write(tmp_path / "b.safetensors", {f"{L}.weight": ones([16, 64])}))
-    with pytest.raises(UsageError, match="only one of them"):
+    with pytest.raises(UsageError, match="only one checkpoint"):
         ckptkit.join([codes, floats], last_wins=True)
     other = ckptkit.open(write(tmp_path / "c.safetensors", {"head.weight": ones([2, 2])}))
     assert len(ckptkit.join([codes, other]).weights) == 5

@@ -219,7 +219,7 @@ def test_files_beside(tmp_path: Path) -> None:
         ("steps: [{strop: module.}]", "step 1: 'strop' is not a step", "did you mean strip?"),
         (
             "steps: [strip]",
-            "step 1 must be one word with its argument",
+            "step 1 must be the name of a step with its argument",
             "e.g. `- strip: module.`",
         ),
         ("steps: []", "has no list of steps", None),
@@ -237,7 +237,11 @@ def test_files_beside(tmp_path: Path) -> None:
             None,
         ),
         ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is not a mapping of strings", None),
-        ("steps: [{weights: true}]\noutput: {all: 3}", "output: all is 3", None),
+        (
+            "steps: [{weights: true}]\noutput: {all: 3}",
+            "output: all has a value of the wrong type: 3",
+            None,
+        ),
         ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
         ("steps: [", "is not valid: while parsing a flow node", None),
         (

@@ -158,7 +158,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
         output = _table(parts.get("output", {}), set(_OUTPUT))
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
-                raise _WrongError(f"output: {key} is {_shown(value)}")
+                raise _WrongError(f"output: {key} has a value of the wrong type: {_shown(value)}")
         texts = {word: parts.get(word, "") for word in ("about", "source", "checked")}
         for word, text in texts.items():
             if not isinstance(text, str):
@@ -206,7 +206,7 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
             what = f"step {number} (rules): unknown option {odd}"
             raise _WrongError(what, hint="the options are keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
-            what = f"step {number} must be one word with its argument"
+            what = f"step {number} must be the name of a step with its argument"
             raise _WrongError(what, hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         yield WrittenStep(word, given, {})
@@ -306,7 +306,7 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Map names of sizes to sizes. Raises _WrongError for an invalid word or size."""
+    """Map names of sizes to sizes. Raises _WrongError for an invalid name or size."""
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
     for word, size in given.items():
@@ -577,7 +577,7 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return WrittenStep(
             word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
         )
-    if word == "strip":  # with several prefixes, it is unknown which of them a key had
+    if word == "strip":  # with several prefixes, ckptkit does not know the prefix of each key
         return WrittenStep("add", given, {}) if isinstance(given, str) else None
     if word == "rename":
         mapping = given.get("map", {}) if isinstance(given, dict) else {}

@@ -410,7 +410,7 @@ def _factors(tensor: Tensor | None) -> list[float]:
 
 
 def _llama3(factors: Sequence[float], base: float) -> dict[str, Any] | None:
-    """Return the scaling of Llama 3.1 to 3.3 if it produces these factors. Otherwise return
+    """Return the scaling of Llama 3.1 to 3.3 if this scaling produces `factors`. Otherwise return
     None."""
     factor, low, high, original = max(factors), 1.0, 4.0, 8192
     if factor <= 1 or base <= 0:
