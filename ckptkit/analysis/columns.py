@@ -297,10 +297,11 @@ def fold_pairs(
     pairs: Iterable[tuple[str, str, Hashable]],
     rows_of: Callable[[list[Item]], list[Folded]] = fold,
 ) -> list[tuple[Folded, Folded]]:
-    """Fold pairs of names whose values are equal and whose indices differ by the same number.
+    """Fold pairs of names into rows.
 
-    A pair is (name, other name, value). Return a list of (row for the names, row for the other
-    names). To get one row for each pair, pass `unfolded` as `rows_of`.
+    A pair is (name, other name, value). Two pairs are folded if their values are equal and if the
+    two names of each pair have the same distance between their indices. Return a list of (row for
+    the names, row for the other names). To get one row for each pair, pass `unfolded` as `rows_of`.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:

@@ -162,10 +162,10 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 class _ConfigRow(NamedTuple):
     """A field of a diffusers configuration, and the names of the tensors or modules to compare.
 
-    If `dim` is given, the size of that dimension must be the field times `factor` for the tensor
-    `names`. If `names` starts with a dot, it is a suffix of tensor names. If `dim` is None, the
-    number of modules below the prefix `names` must equal the field, or the length of the list in
-    the field.
+    * If `dim` is given, `names` is the name of a tensor, or a suffix of names that starts with a
+      dot. The size of dimension `dim` must equal the field times `factor`.
+    * If `dim` is None, `names` is a prefix. The number of modules below the prefix must equal the
+      field. If the field is a list, the number of modules must equal the length of the list.
     """
 
     field: str

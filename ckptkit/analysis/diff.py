@@ -58,10 +58,11 @@ class Changed(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The quantization type of a GGUF weight, compared with its difference from the original.
+    """Tells if quantization explains the difference between a GGUF weight and the original weight.
 
-    ``explained`` is true if the difference is at most ``limit``. ``reordered`` is true if the two
-    tensors contain the same rows in a different order.
+    ``type`` is the quantization type of the GGUF weight. ``explained`` is true if the difference is
+    at most ``limit``. ``reordered`` is true if the two tensors contain the same rows in a different
+    order.
     """
 
     type: str
@@ -71,8 +72,10 @@ class Explanation(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A value, not a tensor, that differs. `a` and `b` are the value as a string, or None if
-    missing."""
+    """Two different values that are not tensors.
+
+    `a` and `b` are the two values as strings. A missing value is None.
+    """
 
     path: str
     a: str | None
@@ -318,7 +321,8 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
-            assert not isinstance(difference, TensorError)  # raised if a tolerance is given
+            # If a tolerance is given, `_difference` raises a TensorError and never returns one.
+            assert not isinstance(difference, TensorError)
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
         mismatched.append(found)

@@ -129,8 +129,9 @@ def compare_with_original(
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
     """Return the difference between a GGUF tensor A and a tensor B of the original, or None.
 
-    If A is not quantized, B is first rounded to the dtype of A. For a computed tensor, llama.cpp
-    uses float16 or float32. If the result in float16 differs, compute B again in float32.
+    If A is not quantized, B is first rounded to the dtype of A. If llama.cpp computed the tensor
+    during the conversion, the computation was in float16 or float32. If the result in float16
+    differs, compute B again in float32.
     """
     try:
         if origin.limit > COMPUTED:
@@ -163,8 +164,10 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return True if B contains rows close to sampled rows of A, and a row is at another
-    position."""
+    """Return True if B contains all sampled rows of A, and at least one at another position.
+
+    Rows of A and B are equal if their difference is small.
+    """
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False
     import numpy as np
@@ -201,9 +204,15 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
             by_type.setdefault(each.type, []).append((relative, each))
             continue
         differs = "differs" if relative is None else f"differs by {_percent(relative)}"
-        why = f"more than {each.type} explains ({_percent(each.limit)})" if each.limit else ""
+        why = (
+            f"more than the error of {each.type} (limit {_percent(each.limit)})"
+            if each.limit
+            else ""
+        )
         text = f"{name}: {differs}, {why or f'but {each.type} is a lossless type'}"
-        others.append(text + "; its rows are equal in another order" * each.reordered)
+        others.append(
+            text + "; both files have the same rows in a different order" * each.reordered
+        )
     found = []
     for type, pairs in by_type.items():
         low, high = min(pairs)[0], max(pairs)[0]
@@ -213,7 +222,7 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
         errors = _percent(high)
         if _percent(low) != errors:
             errors = f"{_percent(low).removesuffix(' %')} to {errors}"
-        found.append(f"{count} {verb} as {type} explains ({errors}, limit {limit})")
+        found.append(f"{count} {verb}, within the error of {type} ({errors}, limit {limit})")
     return [*found, *others]
 
 

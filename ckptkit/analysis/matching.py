@@ -37,9 +37,9 @@ INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
 
-MAX_DOTS = 64  # maximum number of dots in a name that shares a family
+MAX_DOTS = 64  # a name with this number of dots or more is the only member of its family
 
-Parts = tuple[str, ...]  # the path components of a name
+Parts = tuple[str, ...]  # path components of a name
 Numbers = tuple[str, ...]
 
 
@@ -355,8 +355,8 @@ class _Matcher:
     def by_order(self) -> None:
         """Pair families with equal shapes and dtypes in the order of the two files.
 
-        First, pair only families whose last path components are also equal. At last, ignore
-        dtypes.
+        First, pair only families whose last path components are also equal. Finally, also pair
+        families with different dtypes.
         """
         self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
@@ -591,9 +591,9 @@ def fits(ours: Shape | None, theirs: Shape | None) -> bool:
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
     """Return the prefix change that makes most names of the file equal to names of the model.
 
-    The prefix change keeps the names in `common`, and names that both sides have. The prefix change
-    never adds a prefix to only some names, and never makes two names equal. If no prefix change is
-    better than all others, both prefixes in the result are empty.
+    The prefix change does not change names in `common` and names that both sides have. A prefix
+    change that replaces a prefix applies to all names. The prefix change never makes two names
+    equal. If no prefix change is better than all others, both prefixes in the result are empty.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]
@@ -618,8 +618,10 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Prefix
 
 
 def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> bool:
-    """Return True if the change `way` keeps common names, and does not make two names equal. A
-    change that replaces a prefix must apply to all names."""
+    """Return True if the change `way` does not change common names or make two names equal.
+
+    A change that replaces a prefix must apply to all names.
+    """
     if any(way(name) != name for name in common):
         return False
     if way.strip and way.add and not all(name.startswith(way.strip) for name in ours):

@@ -42,9 +42,9 @@ def inspect(
     """Return the contents of a checkpoint, like the object FILE of ``ckptkit inspect --json``.
 
     `keys` are globs of the tensors to list. With `digest`, `inspect` reads the tensors and computes
-    their digests. By default, `inspect` lists a quantized weight as one tensor. With `stored`, it
-    lists the codes and scales as separate tensors. ``ckptkit help --schema inspect`` prints the
-    schema.
+    their digests. By default, `inspect` lists a quantized weight as one tensor. With `stored`,
+    `inspect` lists the codes and scales as separate tensors. ``ckptkit help --schema inspect``
+    prints the schema.
     """
     arguments.flags(digest=digest, stored=stored)
     globs = arguments.texts("keys", keys)
@@ -113,9 +113,9 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> V
 def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | ScanFailed]:
     """List the code that loading a file or folder would run, like ``ckptkit scan --json``.
 
-    `scan` runs nothing. It returns one object FILE for each file. For an unreadable file, the
-    object has an ``error`` instead of a verdict. `trust` contains globs of classes and functions
-    that you trust.
+    `scan` does not run this code. `scan` returns one object FILE for each file. For an unreadable
+    file, the object has an ``error`` instead of a verdict. `trust` contains globs of classes and
+    functions that you trust.
     """
     found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
     return [cast("ScanFile | ScanFailed", listed(json_facts.scanned(each))) for each in found]

@@ -1,6 +1,6 @@
 """Slice tensors with Python's syntax, such as ``[0, :, 3:7]``.
 
-A slice is a view of the storage. To make a slice reads no bytes and evaluates no code.
+A slice is a view of the storage. Making a slice reads no bytes and evaluates no code.
 """
 
 from __future__ import annotations

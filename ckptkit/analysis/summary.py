@@ -49,7 +49,8 @@ Key = str | int
 BYTES_SHOWN = 1_024  # maximum bytes of a byte string to show
 # For larger integers, show the number of bits, because Python refuses to print the digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
-_HEAD, _LEAST = 4, 64  # length of a file signature, minimum length of a file
+# Number of bytes in a file signature, and minimum number of bytes in an embedded file.
+_HEAD, _LEAST = 4, 64
 _HEADS = {
     b"PK\3\4": "zip archive",
     **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)},
@@ -286,8 +287,8 @@ class Summary:
     others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # True if the weights belong to a pickled module
-    part: PartOf | None = None  # set for the file of a single rank
-    about: str = ""  # description of how the reader read a folder
+    part: PartOf | None = None  # None unless the file belongs to a single rank
+    about: str = ""  # sentence about how ckptkit read a folder
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
     words: tuple[str, ...] = ()  # the options in `chosen` that change the reading of a folder
     adapter: Adapter | None = None  # None if the checkpoint is not a LoRA adapter
@@ -391,7 +392,7 @@ class _Survey:
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else lambda path, base: None
         shown = _NO_DEPTH  # depth of the current tensor or value
-        base: int | None = None  # depth of the state_dict; None outside it
+        base: int | None = None  # depth of the state_dict, or None outside the state_dict
 
         def is_done(path: Path, node: Node) -> bool:
             return shown == _NO_DEPTH and self._together(path, node, base, name_of)

@@ -61,7 +61,7 @@ class Verdict:
     findings: tuple[Defect, ...]
     notes: tuple[str, ...] = ()
     damaged: bool = False  # False if the findings are only about values or digests
-    recoverable: str = ""  # command that may save tensors
+    recoverable: str = ""  # command that may save intact tensors
 
     @property
     def ok(self) -> bool:
@@ -245,14 +245,14 @@ def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
     for group in found.groups:
         for numbers in group.layout.scales if isinstance(group.layout, Blocks) else ():
             tensor = group.inputs[numbers.input]
-            if numbers.dtype != "map":  # codes of quantized scales
+            if numbers.dtype != "map":  # "map": the scales are themselves quantized
                 yield names.get(id(tensor), group.name), tensor, numbers
 
 
 def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
-    """Yield the findings except duplicates, which another finding implies.
+    """Yield the findings that no other finding implies.
 
-    For example, the reader and the checksum of a record often report the same damage.
+    For example, the error of the reader and a wrong CRC-32 often report the same damage.
     """
 
     def implies(other: Defect, one: Defect, before: bool) -> bool:

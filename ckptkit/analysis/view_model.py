@@ -298,7 +298,7 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
     partners = {pair.old for pair in paired} | {pair.new for pair in paired}
 
     def module(name: str) -> int | None:
-        """Return a number. Tensors in modules of the same structure have equal numbers."""
+        """Return a number that is equal for tensors in modules of the same structure."""
         return None if found.modules is None else found.modules(name)
 
     made = []

@@ -1,10 +1,10 @@
 """Write the segments of an output file at the speed of ``cp`` and with a few MiB of memory.
 
-The work consists of independent tasks. Each task contains segments and their offset in the output
-file. There are three ways to write a segment:
+The work consists of independent tasks. Each task contains consecutive segments, and the offset of
+the first segment in the output file. There are three ways to write a segment:
 
 - The kernel copies a long range if its offset within a file system block is equal in both files.
-  Some file systems then share the blocks instead.
+  Some file systems share the blocks and copy nothing.
 - Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
   would not be faster, and the checksum is computed in the same pass.
 - Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
@@ -93,8 +93,8 @@ class WriteTask(NamedTuple):
     def is_copied(self, segment: Segment, place: int) -> bool:
         """Return True if the kernel should copy a segment to the offset `place` of the output.
 
-        The kernel is only fast if the offset within a file system block stays equal. Otherwise, the
-        kernel copies page by page, with two writes per page.
+        The kernel is only fast if the offset within a file system block is equal in both files.
+        Otherwise, the kernel copies page by page, with two writes per page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False

@@ -27,16 +27,16 @@ of a journal is:
     the bytes of `breaks`, then for each span the bytes before and the bytes after
     SHA-256 of everything above
 
-A span of four numbers contains scattered bytes. The second number is the length of the list of
-their positions. This list precedes the bytes.
+If the bytes of a span are scattered, its entry in `spans` has four numbers. The second number is
+the length of a list with the positions of the bytes. This list precedes the bytes before the edit.
 
 If several files of a folder are edited together, `group` lists all these files in each journal. All
 journals exist before the first file changes. No journal is removed before all files have changed.
-The small file `then` is written after all files have changed. If an edit was interrupted at this
-point, `recover` writes the file `then`.
+The small file `then` is written after all files have changed. If an edit was interrupted before
+this write, `recover` writes the file `then`.
 
-A journal belongs to the file with its name and inode. Each byte in a span must be the old byte, the
-new byte, or a byte of an interrupted write.
+A journal belongs to the file with the name and inode in the journal. Each byte in a span must be
+the old byte, the new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from ckptkit.publish.publish import (
 
 try:
     import fcntl
-except ImportError:  # Windows rewrites files instead
+except ImportError:  # on Windows, ckptkit rewrites files instead
     fcntl = None  # type: ignore[assignment]
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -268,7 +268,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 
 def _scattered(old: bytes, edit: Edit) -> bytes:
-    """Return `old` with the bytes of a scattered edit at their positions."""
+    """Return a copy of `old` in which the bytes of a scattered edit replace the old bytes."""
     import numpy as np
 
     made = np.frombuffer(old, np.uint8).copy()
@@ -401,8 +401,8 @@ _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 class JournalSpan(NamedTuple):
     """The bytes at `offset` before and after the edit.
 
-    ``old`` or ``new`` is shorter if the file ends earlier. If ``places`` is not empty, the bytes
-    are scattered: ``places`` contains their positions after `offset`, as in `Edit`.
+    If the file ends earlier, ``old`` or ``new`` is shorter. If ``places`` is not empty, the bytes
+    are scattered. ``places`` then contains the positions of the bytes after `offset`, as in `Edit`.
     """
 
     offset: int
@@ -570,8 +570,8 @@ def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], in
     after the line.
 
     Raises FormatError if a number is not a valid offset or length, or if the lengths do not add up
-    to `size`, the size of the journal. `_trusted` checks this before it reads the rest of the
-    journal.
+    to `size`, the size of the journal. `_trusted` calls this function before it reads the rest of
+    the journal.
     """
     import json
 

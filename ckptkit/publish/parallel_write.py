@@ -72,7 +72,7 @@ def execute(
 
 
 def _work_of(file: WriteTask) -> int:
-    """Return the number of bytes of a file for which threads are faster.
+    """Return the number of bytes in a file that threads write faster than the kernel.
 
     If a complete tensor must be in memory, return a large negative number, so only one thread is
     used.

@@ -195,7 +195,7 @@ def referenced(plan: Plan) -> int:
     """Return the number of different bytes that the plan reads.
 
     For compressed data, count the inflated bytes. For quantized weights, count the dequantized
-    bytes, because the number of code bits limits their number.
+    bytes. Every dequantized element needs bits in the file, so a small file cannot contain many.
     """
     ranges: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
@@ -371,9 +371,10 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
 def _parts(
     check: Check, starts: list[int], known: dict[int, tuple[int, int]]
 ) -> list[tuple[Range, int | None]]:
-    """Split a member into parts. Yield None as the CRC-32 of a part that must be read.
+    """Split a member into parts, and return (range, CRC-32) for each part.
 
-    If too many bytes of a remote file would be read again, return an empty list.
+    If a part must be read, its CRC-32 is None. If too many bytes of a remote file would be read
+    again, return an empty list.
     """
     found: list[tuple[Range, int | None]] = []
     again = 0

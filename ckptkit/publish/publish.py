@@ -203,7 +203,7 @@ class _Temporary:
 
     def discard(self) -> None:
         """Remove the temporary output."""
-        with suppress(OSError):  # the original error is more important
+        with suppress(OSError):  # the user needs the original error
             for place in filter(os.path.lexists, self.places):
                 os.unlink(place)
             for folder in filter(os.path.lexists, reversed(self.folders)):
@@ -342,7 +342,7 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(path):  # without hard links, not atomic
+            if os.path.lexists(path):  # not atomic, because the file system has no hard links
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
             os.rename(temporary, path)
             return []

@@ -8,9 +8,9 @@ removes the written files.
 
 Index files (such as the metadata of a DCP folder) are finished last. The first file with tensors is
 finished just before the index files. Therefore, if a reader finds an index file, all listed files
-exist. If the process is killed before this point, the finished files are not a checkpoint, and a
-new upload of the same output can replace these files. If the output contains a checksum before the
-bytes of the checksum, the input is read twice.
+exist. If the process is killed before it finishes the first file with tensors, the finished files
+are not a checkpoint, and a new upload of the same output can replace these files. If a checksum
+precedes its bytes in the output, the input is read twice.
 """
 
 from __future__ import annotations

@@ -84,8 +84,9 @@ def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 def dequantized_for_model(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
     """Dequantize the weights of a checkpoint for a comparison with a model.
 
-    `expected` maps the names of the model's tensors to dtypes. A weight with such a name is
-    dequantized to this dtype. Codes and scales that the model itself stores are not dequantized.
+    `expected` maps the names of the model's tensors to dtypes. If the model has a tensor with the
+    name of a weight, the weight is dequantized to the dtype of this tensor. Codes and scales that
+    the model itself stores are not dequantized.
     """
     found = find(ck)
     if not found:

@@ -24,7 +24,7 @@ DROPPED = (
 _DENSE_SINCE = (0, 18)
 _ROTATED = "its weights are rotated (transform_config), so they cannot be used alone"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
-_MX = g.MX._replace(product_dtype="bfloat16")  # for any target dtype
+_MX = g.MX._replace(product_dtype="bfloat16")  # bfloat16 even if the target dtype is different
 
 
 def schemes(view: TensorView) -> list[dict[str, Any]]:
@@ -73,7 +73,9 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
     if zero is None or (kind == "float" and not is_byte):
         return group.flat(f"{word} {label}", grid, weight, scale, **more)
     if zero.shape != scale.shape or not is_byte:
-        return group.refused(f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
+        return group.refused(
+            f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the scales"
+        )
     more["zero"] = g.numbers(2, zero, grid, dtype=zero.dtype.name)
     return group.flat(f"{word} {label}", grid, weight, scale, zero, **more)
 
@@ -103,7 +105,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     bits = last * 8 // (32 * blocks) if blocks else 0
     if scale.dtype.name != "uint8" or bits not in (4, 6) or last * 8 != bits * 32 * blocks:
         return group.refused(
-            f"codes of {g.shown(codes.shape)} and scales of {g.shown(scale.shape)} do not fit"
+            f"codes of {g.shown(codes.shape)} do not fit scales of {g.shown(scale.shape)}"
         )
     group.family, group.shape = f"mxfp{bits}", (*codes.shape[:-1], 32 * blocks)
     if bits == 4:
@@ -119,7 +121,7 @@ def _integers(
     name = group.name
     shape, zero = view.integers(f"{name}_shape"), view.get(f"{name}_zero_point")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:
-        return group.refused(f"{name}_shape is missing or does not fit")
+        return group.refused(f"{name}_shape is missing or does not fit the codes")
     group.shape = shape
     if f"{name}_g_idx" in view.tensors:
         return group.refused(
@@ -140,7 +142,9 @@ def _integers(
     if zero is not None:
         stored = (-(-shape[0] * bits // 32), grid.columns if grid.height == 1 else 0)
         if packing.kind == "words" or zero.dtype.name != "int32" or zero.shape != stored:
-            return group.refused(f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
+            return group.refused(
+                f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the codes"
+            )
         inputs += (zero,)
         point = ZeroPoint(2, bits, grid, "down", offset=half)
     layout = Blocks(

@@ -57,7 +57,8 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
     blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
-    groups = [gguf.recognize(view, name) for name in blocks]  # config.json does not matter
+    # These weights are recognized without config.json.
+    groups = [gguf.recognize(view, name) for name in blocks]
     groups += _groups(view, marked)
     taken = set(flatten(group.members for group in groups))
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)

@@ -29,7 +29,7 @@ ELSEWHERE = "it may be in another shard: give the folder or the index"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
-# Used for methods that round scales and products to the target dtype.
+# Arguments for methods that round scales and products to the target dtype.
 IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
 
 
@@ -206,7 +206,7 @@ class TensorView:
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
     def present(self, stem: str, suffixes: Iterable[str]) -> tuple[str, ...]:
-        """Return the existing names among `stem + suffix`, for each suffix."""
+        """Return the names of tensors that consist of `stem` and one of the suffixes."""
         return tuple(stem + each for each in suffixes if stem + each in self.tensors)
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
@@ -284,7 +284,7 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Return {} for anything else."""
+    """Parse a JSON object. Return {} if `data` is not a JSON object."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -295,7 +295,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
     """Read a JSON object from the file `name` in the folder of a checkpoint.
 
-    Return {} if there is no such file or object.
+    Return {} if the file is missing or is not a JSON object.
     """
     return parsed(small_file_beside(source, name) or b"")
 
@@ -353,7 +353,7 @@ def single_block(shape: Shape) -> ScaleGrid:
 def grid_for(
     shape: Shape, scale: Shape, sizes: Iterable[tuple[int, int]] = ()
 ) -> tuple[ScaleGrid, str] | None:
-    """Return the grid for scales of shape `scale`, and its name.
+    """Return the grid for scales of shape `scale`, and the name of the grid.
 
     There may be one scale for the tensor, one scale for each row, or one scale for each block.
     `sizes` contains possible block sizes. Return None if the shape of the scales does not match.

@@ -138,7 +138,7 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
         return None
     groups = scales.shape[0]
     if codes.dtype.name != "int32" or zeros is None or zeros.shape != (groups, words):
-        return group.refused("its qzeros are missing or do not fit")
+        return group.refused("its qzeros are missing or do not fit the scales")
     width = _group_size(view, columns, groups)
     if width is None:
         return group.refused(
@@ -252,7 +252,7 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
             return group.refused("its absmax is quantized, but the nested tensors are missing")
         assert type(wide) is int and type(offset) is float
         if nested.numel != -(-absmax.numel // wide) or codes.numel != 256:
-            return group.refused("its nested_absmax does not fit")
+            return group.refused("its nested_absmax does not fit absmax")
         inputs += [nested, codes]
         grid = ScaleGrid(1, size * wide, 1, nested.numel)
         scales = [
@@ -319,7 +319,8 @@ def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("mxfp4", "mxfp4", name, shape, (mark, *view.present("", (other,))))
     if scales is None or scales.shape != codes.shape[:-1]:
         return group.refused(
-            f"its scales ({other}) are missing or do not fit", "they may be in another shard"
+            f"its scales ({other}) are missing or do not fit the codes",
+            "the scales may be in another shard: give the folder or the index",
         )
     if ending == ".blocks":
         return group.in_blocks(_MXFP4, codes, scales, packing=Packing("flat", 4))

@@ -62,7 +62,9 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, str] | None:
-    """Return the grid of the scales, and its name. Return None if the shapes do not match.
+    """Return the grid of the scales, and the name of the grid.
+
+    Return None if the shapes do not match.
 
     The shape of the scales may contain additional dimensions of size 1.
     """
@@ -165,7 +167,9 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.in_blocks(form, weight, scales, packing=Packing("flat", bits))
     bias = view.get(biases)
     if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
-        return group.refused(f"its mode is {mode!r}, or its biases are missing or do not fit")
+        return group.refused(
+            f"its mode {mode!r} is unsupported, or its biases are missing or do not fit the scales"
+        )
     grid = g.grid_of(shape, 1, size)
     layout = Blocks(
         *g.matrix(shape), Packing("rows", bits, stride=4 * words), (g.numbers(1, scales, grid),),

@@ -99,7 +99,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     is_float = kind == "Float8Tensor"
     fits = codes.dtype.name in (g.FLOAT8 if is_float else ("int8",)) and g.is_scale(scale)
     if grid is None or not fits:
-        return group.refused(f"scales of {g.shown(scale.shape)} do not fit its blocks")
+        return group.refused(f"scales of {g.shown(scale.shape)} do not fit the blocks of codes")
     size = f"{grid.height}x{grid.width}"
     if is_float:
         return group.flat(f"fp8 {size}", grid, codes, scale)
@@ -109,7 +109,9 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     if zero is None:
         return group.flat(label, grid, codes, scale, **more)
     if zero.numel != scale.numel or zero.dtype.name not in ("int8", "int16", "int32", "uint8"):
-        return group.refused(f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
+        return group.refused(
+            f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the scales"
+        )
     point = g.numbers(2, zero, grid, dtype=zero.dtype.name)
     return group.flat(label, grid, codes, scale, zero, zero=point, **more)
 
@@ -196,7 +198,7 @@ def _packed(
     if bias is None or len(bias.shape) != 1:
         return group.refused("its shape is unknown: the file contains neither the shape nor a bias")
     if shift is None or shift.shape != scale.shape or len(codes.shape) != 2:
-        return group.refused("its _shift is missing or does not fit")
+        return group.refused("its tensor _shift is missing or does not fit the scales")
     (rows,), (stored, size), groups = bias.shape, codes.shape, scale.numel
     fits = scale.shape == (groups, 1) and rows and groups % rows == 0
     if not fits or -(-groups * bits // 8) != stored:

@@ -289,8 +289,8 @@ def _differences(
 ) -> dict[str, Any]:
     """Return the state of each tensor, and facts about the matching tensor in `b`.
 
-    `made` contains the tensors of `a`. This function adds tensors that only `b` has to `made`. If
-    `everything` is True, `diff` also compares tensors outside the weights by their paths.
+    `made` contains the tensors of `a`. This function appends to `made` the tensors that only `b`
+    has. If `everything` is True, `diff` also compares tensors outside the weights by their paths.
     """
     pairs = (*diff.renamed, *diff.reshaped)
     states = {

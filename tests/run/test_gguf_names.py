@@ -136,7 +136,7 @@ def test_types_explain(
         "the same model: 11 keys; the types of the GGUF file explain 5 differing tensors"
         in done.stdout
     )
-    assert "5 tensors differ as Q8_0 explains (0." in done.stdout
+    assert "5 tensors differ, within the error of Q8_0 (0." in done.stdout
     assert "limit 1.2 %)" in done.stdout
     for note in (
         "rope_freqs.weight (only in GGUF files)",
@@ -162,7 +162,10 @@ def test_what_no_type_explains(
     assert done.exit_code == 1
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": differs" in line}
     assert set(lines) == {q, k, norm, up}
-    assert "more than Q8_0 explains (1.2 %); its rows are equal in another order" in lines[q]
+    assert (
+        "more than the error of Q8_0 (limit 1.2 %); both files have the same rows in a different order"
+        in lines[q]
+    )
     assert "another order" not in lines[k]
     assert "but F32 is a lossless type" in lines[norm]
     assert "but F16 is a lossless type" in lines[up]
