@@ -87,7 +87,7 @@ def compare(
             raise error
     extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
     measure = _Measure() if measured and all(map(is_decoded, types)) else None
-    if exact and (_same(*extents) or (a.nbytes <= BUFFER and _equal(*extents))):
+    if exact and (_same(*extents) or (a.nbytes <= BUFFER and equal(*extents))):
         return None  # for equal small tensors, the import of numpy is not necessary
     keep_memory()
     import_numpy()
@@ -174,10 +174,10 @@ def _same(left: Extent, right: Extent) -> bool:
     if not alike or not left.operation.expands or not left.operation.seekable:
         return left == right
     pairs = list(zip(left.inputs, right.inputs, strict=True))
-    return all(a.length == b.length for a, b in pairs) and all(_equal(a, b) for a, b in pairs)
+    return all(a.length == b.length for a, b in pairs) and all(equal(a, b) for a, b in pairs)
 
 
-def _equal(left: Extent, right: Extent) -> bool:
+def equal(left: Extent, right: Extent) -> bool:
     """Return True if the bytes of two extents are equal. The extents have the same length."""
     if left == right:
         return True

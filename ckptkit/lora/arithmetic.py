@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import decode, encode
 from ckptkit.compute.operation import Pieces, Reader, name_of
-from ckptkit.core.bytesource import Derived, Operation, Pending, Record
+from ckptkit.core.bytesource import Derived, Operation
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import CorruptError
-from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.errors import CorruptError, UnsupportedError
+from ckptkit.core.tensor import Shape
+from ckptkit.core.text import shape as shape_text
 from ckptkit.core.text import shown
 
 if TYPE_CHECKING:
@@ -41,61 +41,88 @@ LEAST = 8
 EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """The dtype, rows and columns of an input matrix."""
+class Operand(NamedTuple):
+    """An input matrix. ``number`` is its index among the inputs after the matrix of the base."""
 
+    number: int
     dtype: str
     rows: int
     columns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A matrix or a product of matrices. ``operands`` contains the indices of the matrices.
+class Combined(NamedTuple):
+    """A matrix that is computed from two matrices L and R.
 
-    If ``how`` is "", the factor is one matrix, or the product L @ R.
-    If ``how`` is ``scaled``, the factor is L @ (R * E). E has one number for each row of R.
-    If ``how`` is ``vera``, the factor is (L * F) @ (R * E). F has one number for each row of L.
-    If ``how`` is ``core``, the operands are L, the core of a Tucker decomposition, and R.
+    If ``how`` is ``@``, the matrix is the product of L and R.
+    If ``how`` is ``*``, it is the elementwise product. R may be a single row or column.
+    If ``how`` is ``core``, L is the core of a Tucker decomposition, [m, n * kernel]. R is [n, in].
+    If ``how`` is ``kron``, the matrix is the Kronecker product.
+    If ``how`` is ``front``, it is the Kronecker product for a one-dimensional convolution of peft.
+    The kernel then has ``kernel`` elements.
     """
 
-    operands: tuple[int, ...]
-    how: str = ""
+    how: str
+    left: Term
+    right: Term
+    rows: int
+    columns: int
+    kernel: int = 1
+
+    @classmethod
+    def of(cls, how: str, left: Term, right: Term) -> Combined:
+        """Combine two matrices. Raises UnsupportedError if their shapes do not match."""
+        fits, kernel, sizes = True, 1, (left.rows, right.columns)
+        if how == "kron":
+            sizes = left.rows * right.rows, left.columns * right.columns
+        elif how == "*":
+            sizes = left.rows, left.columns
+            fits = right.rows in (1, left.rows) and right.columns in (1, left.columns)
+        else:
+            kernel = left.columns // max(1, right.rows) if how == "core" else 1
+            fits = left.columns == right.rows * kernel
+        if not fits:
+            shapes = (shape_text((each.rows, each.columns)) for each in (left, right))
+            raise UnsupportedError(" and ".join(shapes), code="shape")
+        return cls(how, left, right, sizes[0], sizes[1] * kernel)
+
+    @property
+    def rank(self) -> int:
+        """Return the largest number of columns of a left matrix of a product."""
+        inner = (each.rank for each in self[1:3] if isinstance(each, Combined))
+        return max(self.left.columns if self.how == "@" else 0, *inner, 0)
+
+
+Term: TypeAlias = Operand | Combined
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
     """The formula of a weight update.
 
-    If ``combine`` is "", the update is a single factor.
-    If ``combine`` is ``*``, the update is the elementwise product of two factors.
-    If ``combine`` is ``kron``, the update is the Kronecker product of two factors.
-    If ``combine`` is ``front``, the update is the Kronecker product for a one-dimensional
-    convolution of peft. The second factor then has ``group`` columns of kernels.
-    The update is multiplied by ``scale`` and divided by ``divisor``.
+    ``term`` is the update, None for no update. It is multiplied by ``scale`` and divided by
+    ``divisor``.
 
     If ``rounding`` is ``once``, only the sum of weight and update is rounded.
     If ``rounding`` is ``twice``, the update is rounded before the addition too.
     If ``rounding`` is ``again``, the rounded update is added first, and then the update is added
     again.
 
-    If ``norm`` is not "", the sum is multiplied by the numbers in the last operand. The operand has
-    one number for each row or column of the sum, as ``by`` specifies. In a convolution, ``group``
-    neighboring columns share one number.
+    If ``norm`` is not "", the sum is multiplied by ``numbers``. This operand has one number for
+    each row or column of the sum, as ``by`` specifies. In a convolution, ``group`` neighboring
+    columns share one number.
     If ``norm`` is ``norm``, each number is first divided by the norm of its row or column.
     If ``norm`` is ``norm+eps``, each number is first divided by the norm plus `EPS`.
     If ``norm`` is ``none``, the numbers are not divided.
     """
 
-    factors: tuple[Factor, ...] = ()
-    combine: str = ""
+    term: Term | None = None
     scale: float = 1.0
     divisor: float | None = None
     rounding: str = "once"
     norm: str = ""
     by: str = "rows"
     group: int = 1
+    numbers: Operand | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +138,6 @@ class Adapt(Operation):
     rows: int
     columns: int
     formula: Formula
-    operands: tuple[Operand, ...]
     first: int = 0
     name: str = ""  # name of the module for error messages
     has_origin: bool = False
@@ -119,13 +145,9 @@ class Adapt(Operation):
     @property
     def height(self) -> int:
         """Return the number of rows per tile."""
-        least = LEAST if self._rank <= EXACT else 8 * LEAST
-        return max(least, TILE // max(1, self.columns))
-
-    @property
-    def _rank(self) -> int:
-        lefts = [each.operands[0] for each in self.formula.factors if len(each.operands) > 1]
-        return max((self.operands[left].columns for left in lefts), default=0)
+        term = self.formula.term
+        is_exact = not isinstance(term, Combined) or term.rank <= EXACT
+        return max(LEAST if is_exact else 8 * LEAST, TILE // max(1, self.columns))
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         unit = self.columns * BY_NAME[self.dtype].itemsize
@@ -165,7 +187,7 @@ class _TileWork:
         self.wide = "f8" if adapt.dtype == "float64" else "f4"
         self.origin = readers.pop() if adapt.has_origin else None
         self.readers = readers
-        self.held: dict[int, Array] = {}
+        self.held: dict[Term, Array] = {}
 
     def tile(self, top: int, end: int) -> memoryview:
         """Return the bytes of the rows `top` to `end` of the result."""
@@ -206,103 +228,82 @@ class _TileWork:
 
     def change(self, top: int, end: int) -> Array | None:
         """Return the update of the rows `top` to `end` as a new array."""
-        formula = self.formula
-        if not formula.factors:
+        formula, first = self.formula, self.adapt.first
+        if formula.term is None:
             return None
-        top, end = top + self.adapt.first, end + self.adapt.first
-        first, *others = formula.factors
-        if formula.combine in ("kron", "front"):
-            made = self._kron(first, others[0], top, end)
-        else:
-            made = self.rows(first, top, end)
-            for each in others:
-                made *= self.rows(each, top, end)
+        made = self.rows(formula.term, top + first, end + first)
         if formula.scale != 1:
             made *= made.dtype.type(formula.scale)
         if formula.divisor is not None:
             made /= made.dtype.type(formula.divisor)
         return made
 
-    def rows(self, factor: Factor, top: int, end: int) -> Array:
-        """Return the rows `top` to `end` of a factor."""
-        left = self.read(factor.operands[0], top, end)
-        if len(factor.operands) == 1:
-            return left.copy()
-        if factor.how == "vera":
-            left = left * self.read(factor.operands[3], top, end)
-        return _product(left, self._right(factor))
+    def whole(self, term: Term) -> Array:
+        """Return all rows of a matrix. All tiles use this array."""
+        if term not in self.held:
+            self.held[term] = self.rows(term, 0, term.rows)
+        return self.held[term]
 
-    def read(self, number: int, top: int = 0, end: int | None = None) -> Array:
-        """Return the rows `top` to `end` of an operand, by default all rows.
+    def rows(self, term: Term, top: int, end: int) -> Array:
+        """Return the rows `top` to `end` of a matrix as a new array."""
+        import numpy as np
+
+        if isinstance(term, Operand):
+            return self.read(term, top, end)
+        if term.how == "*":
+            is_row = term.right.rows < term.rows
+            right = self.whole(term.right) if is_row else self.rows(term.right, top, end)
+            made: Array = self.rows(term.left, top, end) * right
+            return made
+        right = self.whole(term.right)
+        if term.how == "kron":
+            numbers = np.arange(top, end)
+            left = self.whole(term.left)[numbers // len(right)]
+            made = left[:, :, None] * right[numbers % len(right)][:, None, :]
+            return made.reshape(end - top, -1)
+        if term.how == "front":
+            blocks = right.reshape(len(right), 1, -1, 1, term.kernel)
+            made = blocks * self.whole(term.left)[:, None, :, None]
+            return made.reshape(term.rows, -1)[top:end].copy()
+        left = self.rows(term.left, top, end)
+        if term.how == "core":
+            left = left.reshape(len(left), len(right), -1).transpose(0, 2, 1)
+            made = _product(left.reshape(-1, len(right)), right)
+            made = made.reshape(end - top, -1, term.right.columns).transpose(0, 2, 1)
+            return made.reshape(end - top, -1)
+        return _product(left, right)
+
+    def read(self, operand: Operand, top: int, end: int) -> Array:
+        """Return the rows `top` to `end` of an operand as a new array.
 
         Raises CorruptError for NaN and infinity.
         """
         import numpy as np
 
-        operand = self.adapt.operands[number]
-        end = operand.rows if end is None else end
-        dtype = BY_NAME[operand.dtype]
+        dtype, reader = BY_NAME[operand.dtype], self.readers[operand.number]
         unit = operand.columns * dtype.itemsize
-        data = decode(self.readers[number](top * unit, (end - top) * unit), dtype)
+        data = decode(reader(top * unit, (end - top) * unit), dtype)
         if not np.isfinite(data).all():
             what = f"the adapter contains NaN or infinity for {shown(self.adapt.name)}"
-            raise CorruptError(what, where=name_of(self.readers[number].extent))
-        return data.astype(self.wide, copy=False).reshape(end - top, operand.columns)
-
-    def _right(self, factor: Factor) -> Array:
-        """Return the right matrix of a product. All tiles use this matrix."""
-        number = factor.operands[1]
-        if number not in self.held:
-            right = self.read(number).copy()
-            if factor.how:
-                other = self.read(factor.operands[2])
-            if factor.how in ("scaled", "vera"):
-                right *= other.reshape(-1, 1)
-            elif factor.how == "core":  # [m, n * kernel] and [n, in]
-                outer, inner = len(right), len(other)
-                turned = right.reshape(outer, inner, -1).transpose(0, 2, 1)
-                made = _product(turned.reshape(-1, inner), other)
-                made = made.reshape(outer, -1, other.shape[1]).transpose(0, 2, 1)
-                right = made.reshape(outer, -1)
-            self.held[number] = right
-        return self.held[number]
-
-    def _kron(self, first: Factor, second: Factor, top: int, end: int) -> Array:
-        import numpy as np
-
-        sizes = [self.adapt.operands[each.operands[0]].rows for each in (first, second)]
-        if -1 not in self.held:
-            self.held[-1], self.held[-2] = (
-                self.rows(each, 0, size) for each, size in zip((first, second), sizes, strict=True)
-            )
-        if self.formula.combine == "front":  # [p, a, q, b, kernel]
-            group = self.formula.group
-            blocks = self.held[-2].reshape(-1, 1, group, 1, self.held[-2].shape[1])
-            whole: Array = blocks * self.held[-1][:, None, :, None]
-            return whole.reshape(-1, self.adapt.columns)[top:end].copy()
-        numbers = np.arange(top, end)
-        outer, inner = self.held[-1][numbers // sizes[1]], self.held[-2][numbers % sizes[1]]
-        made: Array = outer[:, :, None] * inner[:, None, :]
-        return made.reshape(end - top, -1)
+            raise CorruptError(what, where=name_of(reader.extent))
+        return data.astype(self.wide).reshape(end - top, operand.columns)
 
     def factor(self, made: Array, top: int, end: int) -> Array:
         """Return an array of factors for the sums `made`. The array broadcasts to their shape."""
         import numpy as np
 
-        if self.formula.by == "rows":
-            if self.origin is not None:
+        formula, first = self.formula, self.adapt.first
+        assert formula.numbers is not None
+        numbers = self.read(formula.numbers, 0, formula.numbers.rows).reshape(-1)
+        is_row = formula.by == "rows"
+        if is_row:
+            numbers = numbers[top + first : end + first]
+        if formula.norm != "none":
+            if is_row and self.origin is not None:
                 made = self.sum(top, end, self.origin)
-            norms = None if self.formula.norm == "none" else _norms(made)
-            first = self.adapt.first
-            return self._over(self.read(-1).reshape(-1)[top + first : end + first], norms)[:, None]
-        norms = None if self.formula.norm == "none" else self.norms_of_columns
-        return np.repeat(self._over(self.read(-1).reshape(-1), norms), self.formula.group)
-
-    def _over(self, numbers: Array, norms: Array | None) -> Array:
-        if norms is None:
-            return numbers
-        over: Array = numbers / (norms + norms.dtype.type(EPS if "eps" in self.formula.norm else 0))
-        return over
+            norms = _norms(made) if is_row else self.norms_of_columns
+            numbers = numbers / (norms + norms.dtype.type(EPS if "eps" in formula.norm else 0))
+        return numbers[:, None] if is_row else np.repeat(numbers, formula.group)
 
     @cached_property
     def norms_of_columns(self) -> Array:
@@ -330,14 +331,10 @@ def _product(left: Array, right: Array) -> Array:
     if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
         import torch
 
-        made = torch.matmul(torch.from_numpy(_own(left)), torch.from_numpy(right)).numpy()
+        made = torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy()
     else:
         made = left @ right
     return made
-
-
-def _own(values: Array) -> Array:
-    return values if values.flags.writeable else values.copy()
 
 
 def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
@@ -350,24 +347,6 @@ def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
     turned = torch.from_numpy(values)
     made: Array = torch.linalg.norm(turned.T if by_columns else turned, dim=1).numpy()
     return made
-
-
-def adapted(
-    base: Record, dtype: str, rows: int, columns: int, formula: Formula, operands: Iterable[Tensor],
-    *, first: int = 0, name: str = "", origin: Record | None = None,
-) -> Record:  # fmt: skip
-    """Return the bytes of `rows` rows of `base` plus the update that `formula` computes.
-
-    Each operand is a matrix. For a tensor with more dimensions, all dimensions except the first are
-    columns. The last operand contains the numbers for `Formula.norm`. If `origin` is not None, the
-    norms are those of `origin` plus the update.
-    """
-    tensors = list(operands)
-    shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
-    has_origin = origin is not None
-    operation = Adapt(dtype, rows, columns, formula, shapes, first, name, has_origin)
-    origins = () if origin is None else (origin,)
-    return Pending(operation, (base, *map(contiguous, tensors), *origins), base.length)
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:

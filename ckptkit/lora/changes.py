@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 from ckptkit.compute.arranged import contiguous, joined
-from ckptkit.core.bytesource import Memory, Range, Record
+from ckptkit.core.bytesource import Memory, Pending, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shape as shape_text
 from ckptkit.core.text import shown
-from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
+from ckptkit.lora.arithmetic import Adapt, Combined, Formula, Operand, Term, as_matrix
 from ckptkit.lora.reading import Module, matches, table
 
-# Each entry contains the kind of adapter, `Formula.combine`, `Formula.rounding`, `Factor.how` for
-# factors of three and more operands, and the roles of the operands of each factor. If a role ends
-# in ', the operand is transposed. If a kind has several entries, the first entry applies whose
-# roles all exist in the module. The sources are `get_delta_weight` of each tuner in peft, and
-# `get_weight` of LyCORIS.
-_TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
-    ("lora", "", "once", "", (("B", "A"),)),
-    ("attention_out", "", "again", "", (("B", "A"),)),
-    ("embedding", "", "twice", "", (("embedding_A'", "embedding_B'"),)),
-    ("adalora", "", "once", "scaled", (("B", "A", "E"),)),
-    ("tucker", "", "once", "core", (("B", "mid", "A"),)),
-    ("vera", "", "once", "vera", (("vera_B", "vera_A", "lambda_d", "lambda_b"),)),
-    ("loha", "*", "once", "core",
-     (("hada_w1_a'", "hada_t1", "hada_w1_b"), ("hada_w2_a'", "hada_t2", "hada_w2_b"))),
-    ("loha", "*", "once", "", (("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b"))),
-    *(("lokr", "kron", "once", "core", (first, second))
-      for first in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
-      for second in (("lokr_w2",), ("lokr_w2_a'", "lokr_t2", "lokr_w2_b"),
-                     ("lokr_w2_a", "lokr_w2_b"))),
-    ("diff", "", "once", "", (("diff",),)),
+_Spec: TypeAlias = str | tuple[str, Any, Any]  # a role, or how two matrices are combined
+
+# The update of each kind of module. If a role ends in ', the matrix is transposed. If a kind has
+# several updates, the first applies whose roles all exist in the module. The sources are
+# `get_delta_weight` of each tuner in peft, and `get_weight` of LyCORIS.
+_UPDATES: tuple[tuple[str, _Spec], ...] = (
+    ("lora", ("@", "B", "A")),
+    ("attention_out", ("@", "B", "A")),
+    ("embedding", ("@", "embedding_A'", "embedding_B'")),
+    ("adalora", ("@", "B", ("*", "A", "E"))),
+    ("tucker", ("@", "B", ("core", "mid", "A"))),
+    ("vera", ("@", ("*", "vera_B", "lambda_b"), ("*", "vera_A", "lambda_d"))),
+    ("loha", ("*", ("@", "hada_w1_a'", ("core", "hada_t1", "hada_w1_b")),
+              ("@", "hada_w2_a'", ("core", "hada_t2", "hada_w2_b")))),
+    ("loha", ("*", ("@", "hada_w1_a", "hada_w1_b"), ("@", "hada_w2_a", "hada_w2_b"))),
+    *(("lokr", ("kron", first, second))
+      for first in ("lokr_w1", ("@", "lokr_w1_a", "lokr_w1_b"))
+      for second in ("lokr_w2", ("@", "lokr_w2_a'", ("core", "lokr_t2", "lokr_w2_b")),
+                     ("@", "lokr_w2_a", "lokr_w2_b"))),
+    ("diff", "diff"),
 )  # fmt: skip
+_ROUNDINGS = {"attention_out": "again", "embedding": "twice"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,39 @@ class ModuleChange:
     def transposed(self) -> ModuleChange:
         """Return the update of the transposed weight.
 
-        Raises UnsupportedError for VeRA and Tucker decompositions.
+        Raises UnsupportedError for Tucker decompositions.
         """
-        operands = list(self.operands)
-        for factor in self.formula.factors:
-            first, *others = factor.operands
-            if factor.how in ("core", "vera") and others:
-                what = "ckptkit cannot transpose an update of VeRA or a Tucker decomposition"
-                raise UnsupportedError(what)
-            turned = [turn(operands[number]) for number in (first, *others[:1])]
-            for number, made in zip((first, *others[:1]), reversed(turned), strict=True):
-                operands[number] = made
+
+        def turned(term: Any) -> Any:
+            if term is None or isinstance(term, Operand):
+                return term and term._replace(rows=term.columns, columns=term.rows)
+            sides = [turned(each) for each in (term.left, term.right)]
+            if term.how in ("core", "front"):
+                raise UnsupportedError("ckptkit cannot transpose a Tucker decomposition")
+            return Combined.of(term.how, *(sides[::-1] if term.how == "@" else sides))
+
         by = "columns" if self.formula.by == "rows" else "rows"
-        formula = replace(self.formula, by=by)
+        formula = replace(self.formula, term=turned(self.formula.term), by=by)
+        count = len(self.operands) - (formula.numbers is not None)
+        operands = *map(turn, self.operands[:count]), *self.operands[count:]
         return replace(
-            self, formula=formula, operands=tuple(operands), rows=self.columns, columns=self.rows
+            self, formula=formula, operands=operands, rows=self.columns, columns=self.rows
         )
+
+    def added(self, base: Tensor, first: int, origin: Tensor | None = None) -> Tensor:
+        """Return the matrix `base` plus the update from row `first` on.
+
+        If `origin` is not None, the norms are those of `origin` plus the update.
+        """
+        rows, columns = base.shape
+        inputs = [
+            contiguous(each) for each in (base, *self.operands, *((origin,) if origin else ()))
+        ]
+        adapt = Adapt(
+            base.dtype.name, rows, columns, self.formula, first, self.name, origin is not None
+        )
+        record = Pending(adapt, tuple(inputs), inputs[0].length)
+        return made_of(record, base.dtype, base.shape)
 
 
 def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
@@ -96,16 +114,25 @@ def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
     return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
 
 
-def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Return a new tensor. `parts` lists an offset per dimension, and the tensor at this offset.
+def placed(under: Tensor, parts: Iterable[tuple[int, int, Tensor]]) -> Tensor:
+    """Return a matrix like `under` after replacing some parts.
 
-    Offsets of the last dimensions may be missing and are then 0.
+    `parts` contains the first row, the first column and the new part. No two parts share a row.
     """
-    dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
-    places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
-    ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
-    shape = (*map(max, zip(*ends, strict=True)),)
-    return made_of(joined(dtype, shape, places), dtype, shape)
+    found, last, (rows, columns) = list[tuple[Shape, Tensor]](), 0, under.shape
+    end = rows, 0, zeros(under, (0, columns))
+    for row, column, part in [*sorted(parts, key=itemgetter(0, 1)), end]:
+        height, width = part.shape
+        beside, right = box(under, row, row + height), column + width
+        found += [
+            ((last, 0), box(under, last, row)), ((row, column), part),
+            ((row, 0), box(beside, 0, column, 1)), ((row, right), box(beside, right, columns, 1)),
+        ]  # fmt: skip
+        last = row + height
+    found = [each for each in found if each[1].numel]
+    if len(found) == 1:
+        return found[0][1]
+    return made_of(joined(under.dtype, under.shape, found), under.dtype, under.shape)
 
 
 def zeros(like: Tensor, shape: Shape) -> Tensor:
@@ -121,97 +148,87 @@ def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
         raise UnsupportedError(
             f"{shown(module.path)} has {rows} rows, which are not divisible into {blocks} blocks"
         )
-    step, numbers = rows // blocks, range(blocks)
-    zero = zeros(tensor, (step, columns))
-    return placed([
-        ((n * step, m * columns), box(tensor, n * step, (n + 1) * step) if n == m else zero)
-        for n in numbers for m in numbers
-    ])  # fmt: skip
+    step = rows // blocks
+    parts = ((n * step, n * columns, box(tensor, n * step, (n + 1) * step)) for n in range(blocks))
+    return placed(zeros(tensor, (rows, columns * blocks)), parts)
 
 
 def change_of(
-    module: Module, config: Mapping[str, Any], weight: float = 1.0, **tensors: Tensor
+    module: Module,
+    config: Mapping[str, Any],
+    weight: float = 1.0,
+    shape: Shape | None = None,
+    **tensors: Tensor,
 ) -> ModuleChange:
     """Return the update of a module, multiplied by `weight`.
 
-    The keyword arguments `tensors` replace tensors of the module. The keywords are roles. Raises
-    UnsupportedError if the shapes of the factors do not match.
+    `shape` is the shape of the weight. IA3 and VeRA require the shape. The keyword arguments
+    `tensors` replace tensors of the module. The keywords are roles. Raises UnsupportedError if the
+    shapes of the factors do not match.
     """
     has = {**module.tensors, **tensors}
+    if module.kind == "ia3":
+        return _multiplied(module, shape or (), config)
+    if module.kind == "vera" and shape is not None:
+        rows, columns = as_matrix(shape)
+        has["vera_A"] = box(has["vera_A"], 0, columns, 1)
+        has["vera_B"] = box(has["vera_B"], 0, rows)
     blocks = config.get("use_bdlora") if module.kind == "lora" else None
     blocks = blocks if isinstance(blocks, dict) else {}
     for role, field in (("A", "target_modules_bd_a"), ("B", "target_modules_bd_b")):
         end, names = module.path.rpartition(".")[2], blocks.get(field) or ()
         if any(str(each) in end for each in names):
             has[role] = _block_diagonal(module, has[role], blocks.get("nblocks"))
-    _, combine, rounding, how, factors = next(
-        row
-        for row in _TABLE
-        if row[0] == module.kind and all(e.rstrip("'") in has for part in row[4] for e in part)
-    )
-    operands: list[Tensor] = []
-    made: list[Factor] = []
-    sizes: list[tuple[int, int]] = []
-    for roles in factors:
-        numbers = tuple(range(len(operands), len(operands) + len(roles)))
-        inner = "" if len(roles) < 3 else how
-        made.append(Factor(numbers, inner))
-        found = [turn(matrix(has[r[:-1]])) if r[-1] == "'" else matrix(has[r]) for r in roles]
-        operands += found
-        sizes.append(_size(module, found, inner))
-    rows, columns = sizes[0]
-    group = 1
-    if combine == "kron":
-        rows, columns = rows * sizes[1][0], columns * sizes[1][1]
-        if "lokr_w2" in has and has["lokr_w2"].ndim == 3 and not module.prefix:
-            # torch.kron inserts the missing dimension of w1 as the first dimension. peft then
-            # reshapes the result.
-            combine, group = "front", has["lokr_w2"].shape[1]
-            operands[-1] = matrix(
-                has["lokr_w2"], (prod(has["lokr_w2"].shape[:2]), sizes[1][1] // group)
-            )
-    elif len(set(sizes)) > 1:
-        raise _unfit(module, found)
+    specs = (spec for kind, spec in _UPDATES if kind == module.kind)
+    spec = next(each for each in specs if {r.rstrip("'") for r in _roles_of(each)} <= has.keys())
+    found = {
+        role: turn(matrix(has[role[:-1]])) if role.endswith("'") else matrix(has[role])
+        for role in _roles_of(spec)
+    }
+    numbers = {
+        role: Operand(number, each.dtype.name, *each.shape)
+        for number, (role, each) in enumerate(found.items())
+    }
+    try:
+        term = _term(spec, numbers)
+    except UnsupportedError as error:
+        what = f"the shapes of the factors of {shown(module.path)} do not match: {error.message}"
+        raise UnsupportedError(what, code="shape") from None
+    is_whole = isinstance(term, Combined) and "lokr_w2" in numbers and not module.prefix
+    if is_whole and has["lokr_w2"].ndim == 3:
+        # torch.kron inserts the missing dimension of w1 as the first dimension. peft then
+        # reshapes the result.
+        term = term._replace(how="front", kernel=has["lokr_w2"].shape[2])
     is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
     two = is_mica or module.parameter or bool(blocks)
     scale = 1.0 if module.scale is None else module.scale
-    formula = Formula(
-        tuple(made), combine, scale * weight, module.divisor, "twice" if two else rounding,
-        group=group,
-    )  # fmt: skip
+    rounding = "twice" if two else _ROUNDINGS.get(module.kind, "once")
+    formula = Formula(term, scale * weight, module.divisor, rounding)
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
-    change = ModuleChange(formula, tuple(operands), rows, columns, kernel, module.path)
+    operands = tuple(found.values())
+    change = ModuleChange(formula, operands, term.rows, term.columns, kernel, module.path)
     return _with_norm(change, module) if module.is_dora else change
 
 
-def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a factor.
-
-    Raises UnsupportedError if the shapes of the operands do not match.
-    """
-    left, *others = found
-    rows, columns = left.shape
-    if not others:
-        return rows, columns
-    right = others[-1] if how == "core" else others[0]
-    inner = others[0].shape[0]
-    fits = columns == inner
-    kernel = 1
-    if how == "core":
-        kernel, rest = divmod(others[0].shape[1], max(1, right.shape[0]))
-        fits = fits and not rest
-    elif how:
-        fits = fits and prod(others[1].shape) == inner
-        fits = fits and all(prod(each.shape) == rows for each in others[2:])
-    if not fits:
-        raise _unfit(module, found)
-    return rows, right.shape[1] * kernel
+def change_of_bias(module: Module, role: str, weight: float) -> ModuleChange:
+    """Return the update of a bias. IA3 multiplies the bias. Other methods add to the bias."""
+    numbers = matrix(module.tensors[role], (module.tensors[role].numel(), 1))
+    operand = Operand(0, numbers.dtype.name, *numbers.shape)
+    scale = weight * ((module.scale or 0.0) if role == "B_bias" else 1.0)
+    is_product = role == "ia3"
+    formula = Formula(norm="none", numbers=operand) if is_product else Formula(operand, scale)
+    return ModuleChange(formula, (numbers,), operand.rows, 1, name=module.path)
 
 
-def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
-    sizes = " and ".join(shape_text(each.shape) for each in found)
-    what = f"the shapes of the factors of {shown(module.path)} do not match: {sizes}"
-    return UnsupportedError(what, code="shape")
+def _roles_of(spec: _Spec) -> list[str]:
+    """Return the roles in an update."""
+    return [spec] if isinstance(spec, str) else [r for each in spec[1:] for r in _roles_of(each)]
+
+
+def _term(spec: _Spec, operands: Mapping[str, Operand]) -> Term:
+    if isinstance(spec, str):
+        return operands[spec]
+    return Combined.of(spec[0], *(_term(each, operands) for each in spec[1:]))
 
 
 def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
@@ -228,33 +245,34 @@ def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
         norm = "norm+eps"
     if norm == "norm+eps" and numbers.shape[0] == 1 != change.rows:
         by, group = "columns", change.columns // max(1, prod(numbers.shape))
+    return _with_numbers(change, module, "magnitude", norm, by, group)
+
+
+def _multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
+    """Return the update of IA3 for a weight of this shape. IA3 multiplies rows or columns."""
+    rows, columns = as_matrix(shape)
+    turned = bool(config.get("fan_in_fan_out")) and len(shape) == 2
+    by = "columns" if is_feedforward(module, config) != turned else "rows"
+    group = columns // shape[1] if by == "columns" and len(shape) > 1 else 1
+    return _with_numbers(
+        ModuleChange(Formula(), (), rows, columns), module, "ia3", "none", by, group
+    )
+
+
+def _with_numbers(
+    change: ModuleChange, module: Module, role: str, norm: str, by: str, group: int
+) -> ModuleChange:
+    """Return the update with a factor for each row or column of the sum."""
+    numbers = module.tensors[role]
     count = change.rows if by == "rows" else change.columns // max(1, group)
     if prod(numbers.shape) != count:
         raise UnsupportedError(
-            f"the magnitudes of {shown(module.path)} have shape {shape_text(numbers.shape)}, but "
-            f"the module has {count} {by}"
-        )
-    formula = replace(change.formula, norm=norm, by=by, group=group)
-    return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
-
-
-def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
-    """Return the update of IA3 for a weight of this shape. IA3 multiplies rows or columns."""
-    numbers = module.tensors["ia3"]
-    rows, columns = as_matrix(shape)
-    by, turned = "rows", bool(config.get("fan_in_fan_out")) and len(shape) == 2
-    if is_feedforward(module, config):
-        by = "columns"
-    if turned:
-        by = "columns" if by == "rows" else "rows"
-    group = columns // shape[1] if by == "columns" and len(shape) > 1 else 1
-    count = rows if by == "rows" else columns // max(1, group)
-    if prod(numbers.shape) != count:
-        raise UnsupportedError(
-            f"the IA3 vector of {shown(module.path)} has {prod(numbers.shape)} numbers, but the "
+            f"the {role} vector of {shown(module.path)} has {prod(numbers.shape)} numbers, but the "
             f"weight has {count} {by}"
         )
-    return ModuleChange(Formula(norm="none", by=by, group=group), (matrix(numbers),), rows, columns)
+    operand = Operand(len(change.operands), numbers.dtype.name, *as_matrix(numbers.shape))
+    formula = replace(change.formula, norm=norm, by=by, group=group, numbers=operand)
+    return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:

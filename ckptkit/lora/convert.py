@@ -15,7 +15,8 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import isfinite
+from itertools import accumulate
+from math import isfinite, prod
 from typing import Any
 
 from ckptkit.api import Conversion, open_checkpoint
@@ -30,7 +31,7 @@ from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, quoted, some, typed
 from ckptkit.lora import naming
-from ckptkit.lora.changes import box, made_of, placed, zeros
+from ckptkit.lora.changes import box, made_of, matrix, placed, zeros
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
 from ckptkit.lora.problems import problems
 from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
@@ -54,8 +55,6 @@ _SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."
 # Modules that only SDXL has: further attention layers, and embeddings of image sizes
 _LARGE = re.compile(r"(.*\.)?(transformer_blocks\.[1-9]\.|add_embedding\.|label_emb\.)")
 _TEXT = 2048  # width of the text encoder output in SDXL
-
-Place = tuple[tuple[int, ...], Tensor]  # a tensor, and its offset per dimension in another tensor
 
 
 @checked
@@ -270,12 +269,13 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
     names = list(dict.fromkeys(part.name for part in parts))
     width = rank // len(names) if _is_diagonal(b, spans) and len(names) > 1 else 0
     for number, name in enumerate(names):
-        pairs = zip(parts, spans, strict=True)
-        own = [((part.at * step,), span) for part, span in sorted(pairs) if part.name == name]
+        own = [(n, part) for n, part in enumerate(parts) if part.name == name]
+        height = sum(part.length for _, part in own) * step
         tensors = {"A": a}
         for role in {"B", "magnitude"} & module.tensors.keys():
-            pieces = [(at, box(module.tensors[role], *span)) for at, span in own]
-            tensors[role] = pieces[0][1] if len(pieces) == 1 else placed(pieces)
+            whole = matrix(module.tensors[role])
+            pieces = ((part.at * step, 0, box(whole, *spans[n])) for n, part in own)
+            tensors[role] = placed(zeros(whole, (height, whole.shape[1])), pieces)
         if width:
             start, stop = number * width, (number + 1) * width
             tensors |= {"A": box(a, start, stop), "B": box(tensors["B"], start, stop, 1)}
@@ -306,24 +306,21 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
     if any(module.scale != scale for module in modules):
         pairs = zip(modules, factors, strict=True)
         factors, scale = [(a, _times(b, module.scale)) for module, (a, b) in pairs], 1.0
-    rank, at = sum(a.shape[0] for a, _ in factors), 0
-    stacked, diagonal = list[Place](), list[Place]()
-    for part, (a, b) in zip(parts, factors, strict=True):
-        stacked.append(((at, *(0 for _ in a.shape[1:])), a))
-        diagonal.append(((part.at * step, at), b))
-        for start, stop in ((0, at), (at + a.shape[0], rank)):
-            diagonal.append(((part.at * step, start), zeros(b, (b.shape[0], stop - start))))
-        at += a.shape[0]
-    filled = {part.at + n for part in parts for n in range(part.length)}
-    for each in set(range(whole)) - filled:
-        diagonal.append(((each * step, 0), zeros(factors[0][1], (step, rank))))
-    tensors = {"A": placed(stacked), "B": placed([each for each in diagonal if each[1].numel])}
-    weights = [each.tensors["magnitude"] for each in modules if "magnitude" in each.tensors]
-    if weights and (len(weights) < len(modules) or len(filled) < whole):
+    lefts = [0, *accumulate(a.shape[0] for a, _ in factors)]
+    rank, rows = lefts[-1], [part.at * step for part in parts]
+    stacked = ((at, 0, matrix(a)) for at, (a, _) in zip(lefts, factors, strict=False))
+    diagonal = ((row, at, b) for row, at, (_, b) in zip(rows, lefts, factors, strict=False))
+    (a, b), count = factors[0], sum(part.length for part in parts)
+    tensors = {
+        "A": placed(zeros(a, (rank, prod(a.shape[1:]))), stacked),
+        "B": placed(zeros(b, (whole * step, rank)), diagonal),
+    }
+    weights = [matrix(m.tensors["magnitude"]) for m in modules if "magnitude" in m.tensors]
+    if weights and (len(weights) < len(modules) or count < whole):
         raise UnsupportedError(f"only some rows of {name} would have DoRA magnitudes")
     if weights:
-        rows = [(part.at * step,) for part in parts]
-        tensors["magnitude"] = placed([*zip(rows, weights, strict=True)])
+        columns = ((row, 0, each) for row, each in zip(rows, weights, strict=True))
+        tensors["magnitude"] = placed(zeros(weights[0], (whole * step, 1)), columns)
     fused: Module = replace(modules[0], path=name, tensors=tensors, rank=rank, scale=scale)
     return fused
 

@@ -17,12 +17,11 @@ from math import isfinite, prod
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit import quantized
-from ckptkit.compute.arranged import contiguous, joined
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.compare import equal
 from ckptkit.compute.numbers import FLOATS, cast_record
-from ckptkit.compute.operation import in_step, stream
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, wrong
-from ckptkit.core.bytesource import Record
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
 from ckptkit.core.errors import ADAPTER, CkptkitError, Notice, UnsupportedError, UsageError
@@ -36,15 +35,16 @@ from ckptkit.edits.keys import substituted
 from ckptkit.edits.quantized_names import dequantize_hint
 from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import of_weights
-from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
+from ckptkit.lora.arithmetic import as_matrix
 from ckptkit.lora.changes import (
     ModuleChange,
     box,
     change_of,
+    change_of_bias,
     is_feedforward,
     made_of,
     matrix,
-    multiplied,
+    placed,
 )
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
 from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
@@ -322,9 +322,10 @@ class MergePlan:
         is_flat = self.adapter.layout == "kohya" and self.paths[module.path] == module.path
         change: ModuleChange | None = None
         shape: Shape = (1, 1)
+        of_weight = module.kind in ("ia3", "vera")  # the change depends on the shape of the weight
         if module.kind == "bias":
             shape = module.tensors["diff_b"].shape
-        elif module.kind not in ("ia3", "tokens", "vera"):
+        elif module.kind != "tokens" and not of_weight:
             change = change_of(module, config, self.weight)
             shape = change.rows, change.columns
         found = self.names.find(component, path, shape, underscores=is_flat)
@@ -336,17 +337,10 @@ class MergePlan:
                 self._bias(key, module, name, role)
         if module.kind == "tokens":
             self.rows.setdefault(name, []).append(self._tokens(module))
-        elif module.kind == "ia3":
-            change = multiplied(module, self.new[name].shape, config)
-            if not is_feedforward(module, config):
-                self._bias(key, module, name, "ia3")
-        elif module.kind == "vera":
-            sizes, has = as_matrix(self.new[name].shape), module.tensors
-            pair = {
-                "vera_A": box(has["vera_A"], 0, sizes[1], 1),
-                "vera_B": box(has["vera_B"], 0, sizes[0]),
-            }
-            change = change_of(module, config, self.weight, **pair)
+        elif of_weight:
+            change = change_of(module, config, self.weight, self.new[name].shape)
+        if module.kind == "ia3" and not is_feedforward(module, config):
+            self._bias(key, module, name, "ia3")
         if change is None:
             return True
         if component is None:
@@ -454,21 +448,17 @@ class MergePlan:
         self.pieces.setdefault(name, []).append(piece)
 
     def _bias(self, key: str, module: Module, name: str, role: str) -> None:
-        """Record the update of a bias. IA3 multiplies the bias. Other methods add to the bias."""
+        """Record the update of the bias of the module whose weight is `name`."""
         bias = name.removesuffix("weight") + "bias"
         if bias == name or bias not in self.new:
             if role != "ia3":
                 what = f"changes the bias of {shown(module.path)}, which has no bias in the base"
                 raise UnsupportedError(what)
             return
-        own = matrix(module.tensors[role], (module.tensors[role].numel(), 1))
-        if own.shape[0] != self.new[bias].numel:
-            raise _misfit(module, (own.shape[0],), self.new[bias].shape)
-        scale = self.weight * ((module.scale or 0.0) if role == "B_bias" else 1.0)
-        formula = Formula((Factor((0,)),), scale=scale)
-        formula = Formula(norm="none") if role == "ia3" else formula
-        change = ModuleChange(formula, (own,), own.shape[0], 1, name=module.path)
-        self._add(bias, _Piece(key, change, 0, own.shape[0], 0))
+        change = change_of_bias(module, role, self.weight)
+        if change.rows != self.new[bias].numel:
+            raise _misfit(module, (change.rows,), self.new[bias].shape)
+        self._add(bias, _Piece(key, change, 0, change.rows, 0))
 
     def _tokens(self, module: Module) -> tuple[Tensor, list[int]]:
         """Return the trained token embeddings, and the indices of the rows to replace."""
@@ -692,21 +682,7 @@ def same_bytes(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors have equal dtypes, shapes and bytes."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    streams = [stream(contiguous(each).locate()) for each in (one, two)]
-    return all(a == b for a, b in in_step(streams, (1, 1), 1 << 20))
-
-
-def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
-    """Return the bytes of a matrix after replacing some rows.
-
-    Each item of `parts` is (first row, new rows). The items are sorted.
-    """
-    rest, last = list[tuple[int, Tensor]](), 0
-    for at, count in [*((at, part.shape[0]) for at, part in parts), (tensor.shape[0], 0)]:
-        if at > last:
-            rest.append((last, box(tensor, last, at)))
-        last = at + count
-    return joined(tensor.dtype, tensor.shape, [((at, 0), each) for at, each in [*rest, *parts]])
+    return equal(contiguous(one).locate(), contiguous(two).locate())
 
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
@@ -714,39 +690,30 @@ def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) ->
 
     If several updates change the same row, they are added in the order of `pieces`.
     """
-    made, waiting, columns = tensor, list(pieces), pieces[0].change.columns
+    columns = pieces[0].change.columns
     sizes = prod(tensor.shape) // max(columns, 1), columns
-    old = None
-    if origin is not None and origin.shape == tensor.shape:
-        old = matrix(origin, sizes)
+    old = matrix(origin, sizes) if origin is not None and origin.shape == tensor.shape else None
+    made, waiting = matrix(tensor, sizes), list(pieces)
     while waiting:
-        whole, last, later, parts = matrix(made, sizes), 0, [], list[tuple[int, Tensor]]()
+        last, later, parts = 0, list[_Piece](), list[tuple[int, int, Tensor]]()
         for piece in sorted(waiting, key=lambda each: each.at):
             if piece.at < last:
                 later.append(piece)
                 continue
-            change, rows, last = (
-                piece.change,
-                piece.stop - piece.start,
-                piece.at + piece.stop - piece.start,
-            )
-            has_norm = old is not None and "norm" in change.formula.norm
-            record = adapted(
-                contiguous(box(whole, piece.at, last)), made.dtype.name, rows, columns,
-                change.formula, change.operands, first=piece.start, name=change.name,
-                origin=contiguous(box(old, piece.at, last)) if old and has_norm else None,
-            )  # fmt: skip
-            parts.append((piece.at, made_of(record, made.dtype, (rows, columns))))
-        is_one = len(parts) == 1 and parts[0][1].shape == whole.shape
-        record = contiguous(parts[0][1]) if is_one else _spliced(whole, parts)
-        waiting, made = later, made_of(record, tensor.dtype, tensor.shape)
-    return _like(tensor, contiguous(made))
+            change, last = piece.change, piece.at + piece.stop - piece.start
+            is_from_old = old is not None and "norm" in change.formula.norm
+            own, before = (each and box(each, piece.at, last) for each in (made, old))
+            assert own is not None
+            new = change.added(own, piece.start, before if is_from_old else None)
+            parts.append((piece.at, 0, new))
+        waiting, made = later, placed(made, parts)
+    return _like(tensor, made)
 
 
-def _like(tensor: Tensor, record: Record) -> Tensor:
-    """Return a contiguous tensor with the bytes of `record` and the attributes of `tensor`."""
-    made = made_of(record, tensor.dtype, tensor.shape)
-    storage = Storage(record, tensor.device)
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a contiguous tensor with the elements of `values` and the attributes of `tensor`."""
+    made = made_of(contiguous(values), tensor.dtype, tensor.shape)
+    storage = Storage(contiguous(values), tensor.device)
     return replace(made, storage=storage, requires_grad=tensor.requires_grad, kind=tensor.kind)
 
 
@@ -758,7 +725,7 @@ def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor
         raise UnsupportedError(f"trained tokens of shape {shape_text(source.shape)} {there}")
     own = _cast(source, tensor.dtype)
     parts = {number: box(own, place, place + 1) for place, number in enumerate(numbers)}
-    return _like(tensor, _spliced(tensor, sorted(parts.items())))
+    return _like(tensor, placed(tensor, ((number, 0, part) for number, part in parts.items())))
 
 
 def _tokenizer_files(adapter: Adapter) -> list[str]:
