@@ -353,7 +353,7 @@ class ScanError(TypedDict):
 
 @final
 class StatsStatsHistogram(TypedDict):
-    """Bins of equal width."""
+    """Histogram with bins of equal width."""
 
     start: float
     width: float
@@ -417,7 +417,7 @@ class VerifyFile(TypedDict):
 
 @final
 class VerifyFinding(TypedDict):
-    """A damage and the tensors that it affects."""
+    """A case of damage, and the damaged tensors."""
 
     part: str | None
     what: str
