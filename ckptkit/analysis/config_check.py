@@ -130,7 +130,7 @@ def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
     ):
         allowed = (count * size, 2 * count * size)  # an output gate doubles the rows
         rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
-        wrong = [f"{n} rows of {size} in {name}" for n, name in rows if n not in allowed]
+        wrong = [f"{n} rows (head size {size}) in {name}" for n, name in rows if n not in allowed]
         if rows:
             yield Compared("heads", field, count, wrong[0] if wrong else None)
 
@@ -235,7 +235,7 @@ def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
         counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
         if type(heads) is int and type(size) is int and counts:
             is_same = counts[0] == heads * size
-            found = None if is_same else f"{counts[0]} rows of {size} in the queries"
+            found = None if is_same else f"{counts[0]} rows (head size {size}) in the queries"
             yield Compared("heads", "num_attention_heads", heads, found)
     elif rows:
         yield from _channels(config.get("block_out_channels"), tensors)

@@ -36,7 +36,7 @@ MAX_PREFIX_PARTS = 4  # maximum number of path components in a prefix
 
 
 class Mismatch(NamedTuple):
-    """A key that both sides have, with different dtypes or shapes.
+    """A key that both sides have, and whose dtype or shape differs.
 
     `tolerance` and `difference` are set if only the dtypes differ and values were compared.
     `tolerance` is the relative tolerance. If all values are within the tolerance, `difference` is
@@ -51,7 +51,7 @@ class Mismatch(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A key with equal dtypes and shapes, and different values on the two sides."""
+    """A key whose dtype and shape are equal on both sides, and whose values differ."""
 
     name: str
     difference: Difference
@@ -603,10 +603,9 @@ def has_weights(*sides: Checkpoint) -> bool:
 
 
 def entire(checkpoint: Checkpoint) -> Checkpoint:
-    """If a checkpoint contains no weights and has the key ``""``, return the checkpoint without a
-    key.
+    """If the option ``key`` of a checkpoint is ``""`` and the file has no weights, remove the key.
 
-    The key ``""`` selects the complete file. A saved optimizer contains no weights, for example.
+    The key ``""`` selects the complete file. For example, the file of an optimizer has no weights.
     """
     if checkpoint.key == "" and locate(checkpoint.root) is None:
         return checkpoint.with_key(None)

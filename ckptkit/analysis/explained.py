@@ -53,7 +53,10 @@ REORDERED = 8  # maximum number of tensors to search for permuted rows
 
 
 class Origin(NamedTuple):
-    """The origin of a tensor: the GGUF types and names of its source tensors, and an expression."""
+    """The GGUF types and names of the source tensors of a tensor.
+
+    ``computed`` is the expression that computes the tensor from the source tensors.
+    """
 
     types: tuple[str, ...]
     computed: str = ""  # expression in `INVERSES`, or ""

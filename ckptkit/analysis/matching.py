@@ -138,7 +138,8 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 def _alike(one: str, other: str) -> float:
     """Return the similarity of two path components, such as ``q`` and ``query``.
 
-    The similarity is the mean of the edit similarity and of the best common prefix of two words.
+    The similarity is the mean of two numbers. The first number is the edit similarity. The second
+    number is the largest fraction that the common prefix is of the shorter of two words.
     """
     if one == other:
         return 1.0
@@ -303,8 +304,8 @@ class _Matcher:
         """Collect the rename rules for all common suffixes, the longest suffixes first. The votes
         of a rule are the number of renamed keys, weighted by the length of the suffix."""
         self._votes: dict[RenameRule, int] = defaultdict(int)
-        # Lists of rules. Keys: (False, replaced path components) and (True, inserted path
-        # components).
+        # Each value is a list of rules. The key is (False, path components that the rules replace)
+        # or (True, path components that the rules insert).
         self._claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
 
         def by_suffix(side: Mapping[Parts, KeyPattern]) -> dict[Parts, list[KeyPattern]]:

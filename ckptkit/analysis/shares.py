@@ -126,7 +126,7 @@ def _below(branch: Branch, label: str) -> Branch:
 
 
 def joined(branch: Branch) -> Branch:
-    """Return the first branch below `branch` that is a tensor or has several children."""
+    """Return `branch`, or the first branch below it, that is a tensor or has several children."""
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch

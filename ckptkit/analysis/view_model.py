@@ -141,8 +141,10 @@ def brief(summary: Summary) -> tuple[str, ...]:
 
 
 def larger(a: Summary, b: Summary) -> str:
-    """Return a sentence with the larger of two files, the difference in size, and the entries that
-    cause the difference."""
+    """Return a sentence that names the larger of two files and the difference in size.
+
+    The sentence lists the entries that cause the difference.
+    """
     if a.size == b.size:
         names = f"{escape(a.path)} and {escape(b.path)}"
         return f"{names} have the same size: {size(a.size)}"
@@ -251,8 +253,8 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
 def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
     """Fold rows whose labels differ only in an index, such as the losses of all epochs.
 
-    If all values are equal, the folded row contains the value once. Up to LISTED lists are not
-    folded.
+    If all values are equal, the folded row contains the value once. If at most LISTED rows differ
+    only in an index and their values are lists, the rows are not folded.
     """
     found = list(rows)
     gone: set[int] = set()  # indices of rows that are folded into another row

@@ -310,8 +310,8 @@ def pieces(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of an extent. For a local file, reuse one buffer that fits the CPU cache.
 
-    `place` is the offset of the extent in the output. The end of each piece, except the last, is
-    divisible by the buffer size.
+    `place` is the offset of the extent in the output. In the output, each piece except the last
+    ends at an offset that is divisible by the buffer size.
     """
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent)

@@ -270,8 +270,8 @@ class DamageError(CorruptError):
 def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     """Return the zip members to check.
 
-    If `kept` is false, these members get new checksums in the output. If `kept` is true, these
-    members are copied together with their old checksums.
+    If `kept` is false, return the members that get new checksums in the output. If `kept` is true,
+    return the members that are copied together with their old checksums.
     """
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
@@ -300,9 +300,10 @@ def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
 def _ranges_read(
     extent: Extent | None, share: float
 ) -> Iterator[tuple[ByteSource, int, int, float]]:
-    """Yield (source, offset, length, fraction of needed bytes) for each range that an extent reads.
+    """Yield (source, offset, length, fraction) for each range that an extent reads.
 
-    Ranges of compressed data are not included, because Inflate verifies the checksum.
+    The extent needs this fraction of the bytes in the range. Ranges of compressed data are not
+    included, because Inflate verifies the checksum.
     """
     if isinstance(extent, Range):
         yield (*extent, share)

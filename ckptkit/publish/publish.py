@@ -160,7 +160,10 @@ def publish(
 
 
 class _Temporary:
-    """The temporary output beside the destination. `places` contains the paths of its files."""
+    """The temporary output beside the destination.
+
+    `places` contains the paths of the files in the temporary output.
+    """
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.path = temporary_name(path)
@@ -377,8 +380,9 @@ def _locked(path: str) -> Iterator[None]:
 # Temporary files
 
 
-NAME_MAX = 255  # Maximum number of bytes of a file name.
-SETTLED = 3600  # Number of seconds after the last write of a stale temporary file.
+NAME_MAX = 255  # maximum number of bytes of a file name
+# A temporary file is stale if nobody has written to it for this number of seconds.
+SETTLED = 3600
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
 

@@ -129,7 +129,8 @@ class QuantizedWeight:
         """Set a layout with blocks along the rows. Refuse the weight if the scales do not match.
 
         The default packing stores codes in the order of the elements, with two 4-bit codes in a
-        byte. With this packing, ``shape`` must be the shape of the stored codes before the call.
+        byte. For the default packing, set ``shape`` to the shape of the stored codes before the
+        call.
         """
         if packing is None:
             packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)

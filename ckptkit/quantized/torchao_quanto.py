@@ -68,7 +68,10 @@ def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (mark, *(f"{prefix}{each}" for each in inner if each != "qdata"))
     group = QuantizedWeight("torchao", "torchao", name, view.tensors[mark].shape, parts)
     if len(inner) != len(names):
-        return group.refused("some of its tensors are missing", "they may be in another shard")
+        return group.refused(
+            "some of its tensors are missing",
+            "the tensors may be in another shard: give the folder or the index",
+        )
     return described(group, str(recorded.get("_type")), data, inner)
 
 

@@ -96,7 +96,10 @@ def escaped(name: str) -> str:
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """Return the sorted children of a branch. If a child has only one child, skip the child."""
+    """Return the branches below `branch`, sorted.
+
+    For each child, return the first branch on its path that is a tensor or has several children.
+    """
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
         found.sort(key=lambda each: -getattr(each, measure))
