@@ -130,7 +130,7 @@ class Merge(Operation):
             bits += made
             bits &= 0xFFFF0000
             return
-        for row in values.reshape(-1, values.shape[-1]):
+        for row in values if values.ndim == 2 else (values,):
             row[:] = decode(encode(row, dtype), dtype)
 
     def _number(self, value: float) -> Any:

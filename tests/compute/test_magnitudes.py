@@ -34,13 +34,16 @@ def values_of(kind, dtype, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "subnormal", "sorted", "equal", "odd"])
 def test_the_limit_is_that_of_a_sort(dtype, kind):
+    def in_place(part):
+        part[:] = rounded(part, dtype)
+
     values = values_of(kind, dtype, np.random.default_rng(5))
     sizes = np.sort(np.abs(rounded(values, dtype)))[::-1]  # NaN is the largest
     for goal in (1, 100, len(values) // 2, len(values)):
         for sampled in (0, 4096):
-            search = merging._MagnitudeSearch(goal, dtype, lambda part: rounded(part, dtype))
+            search = merging._MagnitudeSearch(goal, dtype, in_place)
             if sampled:
-                search.sample(values[:sampled])
+                search.sample(rounded(values[:sampled], dtype))
                 search.guess(len(values))
             passes = 0
             while not search.is_done:
