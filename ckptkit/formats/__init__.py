@@ -79,7 +79,7 @@ def match(probe: Probe) -> Format | None:
 def identify(probe: Probe) -> Format:
     """Return the format of a file or folder, recognized by its content.
 
-    If no format recognizes the file, raises an InputError that describes its content.
+    If no format recognizes the file, raises an InputError that describes the content of the file.
     """
     found = match(probe)
     if found is not None:
@@ -99,7 +99,7 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         checkpoint = identify(probe).read(probe)
         source = checkpoint.source
         if probe.is_folder and isinstance(source, ByteSource) and checkpoint.folder is None:
-            inside = source.folder_and_name()  # `source` is the one file that was read
+            inside = source.folder_and_name()  # the only file that was read
             folder = None if inside is None else inside[0]
             checkpoint = replace(checkpoint, folder=folder)
         checkpoint = _with_part(checkpoint)
@@ -121,7 +121,7 @@ _PIECES = ("DTensor", "ShardedTensor")
 
 
 def _with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint. If its file is a shard of one rank, set `Checkpoint.part`."""
+    """Set `Checkpoint.part` if the file contains only one rank's shard. Return the checkpoint."""
     root, source = checkpoint.root, checkpoint.source
     if not isinstance(source, ByteSource) or not (
         _PART_NAMES.search(os.path.basename(source.name))
@@ -192,7 +192,7 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
     try:
         for format in FORMATS:
             if not format.readable and format.matches(probe):
-                format.read(probe)  # raises an error with the reason
+                format.read(probe)  # raises an error that says why ckptkit cannot read the format
             if (
                 format.recover is not None
                 and (found := format.recover(probe, unverified)) is not None
@@ -281,7 +281,7 @@ def of_suffix(path: str | os.PathLike[str]) -> Format | None:
 
 
 def suffixed(path: str | os.PathLike[str]) -> Format | None:
-    """Return the first format to which the suffix of a path belongs, even without a writer."""
+    """Return the first format with the suffix of a path, even if ckptkit cannot write it."""
     lower = os.fspath(path).lower()
     return next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
 

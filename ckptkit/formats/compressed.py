@@ -84,7 +84,7 @@ def _inside(probe: Probe) -> ByteSource:
         return _member(inner)
     if matches(within):
         raise UnsupportedError(
-            "is compressed twice", hint="decompress it once: gunzip -c, unzstd -c"
+            "is compressed twice", hint="decompress the outer stream first, with gunzip or unzstd"
         )
     return inner
 
@@ -158,7 +158,8 @@ class _Zstd:
             import zstandard
         except ImportError as error:
             raise MissingPackageError(
-                "is compressed with zstd, which needs zstandard", hint="pip install zstandard"
+                "is compressed with zstd: ckptkit needs the package zstandard",
+                hint="pip install zstandard",
             ) from error
         self._inner = zstandard.ZstdDecompressor().decompressobj()
         self._failure = zstandard.ZstdError

@@ -620,14 +620,17 @@ def _size(shape: Shape) -> Object:
 
 
 def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
-    """Return a pickled object of class `name`. Loading it sets `state` and calls no __init__."""
+    """Return a pickled object of class `name` with the state `state`.
+
+    Unpickling does not call __init__.
+    """
     made = Object(Global(module, name), new=True)
     if state is not None:
         made.steps.append(("build", state))
     return made
 
 
-# Refusing a single data file as the input: only the metadata of its folder locates the items
+# ckptkit refuses a single data file, because only the metadata of the folder locates the items.
 
 
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
@@ -638,14 +641,17 @@ def matches_shard(probe: Probe) -> bool:
 
 
 def read_shard(probe: Probe) -> Checkpoint:
-    """Raise UnsupportedError. Its hint is the command that converts the whole folder."""
+    """Raise UnsupportedError, with the command that converts the whole folder as the hint."""
     part = part_of(probe)
     missing = "" if part.folder else "; its folder has no .metadata with the offsets of tensors"
     raise part.refusal(f"its tensors cannot be read alone{missing}")
 
 
 def part_of(probe: Probe) -> PartOf:
-    """Describe the file as a shard of its folder. `folder` is None if it contains no metadata."""
+    """Describe the file as a shard of its folder.
+
+    If the folder has no metadata, set the field `folder` to None.
+    """
     found = _RANK.fullmatch(os.path.basename(probe.name))
     which = f"a data file of rank {int(found[1]):,}" if found else "a data file"
     folder = folder_beside(probe.name) if _has_metadata(probe) else None

@@ -188,7 +188,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
 
 
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
-    """Return the attributes of an object. Raise FormatError unless its class is called `name`.
+    """Return the attributes of an object. Raise FormatError if the object's class is not `name`.
 
     If `name` is None, accept any class.
     """
@@ -450,7 +450,7 @@ def _number_state(optimizer: dict[Node, Node]) -> None:
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Raise FormatError unless a list has an integer as its key, and a dict has a string."""
+    """Raise FormatError unless `key` is an integer for a list, and a string for a dict."""
     if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
         raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 

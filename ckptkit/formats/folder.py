@@ -89,7 +89,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
         )
         error.files = tuple(first)
         raise error
-    return probe.folder.open(chosen.files[0])  # for a split GGUF model: its first file
+    return probe.folder.open(chosen.files[0])  # the first file, if a GGUF model is split
 
 
 # A training folder with a tracker file, which contains the iteration of the latest save

@@ -243,8 +243,8 @@ def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterat
     """Raise InputChangedError if the files of `place` changed while the `with` body read them.
 
     Another process can write a file while ckptkit reads it. The body may then have read a mix of
-    old and new bytes. If `remote` is true, also check files at URLs, except files whose every read
-    checks that the file is unchanged. For a checkpoint in memory, `place` is None.
+    old and new bytes. If `remote` is true, also check files at URLs. Skip a file if every read of
+    the file already detects changes. For a checkpoint in memory, `place` is None.
     """
     if place is None:
         yield

@@ -259,7 +259,9 @@ class GgufCursor:
         """Return the next count. Each counted item takes at least `least` bytes."""
         count: int = self.number(self.wide)
         if count * least > self.left:
-            raise CorruptError(f"a count of {count:,} {what} in {self.left:,} bytes")
+            raise CorruptError(
+                f"the header lists {count:,} {what}, but only {self.left:,} bytes remain"
+            )
         return count
 
     def text(self, errors: str = "backslashreplace") -> str:
@@ -289,16 +291,18 @@ class GgufCursor:
         if is_array:
             number = self.number("I")
             if number == _ARRAY:
-                raise UnsupportedError(f"{what}: an array of arrays (nested)")
+                raise UnsupportedError(f"{what} is an array of arrays")
         if number not in _VALUES:
-            raise FormatError(f"{what}: {number} is not the number of a type of values")
+            raise FormatError(f"{what} has the type {number}, which GGUF does not define")
         kind, code = _VALUES[number]
         if not is_array:
             return self.number(code) if code else self.text()
         size = self._structs[code or self.wide].size
         count: int = self.number(self.wide)
         if count * size > self.left:
-            raise CorruptError(f"{what}: an array of {count:,} elements in {self.left:,} bytes")
+            raise CorruptError(
+                f"{what} has {count:,} elements, but only {self.left:,} bytes remain"
+            )
         start = self.at
         first = tuple(self.value(number, what) for _ in range(min(count, _FIRST)))
         self._skip(number, count - len(first))
@@ -344,8 +348,8 @@ def _tensors(
         row = info.shape[-1] if info.shape else 1
         if dtype is not None and row % dtype.block:
             raise FormatError(
-                f"tensor {shown(info.name)}: rows of {row:,} elements are not divisible by the "
-                f"blocks of {dtype}, of {dtype.block}", where=name,
+                f"tensor {shown(info.name)}: rows of {row:,} elements are not divisible by "
+                f"{dtype.block}, the block size of {dtype}", where=name,
             )  # fmt: skip
     sizes = {
         info: None if dtype is None else dtype.nbytes(prod(info.shape))
@@ -354,7 +358,7 @@ def _tensors(
     start, alignment = _data_start(header, aligned, sizes, warnings)
     held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
     limits = [*(info.offset for info in held[1:]), source.size - start]
-    for info, limit in zip(held, limits, strict=False):  # `limit` is where the next tensor begins
+    for info, limit in zip(held, limits, strict=False):  # `limit`: offset of the next tensor
         if sizes[info] is None:
             sizes[info] = max(0, limit - info.offset)
     for info, size in sizes.items():

@@ -119,7 +119,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
-    """Read the array in the bytes `extent`. The elements of a tensor are read later.
+    """Read the array in the byte range `extent`. The elements of a tensor are read later.
 
     `crc` is the CRC-32 of `extent`, or None. Raises TruncatedError, CorruptError, FormatError,
     AmbiguousError, UnsupportedError, LimitError, TensorError.
@@ -147,7 +147,9 @@ def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
         raise FormatError("does not begin with the signature of a numpy array")
     width = _LENGTH_BYTES.get(head[6:8])
     if width is None and len(head) >= 8:
-        raise UnsupportedError(f"version {head[6]}.{head[7]} of numpy's array files, not 1 to 3")
+        raise UnsupportedError(
+            f"has version {head[6]}.{head[7]} of the npy format; ckptkit reads 1 to 3"
+        )
     length = int.from_bytes(head[8 : 8 + (width or 0)], "little")
     start = 8 + (width or 0) + length
     check("npy_header_bytes", length, "bytes of an array's header")
@@ -248,7 +250,7 @@ def _text(header: NpyHeader, extent: Extent) -> str | bytes:
     check("string_bytes", nbytes, "bytes of a string")
     if extent.length - header.start != nbytes:
         raise CorruptError(
-            f"a string of {nbytes:,} bytes is {extent.length - header.start:,} bytes long"
+            f"a string has {extent.length - header.start:,} bytes, but its header lists {nbytes:,}"
         )
     data = b"".join(stream(extent, header.start, extent.length))
     if kind == "S":

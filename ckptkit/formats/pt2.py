@@ -134,7 +134,7 @@ class _ExportedArchive(Archive):
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
     def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
-        """Return the tensors that a configuration lists, or None if no member has its name."""
+        """Return the tensors that the member `config` lists, or None if this member is missing."""
         name = self.folder + folder + config
         if name not in self.directory:
             return None

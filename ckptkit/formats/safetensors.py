@@ -116,7 +116,7 @@ def read_text(source: ByteSource) -> bytes:
 
 
 def read_header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse the header. Return its entries, which are not checked, and its metadata."""
+    """Parse the header. Return the unchecked entries and the metadata."""
     return _apart(strict_json.parse(text, "the header"))
 
 
@@ -181,7 +181,7 @@ class _SafetensorsHeader:
 
 
 def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parse the header. Return its tensors and its metadata."""
+    """Parse the header. Return the tensors and the metadata."""
     try:
         header = _read_columns(text)
     except (CkptkitError, LookupError, TypeError):
@@ -380,7 +380,7 @@ class HeaderEntries(NamedTuple):
 
 def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """Return the tensors and metadata to write for a checkpoint. Raises the errors of `layout`."""
-    # A checkpoint that was read from a file with its complete tree is written with it again.
+    # If the input file contained the complete tree, write the complete tree again.
     if options.all or checkpoint.origin is WHOLE:
         return _whole(checkpoint, options)
     if options.objects == "error":
@@ -457,14 +457,16 @@ def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
     """
     obstacles = {*reasons.values()}
     if obstacles == {"complex128"}:
-        return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
+        return (
+            f"{typed('--cast complex64', 'cast to complex64')} stores them with half the precision"
+        )
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
         return f"{typed('--dequantize', 'dequantize')} converts them to float32"
     if "subclass" in obstacles:
         from ckptkit import quantized
 
-        kept = f"a .pth keeps them, and {typed('--all', 'all=True')} does"
-        floats = f"{typed('--dequantize', 'dequantize')} converts quantized ones to floats; "
+        kept = f"a .pth file or {typed('--all', 'all=True')} keeps them"
+        floats = f"{typed('--dequantize', 'dequantize')} converts quantized tensors to floats; "
         return floats + kept if quantized.find(checkpoint) else kept
     return f"{typed('--drop', 'select(drop=...)')} drops them"
 

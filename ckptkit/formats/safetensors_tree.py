@@ -104,7 +104,7 @@ class Skeleton(NamedTuple):
 
 
 class SkeletonEntry(NamedTuple):
-    """The header entry for the bytes of a storage. Its dtype is that of a tensor, or uint8."""
+    """The header entry for the bytes of a storage. The dtype is the dtype of a tensor, or uint8."""
 
     name: str
     dtype: DType
@@ -113,7 +113,7 @@ class SkeletonEntry(NamedTuple):
 
 
 class TreeEncoder:
-    """An encoder of a tree as statements.
+    """Encodes a tree as statements.
 
     `entry` returns the header entry of a storage or byte string.
     """
@@ -180,7 +180,7 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            # A node that contains itself has already been created for one of its items.
+            # If the node contains itself, an inner call has already emitted its statement.
             if self._numbers.get(_key(node)) is None:
                 kind = "tuple"
                 if isinstance(node, SetNode):
@@ -546,7 +546,7 @@ def record_of(whole: StoredTree) -> dict[str, Any]:
 
 
 def restore(record: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Read:
-    """Restore the tree of a record. Raises FormatError if it does not use every header entry."""
+    """Restore the tree of a record. Raises FormatError if the tree omits a header entry."""
     statements = record["tree"]
     if not isinstance(statements, list):
         raise FormatError("its tree is not a list")

@@ -299,9 +299,9 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Check that the shards exist. Check that all file names contain the same total.
+        """Check that the shards exist, and that all file names contain the same number of shards.
 
-        If the totals differ, the folder may contain files of two downloads.
+        If these numbers differ, the folder may contain files of two downloads.
         """
         missing = sorted(name for name in names if name not in self.folder)
         if missing:

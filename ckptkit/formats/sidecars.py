@@ -82,7 +82,10 @@ _WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # dtypes in which mode
 
 
 def of_weights(checkpoint: Checkpoint) -> str | None:
-    """Return the float dtype with the most bytes in the weights, or None without such a dtype."""
+    """Return the float dtype with the most bytes in the weights.
+
+    Return None if no weight has a float dtype.
+    """
     counts: Counter[str] = Counter()
     try:
         for tensor in checkpoint.weights.values():

@@ -49,9 +49,9 @@ def never(probe: Probe) -> bool:
 
 
 def _format(name: str, title: str, code: str, **facts: Any) -> Format:
-    """Return a format. `code` names its module and functions (``npy: matches=matches_npz read``).
+    """Return a format. `code` names a module and its functions (``npy: matches=matches_npz read``).
 
-    Without ``FIELD=``, the name of a function is also the name of its field in `Format`.
+    Without ``FIELD=``, the field of `Format` has the same name as the function.
     """
     module, _, functions = code.partition(": ")
     for each in functions.split():
@@ -109,8 +109,8 @@ GGUF = _format(
     "gguf", "GGUF: models for llama.cpp and ComfyUI, also split",
     "gguf: matches read pickles=templates",
     suffixes=(".gguf",), noun="a GGUF model (llama.cpp)", rewrite_as="safetensors",
-    unwritten="`convert` fills a copy of an existing GGUF with --like model.gguf; "
-    "convert_hf_to_gguf.py of llama.cpp makes a new one",
+    unwritten="`convert` with --like model.gguf fills a copy of an existing GGUF file; "
+    "convert_hf_to_gguf.py of llama.cpp makes a new file",
     torch_error='"Weights only load failed", or "Invalid magic number"',
 )  # fmt: skip
 DCP = _format(

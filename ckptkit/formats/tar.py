@@ -208,7 +208,10 @@ def _number(field: bytes) -> int:
 
 
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
-    """Return the size of the data. A record may contain a size only if the header cannot."""
+    """Return the size of the data.
+
+    A record may contain only sizes that are too large for the header.
+    """
     if (text := records.get(b"size")) is None:
         return header.size
     size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0

@@ -1,6 +1,6 @@
 """Read streams of pickles: torch.save before 1.6, torch.save before 0.1.2, and plain pickles.
 
-torch.save before 1.6 writes one flat stream. Later versions write it if
+torch.save before 1.6 writes one flat stream. Later versions write such a stream if
 `_use_new_zipfile_serialization` is False. (torch/serialization.py, `_legacy_load`.)
 
     pickle 1   0x1950A86A20F9469CFC6C, the magic number
@@ -22,12 +22,12 @@ torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/s
     pickle     a pickle of the object. A persistent id is the key of a tensor or storage (a string
                or integer), or (class, source file, source code).
     tensors    a pickle of the number of tensors. For each tensor follow:
-               - a pickle: (key, key of its storage, class)
-               - int32 number of dimensions, 4 unused bytes
-               - int64 sizes, int64 strides, int64 offset in elements
+               * a pickle: (key, key of its storage, class)
+               * int32 number of dimensions, 4 unused bytes
+               * int64 sizes, int64 strides, int64 offset in elements
     storages   a pickle of the number of storages. For each storage follow:
-               - a pickle: (key, location, class)
-               - int64 number of elements, bytes of the elements
+               * a pickle: (key, location, class)
+               * int64 number of elements, bytes of the elements
                The last pickle lists views of storages:
                [(key of the view, key of the storage, offset in elements, elements), ...]
 
@@ -246,8 +246,8 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -> str | None:
     """Return why a storage is or may be lost, or None if nothing suggests damage.
 
-    `zeros` is the offset at which the zeros at the end of the file begin. If it is None, check only
-    the element count before the storage.
+    `zeros` is the offset at which the zeros at the end of the file begin. If `zeros` is None, check
+    only the element count before the storage.
     """
     record = storage.record
     if not isinstance(record, _LegacyRecord):
@@ -431,7 +431,9 @@ class _TarTable:
                 raise FormatError("a storage has no element type")
             (elements,) = stream.numbers("<q")
             if elements < 0:
-                raise CorruptError(f"storage {_decimal(key)} has {elements} elements")
+                raise CorruptError(
+                    f"storage {_decimal(key)} has a negative number of elements: {elements}"
+                )
             place = stream.bytes(elements * dtype.itemsize)
             self.storages[self._new(key)] = TypedStorage(Storage(place, location), dtype)
         views = stream.pickle().root
@@ -452,7 +454,8 @@ class _TarTable:
         root = self._storage(root_key)
         if not 0 <= offset <= offset + size <= root.elements:
             raise TensorError(
-                f"a view of {size} elements from {offset} exceeds its storage of {root.elements}"
+                f"a view of {size} elements at offset {offset} exceeds its storage of "
+                f"{root.elements} elements"
             )
         start = root.start + offset
         self.storages[self._new(key)] = TypedStorage(root.storage, root.dtype, start, start + size)
@@ -580,7 +583,7 @@ def read_pickle(probe: Probe) -> Checkpoint:
         follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
         if _is_pickle(source, pickled.stop):
             raise AmbiguousError(
-                f"contains several pickles: {follow} that pickle.load reads",
+                f"contains several pickles: {follow}",
                 hint="if you trust it, read each pickle with pickle.load and save it separately",
             )
         raise AmbiguousError(f"{follow}; other readers may read these bytes")

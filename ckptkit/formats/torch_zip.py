@@ -129,7 +129,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 class Archive:
-    """An opened archive. Reads its control records, its pickles and their storages."""
+    """An opened archive. Reads the pickles of the archive and the storages of each pickle."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
@@ -140,9 +140,10 @@ class Archive:
         self._keys: list[tuple[str, list[str]]] = []  # each folder, and the storage keys used in it
 
     def check(self) -> list[str]:
-        """Check the control records. Check that all records are in one top folder.
+        """Check the version, the byte order and the alignment in the archive.
 
-        Return warnings. Raises AmbiguousError, FormatError, UnsupportedError.
+        Also check that all records are in one top folder. Return warnings. Raises AmbiguousError,
+        FormatError, UnsupportedError.
         """
         for name in self.directory.entries:
             if not name.startswith(self.folder):

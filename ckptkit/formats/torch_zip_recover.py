@@ -62,11 +62,11 @@ _TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # maximum number of bytes to read for checksums, in multiples of the file size
 _SMALL = 1 << 20  # maximum size of a record to read at once
 # Evidence that a storage is intact or lost:
-# - LISTED: the bytes match a CRC-32 in the zip directory.
-# - SUMMED: the bytes match a CRC-32 in the local header or data descriptor.
-# - FRAMED: the file has no checksums, and the record is at the right place.
-# - UNPROVEN: the storage cannot be verified.
-# - DAMAGED: the storage is lost.
+# * LISTED: The bytes match a CRC-32 in the zip directory.
+# * SUMMED: The bytes match a CRC-32 in the local header or data descriptor.
+# * FRAMED: The file has no checksums, and the record is at the right place.
+# * UNPROVEN: The storage cannot be verified.
+# * DAMAGED: The storage is lost.
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
 Verdict = tuple[str, Extent | None, str]  # the evidence, the bytes, and the reason of a loss
@@ -284,7 +284,7 @@ class _DamagedArchive:
             self._search(self.sizes)
             self._refuse_program()
             if self.directories and self.directories[0].at != self.directory.at:
-                tree = self.open()  # another directory agrees with more members
+                tree = self.open()  # another directory fits more members
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
@@ -442,7 +442,7 @@ class _DamagedArchive:
         """Return whether the expected header or entry follows a stored member.
 
         `order` maps each storage to the next storage. If neither `order` nor the directory contains
-        the next member, it must not be a storage.
+        the next member, this member must not be a storage.
         """
         end = self._end(place, size)
         if end is None:
@@ -458,7 +458,7 @@ class _DamagedArchive:
         return at >= end and following is not None and following.name == name
 
     def _is_followed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool | None:
-        """Return whether the next header has the expected name. Return None without a header."""
+        """Return whether the next header has the expected name, or None if no header follows."""
         end = self._end(place, size)
         following = None if end is None else _claim(self.window, end, MAGIC)
         if following is None:
@@ -689,7 +689,7 @@ class _DamagedArchive:
                 why = "its checksum is missing, so it cannot be verified"
                 best = UNPROVEN, place.extent, why
                 continue
-            # Whether only a data descriptor, which contains no name, contains the CRC.
+            # True if the CRC is only in the data descriptor. A data descriptor contains no name.
             is_nameless = place.entry is None and place.header.crc is None
             if is_nameless and self._is_followed(place, size, order) is False:
                 best = DAMAGED, None, "its header is followed by the end of another record"
@@ -792,7 +792,10 @@ class _DamagedArchive:
         )
 
     def _is_big_endian(self) -> bool:
-        """Return whether the byteorder record is "big". If it is damaged, use its length."""
+        """Return whether the record byteorder is "big".
+
+        If the record is damaged, its size decides.
+        """
         name = f"{self.top}/byteorder"
         if (text := self._small(name)) is not None:
             return text == b"big"

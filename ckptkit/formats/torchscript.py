@@ -22,8 +22,8 @@ torch.jit.load. Each pickle numbers its storages separately.
 ckptkit reads a module like a pickled nn.Module, and moves the attributes of the module to
 ``_parameters``, ``_buffers`` and ``_modules``. Therefore the state_dict equals that of
 ``torch.jit.load``. The attribute CONSTANTS of the root module contains the constants. In a frozen
-module, the constants are the only weights. Packed weights (see below) are always weights, such as
-``CONSTANTS.c0.weight``.
+module, the constants are the only weights. Packed weights (see below), such as
+``CONSTANTS.c0.weight``, belong to the state_dict even if the module is not frozen.
 
 ckptkit parses only the class declarations in the code, and executes no code.
 ``<top>/code/__torch__/torch/nn/modules/conv.py`` contains the classes of the module
@@ -208,7 +208,9 @@ def _split(node: Object, declared: Declared | None, modules: Collection[int]) ->
     """
     state = node.state
     if [step for step, _ in node.steps] != ["build"]:
-        raise FormatError(f"TorchScript did not write the object of {node.global_}")
+        raise FormatError(
+            f"the pickled {node.global_} is not in the form that torch.jit.save writes"
+        )
     is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
     attributes: dict[Node, Node] = {"state": state} if is_own else state
     if not attributes.keys().isdisjoint(PARTS):
@@ -470,7 +472,7 @@ class _Model:
     def _at(self, table: list[Node], number: int) -> Node:
         if not 0 <= number < len(table):
             raise CorruptError(
-                f"model.json refers to entry {number:,} of a table of {len(table):,}"
+                f"model.json refers to entry {number:,} of a list of {len(table):,} entries"
             )
         return table[number]
 

@@ -166,7 +166,10 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """Return size, stored size and offset. Read values above 32 bits from the zip64 field."""
+    """Return size, stored size and offset.
+
+    Read values of more than 32 bits from the zip64 field.
+    """
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")

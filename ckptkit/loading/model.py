@@ -261,10 +261,10 @@ def load_into(
 
     Raises ModelError in these cases:
 
-    - With `strict`: a key is missing or unexpected, or a tensor has another shape.
-    - With `strict`: a value does not fit the dtype of the model. Nothing is copied.
-    - The model is on the meta device, and `assign` is false.
-    - The file has quantized weights, and the model has float weights.
+    * With `strict`: A key is missing or unexpected, or a tensor has another shape.
+    * With `strict`: A value does not fit the dtype of the model. Nothing is copied.
+    * The model is on the meta device, and `assign` is false.
+    * The file has quantized weights, and the model has float weights.
     """
     arguments.flags(strict=strict, assign=assign)
     arguments.module("model", model)

@@ -335,8 +335,8 @@ def load(
     """Return the weights of a file, folder or Checkpoint as torch tensors by name, like torch.load.
 
     Tensors on the CPU are memory-mapped, as with ``torch.load(mmap=True)`` and safetensors. The
-    first use of a tensor reads its bytes from the file. If you write to a tensor, only the memory
-    changes. Do not change the file while its tensors are in use. If you overwrite or truncate the
+    first use of a tensor reads its bytes from the file. If you write to a tensor, the file does not
+    change. Do not change the file while its tensors are in use. If you overwrite or truncate the
     file, for example by ``torch.save`` to the same path, the process ends with a bus error and the
     content of the file is lost. :func:`ckptkit.save` to the same path is safe.
 

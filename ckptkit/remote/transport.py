@@ -2,9 +2,9 @@
 
 For HTTP, this module uses the session of fsspec directly, because it needs the status and headers
 of each response. The first response contains the size and identity of the file. Its status shows
-whether the server supports byte ranges. A HEAD request would not show this, and servers reject HEAD
-for signed URLs. The headers of every later response show whether the file has changed. If a
-transfer breaks, this module downloads the remaining bytes.
+whether the server supports byte ranges. A HEAD request would not show whether the server supports
+ranges. Some servers also reject HEAD for signed URLs. The headers of every later response show
+whether the file has changed. If a transfer breaks, this module downloads the remaining bytes.
 
 If a network or server fails, this module raises an error with a hint. The libraries below fsspec
 raise errors of any class. The messages of these errors may contain a URL with secrets. If the URL
@@ -338,7 +338,7 @@ _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
 _SET_CREDENTIALS = (
-    "set the credentials like for the tools of the service, or set FSSPEC_S3_ANON=true for public "
+    "set the credentials as for the tools of the service, or set FSSPEC_S3_ANON=true for public "
     "S3 buckets"
 )
 

@@ -265,7 +265,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptkitError], str]] = {
     "version 0": (made(version=3)[:4] + bytes(20), UnsupportedError, "version 0"),
     "big-endian of version 2": (made(version=2, order=">"), UnsupportedError, "version 2, big"),
     "keys": (made(counts=(0, 2**60)), CorruptError, "metadata entries"),
-    "tensors": (made(counts=(2**62, 0)), CorruptError, "tensors in"),
+    "tensors": (made(counts=(2**62, 0)), CorruptError, "tensors, but only"),
     "key twice": (made([("a", 1), ("a", 1)]), AmbiguousError, "'a' occurs twice"),
     "name twice": (made(tensors=[PLAIN, PLAIN]), AmbiguousError, "'a.weight' occurs twice"),
     "key not UTF-8": (made([(b"\xff", 1)]), FormatError, "a key of the metadata is not UTF-8"),

@@ -400,7 +400,7 @@ def test_refused(
         assert not out.exists()
 
     norm, embed = "model.norm.weight", "model.embed_tokens.weight"
-    refused("convert_hf_to_gguf.py of llama.cpp makes a new one", state)
+    refused("convert_hf_to_gguf.py of llama.cpp makes a new file", state)
     refused("is not a GGUF file; --like needs a single", state, tmp_path / "hf")
     lacking = {name: each for name, each in state.items() if name != norm}
     refused("matches no key", lacking, source)

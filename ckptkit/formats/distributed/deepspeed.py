@@ -23,7 +23,7 @@ A model_states file contains these fields:
 * ``param_shapes`` is a list with one dict {name: torch.Size} for each group (None in stage 0).
 * ``frozen_param_shapes`` is a dict {name: torch.Size} or None.
 * ``frozen_param_fragments`` is a dict {name: tensor} or None.
-* ``shared_params`` maps a name to the name of the same parameter.
+* ``shared_params`` maps the second name of a shared parameter to the first name.
 * The other fields are counters and the arguments of save_checkpoint.
 
 An optim_states file contains ``optimizer_state_dict`` with these fields in stages 1 and 2:
@@ -48,8 +48,8 @@ If the checkpoint was converted from stage 3, this tensor is flat.
 
 To read stages 1 and 2, :func:`read` concatenates all ranks' tensors of one group. The concatenated
 tensor contains the parameters of the group in order. ``param_alignment_paddings`` gives the number
-of padding elements after each parameter. Fewer than 2 * ranks padding elements may follow at the
-end.
+of padding elements after each parameter. At the end, fewer than 2 * N padding elements may follow,
+where N is the number of ranks.
 
 To read stage 3, :func:`read` concatenates all tensors of one rank. The concatenated tensor contains
 ceil(elements / ranks) elements of each parameter in order. A parameter consists of its elements on
@@ -172,11 +172,11 @@ class Model:
                 taken.append(name)
         if taken:
             self.warnings.append(
-                f"not among the fp32 weights, copied unchanged from {MODULE}: {some(taken)}"
+                f"copied unchanged from {MODULE}, because fp32 weights are missing: {some(taken)}"
             )
         if missing:
             self.warnings.append(
-                f"dropped, because {MODULE} only has their names (perhaps aliases of a weight): "
+                f"dropped, because {MODULE} contains only the names (perhaps aliases of a weight): "
                 f"{some(missing)}"
             )
         order = dict.fromkeys([*module, *found])

@@ -8,9 +8,9 @@ The optimizer of FSDP1 contains shards of parameters, without names or shapes:
   are concatenated, then split into shards of ceil(elements / ranks). The last shards are padded.
 
 The model's rank files contain the names and shapes of the parameters, in the same order. No file
-records which parameters belong to which unit. The first unit contains the parameters of the root
-module. The next units are the wrapped modules. To find the units, ckptkit tries likely divisions of
-the parameters. If exactly one division matches the sizes, ckptkit reads the optimizer. Otherwise,
+records the unit of each parameter. The first unit contains the parameters of the root module. The
+next units are the wrapped modules. To find the units, ckptkit tries likely divisions of the
+parameters. If exactly one division matches the sizes, ckptkit reads the optimizer. Otherwise,
 ckptkit drops the optimizer.
 
 A checkpoint of fairscale or metaseq (OPT) consists of model parts. Each model part consists of
@@ -21,7 +21,7 @@ Each file contains ``model`` and ``shard_metadata``, a dict with ``param_metadat
 
 * ``fsdp_path`` is the path of the module.
 * ``params`` maps the name of a flat parameter to {"names", "shapes", "numels", "padding"}.
-* ``shared_param_info`` lists pairs of names that share a parameter. The names are relative to the
+* ``shared_param_info`` lists pairs of names that share a parameter. These names are relative to the
   module.
 * ``no_broadcast_optim_state`` is True if the first shard contains the complete parameter.
 
@@ -194,8 +194,8 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
     if len(found) != 1:
         why = "no division" if not found else "more than one division"
         raise UnknownError(
-            f"{why} of {len(shapes):,} parameters into the {count:,} flat parameters of its state "
-            "matches their sizes"
+            f"{why} of the model's {len(shapes):,} parameters matches the sizes of the {count:,} "
+            "flat parameters in its state"
         )
     return found[0]
 

@@ -77,10 +77,10 @@ class Copies:
         elif self.policy == FIRST:
             self.passed.append(copy.name)
         else:
-            how = "its checksums differ"
+            how = "the checksums differ"
             if copy.first.nbytes <= READ:
                 found = compare(copy.first, copy.other)
-                how += ", though its bytes do not: one of the files is damaged"
+                how += ", although the bytes are equal: one of the files is damaged"
                 if found is not None:
                     how = f"{found.count:,} of {copy.first.numel:,} elements differ"
             raise CorruptError(
@@ -91,7 +91,7 @@ class Copies:
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning if replicas differ, and a warning if replicas were not compared."""
+        """Yield warnings about replicas that differ, were not compared, or do not exist."""
         if self.policy == CHECK and not (self.equal or self.passed):
             yield (
                 "no two ranks have the same tensor: ckptkit cannot verify that the files are of "
@@ -102,11 +102,11 @@ class Copies:
             check = typed("--check-copies", "copies='check'")
             yield (
                 f"{len(self.left):,} replicas ({size(nbytes)}) were not compared, and ckptkit used "
-                f"the first of each: {check} compares them"
+                f"the first replica of each tensor: {check} compares the replicas"
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))
-            yield f"replicas differ, and ckptkit used the first of each: {some(names)}"
+            yield f"replicas differ, and ckptkit used the first replica: {some(names)}"
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
@@ -303,7 +303,7 @@ class Merger:
         held: list[Held] = []
         for ranked, piece in zip(self.ranks, pieces, strict=True):
             if piece is None:
-                raise self._differ(path, ranked, "one rank's piece of a tensor", "not one")
+                raise self._differ(path, ranked, "one rank's shard of a tensor", "not a shard")
             if (piece.dtype, piece.shape) != (first.dtype, first.shape):
                 whole, other = (f"{each.dtype} {each.shape}" for each in (first, piece))
                 raise self._differ(path, ranked, whole, other)

@@ -232,5 +232,5 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
     if text:
         return Plan((*files, OutputFile(PARAMS, (text.encode(),))), (), len(tensors))
-    note = f"there is no {PARAMS} to write, which Meta's code needs"
+    note = f"no {PARAMS} was written, because the input has none: Meta's code needs this file"
     return Plan(tuple(files), (note,), len(tensors))

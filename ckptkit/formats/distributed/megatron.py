@@ -233,7 +233,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
         )
     left = [key for key in _OF_PROCESS if key in first]
     left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
-    warnings = [f"dropped {', '.join(left)}: each rank has its own"] if left else []
+    warnings = [f"dropped the state of single ranks: {', '.join(left)}"] if left else []
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     names_of = "legacy names" if legacy else "mcore names"
     return Checkpoint(

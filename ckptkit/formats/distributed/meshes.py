@@ -133,8 +133,8 @@ class MeshPiece(_OfRank):
         derived = tuple(sum(b - a for a, b in each) for each in runs)
         if derived != self.tensor.shape:
             raise CorruptError(
-                f"rank {held:,} has {self.tensor.shape} of {self.shape}, but its placements give "
-                f"{derived}"
+                f"rank {held:,} has a shard of shape {self.tensor.shape} of a tensor of shape "
+                f"{self.shape}, but its placements give {derived}"
             )
         if not self.tensor.numel:
             return []
@@ -167,7 +167,7 @@ class MeshPiece(_OfRank):
                     f"dimension {dim} is sharded along {len(cuts)} mesh dimensions, in an order "
                     "that the file does not record (FSDP with tensor parallelism of torch 2.4 and "
                     "before)",
-                    hint="load it with the torch that wrote it, and save full_tensor() of each",
+                    hint="load it with the torch that wrote it; save full_tensor() of each DTensor",
                 )
         elif all(
             self.placements[d].factor == prod(sizes[after] for after in cuts if after > d)
@@ -211,10 +211,11 @@ class ShardPiece(_OfRank):
         for each in self.shards:
             if each.tensor.shape != each.sizes:
                 raise CorruptError(
-                    f"rank {self.rank} has {each.tensor.shape}, but its shard {each.sizes}"
+                    f"rank {self.rank} has a tensor of shape {each.tensor.shape} for a shard of "
+                    f"shape {each.sizes}"
                 )
             if (self.rank, each.offsets, each.sizes) not in self.listed:
-                raise CorruptError(f"the tensor does not list the shard at {each.offsets}")
+                raise CorruptError(f"its metadata does not list the shard at {each.offsets}")
         return [each for each in self.shards if each.tensor.numel]
 
 
@@ -340,7 +341,7 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     if isinstance(tensor, Object):
         tensor = tensor.tensor
     if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
-        raise FormatError("contains a DTensor whose local tensor is missing or of another dtype")
+        raise FormatError("contains a DTensor whose local tensor is missing or has another dtype")
     mesh = meshes.get(id(spec["mesh"])) or _mesh(attributes(spec["mesh"]))
     meshes[id(spec["mesh"])] = mesh
     placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
@@ -368,8 +369,9 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     if isinstance(held.get("mesh"), Tensor):  # until torch 2.9
         return Mesh(held["mesh"].shape, _integers(held["mesh"]), names)
     ranks = _integers(held["_rank_map"])
-    # `layout` has the size and stride of each mesh dimension. If several dimensions were flattened
-    # into one, `layout` has tuples of sizes and strides for this dimension.
+    # `layout` contains the size and stride of each mesh dimension. If several dimensions were
+    # flattened into one dimension, `layout` contains tuples of sizes and strides for this
+    # dimension.
     layout = attributes(held["_layout"])
     if not layout and isinstance(held["_layout"], Object):
         layout = dict(zip(("shape", "stride"), held["_layout"].args, strict=False))
@@ -423,7 +425,7 @@ def _placement(node: Node, rank: int) -> Placement:
     dim = state["dim"] if "dim" in state else node.args[0]
     factor = state.get("split_factor", 1)
     if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
-        raise FormatError("contains a tensor that is sharded along a dimension that it lacks")
+        raise FormatError("contains a tensor that is sharded along a missing dimension")
     return Placement(kind, dim % rank, factor)
 
 
@@ -470,7 +472,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     listed = tuple(map(_listed, described["shards_metadata"]))
     size = _sizes(described["size"])
     if size != whole.shape:
-        raise FormatError(f"contains a ShardedTensor of {whole.shape} whose metadata has {size}")
+        raise FormatError(f"contains a ShardedTensor of {whole.shape} whose metadata lists {size}")
     shards = []
     for each in local:
         held = attributes(each)

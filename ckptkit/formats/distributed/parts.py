@@ -59,7 +59,7 @@ _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
-# Maps training arguments that contain a number of parallel ranks to the abbreviation for the axis.
+# Maps each training argument for a number of parallel ranks to the abbreviation of the axis.
 _SIZES = {
     "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -312,13 +312,12 @@ REFUSED: Mapping[str, RefusedLayout] = {
         lambda probe: any(map(_VLLM.fullmatch, probe.names)),
         "is a vLLM sharded state: its tensors are fused and sharded per rank, and no file records "
         "the layout",
-        "convert the model that it was made from; only vLLM loads this "
+        "convert the original model; only vLLM can load a sharded state "
         "(load_format='sharded_state')",
     ),
     "zarr": RefusedLayout(
         _is_zarr,
-        "is a Megatron-LM checkpoint in zarr, a folder for each tensor, which Megatron-LM no "
-        "longer supports",
+        "is a Megatron-LM checkpoint in the zarr format, which Megatron-LM no longer supports",
         "load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
     ),
     "olmo": RefusedLayout(
@@ -337,7 +336,7 @@ REFUSED: Mapping[str, RefusedLayout] = {
         "is a checkpoint of NeMo 1: each rank wrote its own shards",
         "merge tensor and pipeline ranks with NeMo 1: megatron_change_num_partitions.py "
         "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; load FSDP "
-        "shards in its training, and save the whole model",
+        "shards in the training script, and save the whole model",
     ),
 }
 

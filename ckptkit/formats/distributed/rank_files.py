@@ -102,7 +102,7 @@ class _Reading:
         model = self._only(kinds, MODEL)
         optimizer = self._only(kinds, OPTIMIZER)
         chosen = model or optimizer
-        assert chosen is not None  # else the folder would not match
+        assert chosen is not None  # otherwise `matches` returns False
         ranked = self._ranked(chosen.group)
         world = _check_ranks(chosen.group, ranked, self.known)
         root = self._merged(chosen.group, ranked, world)
@@ -135,7 +135,7 @@ class _Reading:
             what = "saves of different numbers of ranks" if len(worlds) > 1 else "models"
             raise AmbiguousError(
                 f"contains the rank files of {len(found)} {what}: {some(names)}",
-                hint="move the files of each into a folder of its own",
+                hint="move the files of each save or model into a separate folder",
             )
         return found[0] if found else None
 
@@ -202,7 +202,9 @@ class _Reading:
             )
             made[key] = self.reader.read(kind.group.first).root
             if len(kind.group.files) > 1:
-                self.warnings.append(f"each rank has its own {key}; the first rank's is kept")
+                self.warnings.append(
+                    f"ckptkit read only the first rank's {key}, but every rank saved one"
+                )
         return made
 
     def _note_unread(self, kinds: Sequence[RankKind]) -> None:

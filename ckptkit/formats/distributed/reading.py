@@ -209,7 +209,7 @@ class FlatRow:
 class Shares:
     """The bytes of a parameter that is split over the ranks' flat tensors.
 
-    Each FlatRow contains `share` elements of the parameter, at element `start`. The parameter is
+    In each FlatRow, elements `start` to `start + share` belong to the parameter. The parameter is
     the concatenation of these elements, without padding after the first `numel` elements. The byte
     ranges are computed only when :meth:`locate` is called, because there may be thousands of ranks.
     """
@@ -243,7 +243,7 @@ class Shares:
 def shared_out(
     rows: tuple[FlatRow, ...], shape: Shape, start: int, share: int | None = None
 ) -> Tensor:
-    """Return the parameter that consists of `share` elements of each row, at element `start`.
+    """Return the parameter that consists of the elements `start` to `start + share` of each row.
 
     By default, `share` is the number of elements of `shape`. The parameter is on the CPU.
     """

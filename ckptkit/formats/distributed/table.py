@@ -8,7 +8,8 @@ A row consists of a pattern for names and one of these instructions:
 * ``drop: reason`` means that the tensor is not written.
 * ``refuse: reason`` means that ckptkit cannot join the tensor.
 * A line such as ``[o i] -> [o (tp i)]`` maps the dimensions of a shard to dimensions of the
-  complete tensor. The line has the notation of rules. The axis ``tp`` is the rank.
+  complete tensor. The line is written in the notation of `ckptkit help rules`. The axis ``tp`` is
+  the tensor-parallel rank.
 
 The size of the axis after ``tp`` may differ from rank to rank. To split a complete tensor, ckptkit
 applies the line in reverse. The first row that matches a name is used. If no row matches a name,
@@ -110,13 +111,13 @@ ROWS, COLUMNS = cut(0), cut(1)
 
 
 def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """Return the rows of a table for pairs of a regular expression and a verb or line."""
+    """Return the rows of a table. Each pair consists of a regular expression and an instruction."""
     return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A rule for the numbers of layers or experts in tensor names, which each rank counts from 0.
+    """A rule for the layer or expert numbers in tensor names. Each rank counts from 0.
 
     Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers, which
     increase along the axes `by`. The first axis varies slowest. ``total`` is the expected number of
@@ -208,7 +209,8 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
 def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     """Parse a line as a rule for `count` shards.
 
-    ``Arrangement.ragged`` maps an axis to the axis before it, if the sizes differ along that axis.
+    If the size of an axis differs from rank to rank, ``Arrangement.ragged`` maps this axis to the
+    axis before it.
     """
     left, _, right = how.partition(" -> ")
     labels = "|".join(map(str, range(count)))
@@ -256,7 +258,7 @@ def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
 
 
 def _is_whole(how: str) -> bool:
-    """Return whether the line does not rearrange the tensor if there is only one rank."""
+    """Return whether the line leaves a tensor unchanged if there is only one rank."""
     found, _ = _line(how, 1)
     right = [
         axes if isinstance(axes, str) else tuple(word for word in axes if word != TP)
@@ -367,7 +369,7 @@ def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRo
     """Return the row of a tensor. Return None if the tensor has a single shard and needs no row.
 
     `count` is the number of ranks. `held` is the number of files of rank 0 that contain the tensor.
-    Raises UnsupportedError if a tensor with several shards has no row, or its row is a refusal.
+    Raises UnsupportedError if a tensor with several shards has no row, or a row with ``refuse``.
     """
     try:
         row = table.row(name)
@@ -568,7 +570,8 @@ def file(name: str, root: Node, options: Options) -> OutputFile:
 # * ``files`` is a regular expression that matches paths in the folder. The named groups of the
 #   expression are the axes. Tensors are split along the axis ``tp``.
 # * ``root`` is the key of the state_dict in each file.
-# * ``layers`` describes layer numbers in names that each rank counts from 0.
+# * ``layers`` contains a pattern for the layer number in a name, and a list of axes. Each rank on
+#   these axes counts its layers from 0.
 #
 # `ckptkit help parallel` shows an example.
 
@@ -619,13 +622,15 @@ class OwnTable:
             or not {"files", "rules"} <= set(content)
         ):
             raise self._wrong(
-                "is not a table with files and rules", f"it may have {', '.join(sorted(_KEYS))}"
+                "is not a table with files and rules",
+                f"a table may contain {', '.join(sorted(_KEYS))}",
             )
         self.files = self._pattern(content["files"])
         self.root = content.get("root")
         if TP not in self.files.groupindex:
             raise self._wrong(
-                "its files have no rank", r"write (?P<tp>[0-9]+) instead of the rank's number"
+                "its entry `files` has no group `tp` for the rank",
+                r"write (?P<tp>[0-9]+) instead of the rank's number",
             )
         if not isinstance(content["rules"], list):
             raise self._wrong("its rules are not a list")
@@ -651,8 +656,8 @@ class OwnTable:
         if found is None:
             raise self._wrong(
                 f"{verb!r} is not a verb",
-                "cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON, or "
-                "a line such as `[o ...] -> [(tp o) ...]`",
+                "use cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON, "
+                "or a line such as `[o ...] -> [(tp o) ...]`",
             )
         if found["word"]:
             how = found["word"]
@@ -673,12 +678,12 @@ class OwnTable:
         if node is None:
             return ()
         if not isinstance(node, dict) or not isinstance(node.get("by"), list):
-            raise self._wrong("layers are not {pattern: ..., by: [axis]}")
+            raise self._wrong("its entry `layers` is not {pattern: ..., by: [axis]}")
         pattern = self._pattern(node.get("pattern"))
         axes = tuple(map(str, node["by"]))
         if not pattern.groups or not set(axes) <= set(self.files.groupindex):
             raise self._wrong(
-                "the axes of layers are not groups of files, or their pattern has no group"
+                "the axes in `layers` are not groups of `files`, or the pattern has no group"
             )
         return (Offset(pattern, axes),)
 

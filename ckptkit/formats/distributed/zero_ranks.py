@@ -243,7 +243,7 @@ class Rank(NamedTuple):
 class Slot(NamedTuple):
     """The location of a parameter in the flat tensors of a group.
 
-    Each flat tensor contains `share` elements of the parameter, at element `start`.
+    In each flat tensor, elements `start` to `start + share` belong to the parameter.
     """
 
     shape: Shape
@@ -282,7 +282,7 @@ class ZeroRank:
                 f"{place} has no {self.key}: its stage differs, or its DeepSpeed is too old"
             )
         if set(fields.integers(COUNT)) != {self.count}:
-            raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as in the first file")
+            raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as for rank 0")
         stages = fields.integers(STAGE) if STAGE in fields else []  # bf16_optimizer.py writes none
         if any((stage == 3) != self.stage_3 for stage in stages):
             raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but it has {self.key}")
@@ -291,8 +291,8 @@ class ZeroRank:
         first = len(self.first.items(self.key))
         if not len(flats) == len(cut) == first:
             raise CorruptError(
-                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
-                f"file has {first:,}"
+                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}; the file of "
+                f"rank 0 has {first:,} {self.key}"
             )
         # The optimizer state of each group. The state is empty before the first training step, or
         # if DeepSpeed did not save the optimizer.
@@ -320,7 +320,8 @@ class ZeroRank:
             return
         if len(set(sizes)) > 1:
             raise CorruptError(
-                f"the ranks' shards of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
+                f"the ranks' shards of group {group} differ in size: {sizes[:8]}, after "
+                f"{cut[:8]} padding elements were removed"
             )
         for rank in self.ranks:
             rank.cut[group] = 0  # bf16_optimizer.py does not remove the padding that it records
@@ -330,9 +331,10 @@ class ZeroRank:
 
         In stages 1 and 2, the flat tensors of a group are concatenated over the ranks. The
         concatenated tensor contains the parameters of the group in order, with padding after each
-        parameter. Fewer than 2 * ranks padding elements may follow at the end. In stage 3, the flat
-        tensors of a rank are concatenated. All ranks have the same number of elements of a
-        parameter. Raises CorruptError if the parameters do not fill the concatenated tensors.
+        parameter. At the end, fewer than 2 * N padding elements may follow, where N is the number
+        of ranks. In stage 3, the flat tensors of a rank are concatenated. All ranks have the same
+        number of elements of a parameter. Raises CorruptError if the parameters do not fill the
+        concatenated tensors.
         """
         gaps = [[0] * len(shapes) for shapes in groups]
         flats = len(self.ranks[0].flats)
@@ -342,8 +344,8 @@ class ZeroRank:
                 gaps = [Fields({GAPS: n}, self.first.place).integers(GAPS) for n in listed_gaps]
             if not len(gaps) == len(groups) == flats:
                 raise CorruptError(
-                    f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, "
-                    f"{flats:,} in {FLATS}"
+                    f"the numbers of groups differ: {len(groups):,} in param_shapes, {len(gaps):,} "
+                    f"in {GAPS}, {flats:,} in {FLATS}"
                 )
         slots: dict[str, Slot] = {}
         taken: list[int] = []
@@ -351,7 +353,7 @@ class ZeroRank:
         for group, (shapes, behind) in enumerate(zip(groups, gaps, strict=True)):
             if len(behind) != len(shapes):
                 raise CorruptError(
-                    f"group {group} has {len(shapes):,} parameters, but {len(behind):,} gaps"
+                    f"group {group} has {len(shapes):,} parameters, but {len(behind):,} {GAPS}"
                 )
             start = end = start if self.stage_3 else 0
             for (name, shape), gap in zip(shapes.items(), behind, strict=True):
@@ -431,7 +433,7 @@ class ZeroRank:
                     made[name][key] = kept[key] if tensor is None else own(tensor)
                 elif key in kept:
                     left[key_text(key)[:80]] = None
-        warning = f"dropped from the optimizer, not one value per weight: {', '.join(left)}"
+        warning = f"dropped from the optimizer state, not one value per weight: {', '.join(left)}"
         return made, [warning] if left else []
 
 

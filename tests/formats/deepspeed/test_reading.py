@@ -173,7 +173,7 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     assert checkpoint.weights["again"].storage is checkpoint.weights["a"].storage
     assert checkpoint.root["module"]["a_extra_state"] == {"scale": 2}
     assert checkpoint.warnings == (
-        "not among the fp32 weights, copied unchanged from module: fixed, none",
+        "copied unchanged from module, because fp32 weights are missing: fixed, none",
     )
 
 
@@ -296,7 +296,9 @@ def test_state_that_is_not_one_value_per_weight(tmp_path: Path) -> None:
         state[1] = {"step": state[1]["step"]}
         torch.save(content, path)
     checkpoint = read(tag)
-    assert checkpoint.warnings == ("dropped from the optimizer, not one value per weight: absmax",)
+    assert checkpoint.warnings == (
+        "dropped from the optimizer state, not one value per weight: absmax",
+    )
     state = checkpoint.root["optimizer"]["state"]
     assert list(state["a"]) == ["step", *MOMENTS] and list(state["b"]) == ["step"]
 

@@ -175,7 +175,9 @@ def test_a_local_shape_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             WHOLE, WHOLE[:3], mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(0),)
         )
 
-    with pytest.raises(CorruptError, match=r"'w' in rank0\.pt.*rank 0 has \(3, 5\)"):
+    with pytest.raises(
+        CorruptError, match=r"'w' in rank0\.pt.*rank 0 has a shard of shape \(3, 5\)"
+    ):
         ckptkit.open(pair(tmp_path / "x", make))
 
 

@@ -71,7 +71,7 @@ def nemo(folder: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "vllm": (vllm, "vLLM", "model that it was made from"),
+    "vllm": (vllm, "vLLM", "original model"),
     "zarr": (zarr, "zarr", "torch_dist"),
     "olmo": (olmo, "OLMo", "unshard.py"),
     "colossalai": (colossalai, "ColossalAI", "gather_dtensor=True"),

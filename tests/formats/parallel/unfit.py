@@ -226,7 +226,7 @@ RANKS = {
     "renamed ranks": Row(renamed, CorruptError, "was written by rank 1"),
     "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "shards of several ranks"),
     "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "not from the ranks of the model"),
-    "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's piece of a tensor"),
+    "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's shard of a tensor"),
     "another shape": Row(ranks(updated(w=piece(1, torch.ones(8, 2)))), CorruptError, r"float32 (8, 2)"),
     "a copy that differs": Row(ranks(updated(b=torch.zeros(3))), CorruptError, "3 of 3 elements differ"),
     "a copy of another shape": Row(ranks(updated(b=torch.ones(4))), CorruptError, "(3,) in model_world"),
@@ -246,7 +246,7 @@ RANKS = {
     "a flat optimizer by name": Row(flat_optimizer({"w": FLAT}), None, "are not numbers"),
     "a flat optimizer of more": Row(flat_optimizer(dict.fromkeys(range(3), FLAT)), None, "3 entries, but the model has 1"),
     "a flat optimizer of other sizes": Row(
-        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no division of 1 parameters"
+        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no division of the model's 1 parameters"
     ),
     "a flat optimizer of which a rank has none": Row(
         ranks(optimizer=lambda rank: {"state": {0: {"step": torch.tensor(1.0), "a": torch.ones(6),
@@ -373,10 +373,10 @@ PIECES = {
     "a form of in a form that ckptkit does not know": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "in a form that ckptkit does not know"),
     "a local tensor of another dtype": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),
-        FormatError, "or of another dtype"),
+        FormatError, "or has another dtype"),
     "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, "2 placements"),
     "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
-    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "dimension that it lacks"),
+    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "along a missing dimension"),
     "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
     "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not record"),
     "another shape than the placements say": Row(
@@ -389,12 +389,12 @@ PIECES = {
     "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh that is compressed"),
     "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
     "a shard of another rank": Row(of_another_rank, CorruptError, "written by rank 0, not by rank 1"),
-    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "its shard (3, 2)"),
+    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "a shard of shape (3, 2)"),
     "a shard that is not listed": Row(
         pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "does not list the shard"),
     "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not a tensor"),
     "another size in the metadata": Row(
-        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has"),
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata lists"),
     "offsets below 0": Row(
         pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers from 0 to 2**63 - 1"),
 }  # fmt: skip
@@ -785,13 +785,13 @@ ZERO = {
         UnsupportedError, "expert parallelism"),
     "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
     "its stage differs": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
-    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file has 1"),
+    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "rank 0 has 1"),
     "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
     "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
     "other gaps": Row(
         zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "0 in param_alignment"),
     "fewer gaps": Row(
-        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "1 gaps"),
+        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "but 1 param_alignment"),
     "a parameter of two groups": Row(
         zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in groups 0 and 1"),
     "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "need 90 elements"),
@@ -973,7 +973,7 @@ OWN = {
     "another verb": Row(replaced("cut 1", "slice 1"), UsageError, "not a verb"),
     "a line without the parts": Row(
         first_rule("x", "[i] -> [i]"), UsageError, "index tp occurs on one side only"),
-    "no rank in the names": Row(replaced("(?P<tp>[0-9]+)", "[0-9]+"), UsageError, "have no rank"),
+    "no rank in the names": Row(replaced("(?P<tp>[0-9]+)", "[0-9]+"), UsageError, "no group `tp` for the rank"),
     "a broken expression": Row(replaced("'.*norm': same", "'.*(norm': same"), UsageError, "regular expression"),
     "no file": Row(replaced("part_", "other_"), UsageError, "no file"),
     "an axis that is not there": Row(replaced("by: [pp]", "by: [vp]"), UsageError, "axes"),
@@ -983,7 +983,7 @@ OWN = {
     "a large table": Row(by_table("#" * (1 << 20) + "#"), UsageError, "larger than"),
     "rules are no list": Row(instead(rules={"a": "same"}), UsageError, "not a list"),
     "a rule of two": Row(instead(rules=[{"a": "same", "b": "same"}]), UsageError, "not a rule"),
-    "layers are a word": Row(instead(layers="blocks"), UsageError, "layers are not"),
+    "layers are a word": Row(instead(layers="blocks"), UsageError, "`layers` is not"),
     "a rank of letters": Row(
         instead(files=r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"), UsageError, "than digits"),
     "more blocks than rows": Row(first_rule(".*up", "cut 0 blocks 5"), CorruptError, "6 rows are not divisible by g*o with g=5"),

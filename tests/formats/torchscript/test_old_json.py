@@ -211,7 +211,7 @@ for _ in range(200):
         (
             change("mainModule", "parameters", 0, "tensorId", to="4"),
             CorruptError,
-            "entry 4 of a table of 4",
+            "entry 4 of a list of 4 entries",
         ),
         (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
         (
@@ -222,7 +222,7 @@ for _ in range(200):
         (
             change("mainModule", "attributes", 0, "id", to="2"),
             CorruptError,
-            "entry 2 of a table of 2",
+            "entry 2 of a list of 2 entries",
         ),
         (change("mainModule", "submodules", 0, to=DEEP), LimitError, "json_depth"),
     ],

@@ -353,7 +353,7 @@ MODULE = b"class M(Module):\n  __parameters__ = []\n  __buffers__ = []\n"
         (made(b"}" + text("_parameters") + b"}s", MODULE), AmbiguousError, "names that nn.Module itself uses"),
         (made(b"}" + text("CONSTANTS") + b"K\1s", MODULE), AmbiguousError, "called CONSTANTS"),
         (made(b"}", MODULE, b"\x80\x02]."), FormatError, "does not contain a tuple"),
-        (made(b"}b}", MODULE), FormatError, "TorchScript did not write"),
+        (made(b"}b}", MODULE), FormatError, "that torch.jit.save writes"),
         (made(b"}", b"class M(Module):\n  __parameters__ = f()\n"), FormatError, "malformed list"),
         (made(b"}", b"\xff"), FormatError, "not UTF-8"),
         (made(b"}", MODULE, made_by=b"os\nsystem"), FormatError, "does not contain a TorchScript module"),
