@@ -108,7 +108,7 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("inspect readme.zip", 3, ["readme.zip", "zip archive without a data.pkl"]),
         ("inspect packed.zip", 3, ["packed.zip", "unpack it first: `unzip packed.zip`"]),
         ("inspect arrays.npz", 3, ["arrays.npz", "array 'a'"]),
-        ("inspect packed.pth", 3, ["packed.pth", "compressed twice", "gunzip -c"]),
+        ("inspect packed.pth", 3, ["packed.pth", "compressed twice", "with gunzip"]),
         ("inspect cut.pth", 3, ["cut.pth", "cut"]),
         ("inspect cut.safetensors", 3, ["cut.safetensors", "cut"]),
         ("inspect legacy-cut.pth", 3, ["legacy-cut.pth", "cut"]),
