@@ -204,7 +204,8 @@ class CommandLine(click.Group):
         first = next((word for word in words if not word.startswith("-")), "")
         if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
             # `ckptkit FILE` means `ckptkit inspect FILE`
-            words.insert(words.index(first), "inspect")
+            own = {option for each in self.params for option in (*each.opts, "--help", "-h")}
+            words.insert(next(n for n, word in enumerate(words) if word not in own), "inspect")
         self.traceback = render.begun = render.progress_asked = render.quiet = False
         render.table_format = ""
         code: Any = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from glob import glob, has_magic
 from typing import Any
 
 import click
@@ -151,6 +153,15 @@ def _settings(
             what = f"{text!r} is neither a number nor NUMBER,GLOB=NUMBER"
             raise click.BadParameter(what, param=option) from None
         found.append({"*": others, **named} if named else others)
+    return tuple(found)
+
+
+def expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
+    """Return the files, with quoted patterns replaced by their matches."""
+    found: list[str] = []
+    for place in given:
+        matches = sorted(glob(place, recursive=True)) if has_magic(place) else []
+        found += [place] if os.path.lexists(place) or not matches else matches
     return tuple(found)
 
 
@@ -326,7 +337,11 @@ class Writer(Command):
         self.run, self.several = callback, several
         in_place = not several if in_place is None else in_place
         if several:
-            params.append(click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True))
+            params.append(
+                click.Argument(
+                    ["sources"], metavar="SRC...", nargs=-1, required=True, callback=expanded
+                )
+            )
         else:
             params.append(click.Argument(["src"], metavar="SRC"))
         params.append(click.Argument(["dst"], metavar="DST", required=not in_place))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from glob import glob, has_magic
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command
+from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command, expanded
 from ckptkit.core.errors import CkptkitError, SeveralError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
@@ -49,16 +48,7 @@ def sorting(*orders: str, text: str) -> Decorator:
     return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
 
 
-def _expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the files, with quoted patterns replaced by their matches."""
-    found: list[str] = []
-    for place in given:
-        matches = sorted(glob(place, recursive=True)) if has_magic(place) else []
-        found += [place] if os.path.lexists(place) or not matches else matches
-    return tuple(found)
-
-
-files = click.argument("files", metavar="FILE...", nargs=-1, required=True, callback=_expanded)
+files = click.argument("files", metavar="FILE...", nargs=-1, required=True, callback=expanded)
 
 
 def is_model(place: str) -> bool:

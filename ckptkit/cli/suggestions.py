@@ -67,7 +67,9 @@ OPTIONS = {
     "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
     "batch -o": "--into", "batch --output": "--into", "batch --out": "--into",
     "browse --json": "inspect --json",
-    "convert --keys": "--keep", "convert --prefix": "--strip", "inspect --all": "--tree",
+    "convert --keys": "--keep", "doctor --out": "--fix", "doctor --output": "--fix",
+    "doctor -o": "--fix", "extract --keys": "convert --keep", "convert --prefix": "--strip",
+    "inspect --all": "--tree",
     "remap --map": "--device", "remap --values": "--device-values",
 }  # fmt: skip
 # Commands that `convert` can replace, and the options of `convert` that do the same.
@@ -82,6 +84,8 @@ WITHOUT_JSON = {
     "rules": "rules prints a YAML recipe; `ckptkit run` reads it",
     "train": "train writes checkpoints; `ckptkit inspect --json` prints their contents",
 }
+# Groups of commands, and the command that takes files like the group does in other tools.
+GROUPS = {"lora": "check", "delta": "make"}
 NEEDED = {"remap": ("--to", "cpu")}  # command -> required option and a default value
 # Names of parameters for input files.
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")
@@ -104,6 +108,8 @@ def improve(error: BaseException, words: Sequence[str], main: click.Group) -> No
         hint = _meant(error, line)
     elif isinstance(error, CkptkitError):
         hint = _of_input(error, line)
+    if hint is None and getattr(error, "ctx", ...) is None and line.name:
+        hint = f"see `ckptkit {line.name} --help`"  # click lost the name of the command
     if hint is not None:
         error.hint = hint  # type: ignore[attr-defined]
 
@@ -177,8 +183,9 @@ class Line:
         context = click.Context(self.command, parent=self.context)
         values, extra, _ = self.command.make_parser(context).parse_args(list(own))
         each_argument = (p for p in self.command.params if isinstance(p, click.Argument))
-        found = [values.get(each.name or "") for each in each_argument]
-        given = [*(each for each in found if isinstance(each, str)), *extra]
+        given: Words = []
+        for each in (*(values.get(each.name or "") for each in each_argument), *extra):
+            given += [each] if isinstance(each, str) else each if isinstance(each, tuple) else []
         for each in given:
             own.remove(each)
         recipe = given[: self.name == "run"]
@@ -186,7 +193,9 @@ class Line:
 
     def of_many(self, into: str, sources: Sequence[str]) -> Line:
         """Return the `batch` command line for `sources`."""
-        return self.with_words(("batch", self.name, *self.parts()[1], "--into", into, *sources))
+        options = self.parts()[1]
+        needed = () if {"--to", "--device"} & {*options} else NEEDED.get(self.name, ())
+        return self.with_words(("batch", self.name, *options, *needed, "--into", into, *sources))
 
 
 def _meant(error: click.UsageError, line: Line) -> str | None:
@@ -226,8 +235,10 @@ def _step(error: click.UsageError, line: Line) -> Step:
         return _option(error, line)
     if isinstance(error, click.MissingParameter):
         return _missing(error, line)
-    if error.message.startswith("No such command") and context.command is line.main:
-        return _command(line)
+    if error.message.startswith("No such command"):
+        return _command(line) if context.command is line.main else (None, _subcommand(line))
+    if error.message.startswith("name two or more SRC"):
+        return None, _several(line)
     for word in line.words:
         if (sed := _SED.fullmatch(word)) is not None:
             known = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
@@ -254,6 +265,30 @@ def _command(line: Line) -> Step:
     if not near:
         return "see `ckptkit --help`", None
     return f"did you mean {', '.join(near)}? see `ckptkit --help`", line.replaced(word, near[0])
+
+
+def _subcommand(line: Line) -> Line | None:
+    """Correct or insert the word after the name of a group of commands."""
+    before, (word, *rest) = line.words[: line.at], line.words[line.at + 1 :]
+    if word in line.main.list_commands(line.context):  # `batch` is needless for this command
+        return line.with_words([*before, word, *rest])
+    assert isinstance(line.command, click.Group)
+    near = nearest(word, line.command.list_commands(line.context), CLOSE)
+    if near:
+        return line.replaced(word, near[0])
+    if line.name in GROUPS and os.path.exists(word):
+        return line.replaced(line.name, line.name, GROUPS[line.name])
+    return None
+
+
+def _several(line: Line) -> Line | None:
+    """Add the missing DST, or replace a folder of checkpoints by a pattern."""
+    places = line.parts()[0]
+    if os.path.isdir(places[0]) and len(places) > 1:
+        return line.replaced(places[0], os.path.join(places[0], "*"))
+    if all(map(os.path.isfile, places)):
+        return line.with_words([*line.words, output_name(places[0], "new")])
+    return None
 
 
 def _has(command: click.Command, option: str) -> bool:
@@ -297,7 +332,15 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
     """Add the missing argument: a name from the file, or a name for the output."""
     name = None if error.param is None else error.param.name
     if name == "into":
+        last = line.words[-1]
+        if not (os.path.lexists(last) or has_magic(last) or last.startswith("-")):
+            return None, line.with_words([*line.words[:-1], "--into", last])
         return None, line.with_words([*line.words, "--into", INTO])
+    if name == "files" and "--fix" in line.words[:-1]:  # `doctor --fix FILE`
+        at = line.words.index("--fix")
+        file, rest = line.words[at + 1], line.words[at + 2 :]
+        words = [*line.words[:at], *rest, file, "--fix", output_name(file, "fixed")]
+        return None, line.with_words(words)
     places = line.parts()[0] if line.name else []
     if not places:
         return None, None
@@ -314,6 +357,9 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
         entries = list(map(str, checkpoint))
         path = checkpoint.selection.path if checkpoint.selection is not None else ()
         said = f"--key is the path of one of these entries: {some(entries, 12)}"
+        chosen = next((each for each in places[1:] if each in entries), None)
+        if chosen is not None:  # the user named the entry without --key
+            return said, line.replaced(chosen, "--key", chosen)
         chosen = join(path) or next(iter(entries), "")
         return said, line.with_words([*line.words, "--key", chosen])
     return None, None
@@ -323,8 +369,17 @@ def _extra(line: Line) -> Line | None:
     """Correct a command line with too many arguments: a device, or several files."""
     places = line.parts()[0]
     devices = [word for word in places if _DEVICE.fullmatch(word)]
+    if len(devices) == 2 and _has(line.command, "--device"):
+        words = [word for word in line.words if word not in devices]
+        return line.with_words([*words, "--device", "=".join(devices)])
     if devices and _has(line.command, "--to"):
         return line.replaced(devices[0], "--to", devices[0])
+    prefixes = [word for word in places if word.endswith(".") and not os.path.lexists(word)]
+    if prefixes and _has(line.command, "--prefix"):
+        return line.replaced(prefixes[0], "--prefix", prefixes[0])
+    if len(places) == 4 and line.name == "rename":
+        new = line.with_words([word for word in line.words if word not in places[2:]])
+        return new.with_words([*new.words, "--sub", f"^{re.escape(places[2])}={places[3]}"])
     if not line.is_batchable:  # the command takes a single file
         return line.with_words([word for word in line.words if word not in places[1:]])
     if "--in-place" in line.words:
@@ -369,6 +424,11 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     is_missing = isinstance(error, MissingFileError)
     if is_missing and _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
         yield from filter(None, [line.replaced(place, f"hf://{place}")])
+    if is_missing and not isinstance(line.command, Writer):  # two arguments in the wrong order
+        for word in filter(os.path.isfile, line.words):
+            if place in line.words:
+                swap = {word: place, place: word}
+                yield line.with_words([swap.get(each, each) for each in line.words])
     for before, word in pairwise(line.words):
         if before in ("--drop", "--keep") and not has_magic(word):
             yield from filter(None, [line.replaced(word, f"{word}*")])
@@ -376,6 +436,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     sources = line.parts()[0] if line.name else []
     is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
     source_suffix = os.path.splitext(sources[0])[1] if sources else ""
+    if is_wrong and f".{place}" in WRITTEN and place in sources[1:]:
+        yield from filter(None, [line.replaced(place, output_name(sources[0], "new", f".{place}"))])
     if is_wrong and source_suffix and suffix not in WRITTEN and place in sources[1:]:
         yield from filter(None, [line.replaced(place, stem + source_suffix)])
     if line.name == "convert" and "--key" in line.words:

@@ -106,6 +106,32 @@ JOBS = [
     ("man", "ckptkit help"),
     ("help lora", "lora"),
 ]  # fmt: skip
+# More wrong inputs of newcomers, and the answers.
+WRONG = [
+    ("--brief net.pth", "9"),
+    ("net.pth --brief --json", "--json, --names, --tree and --brief cannot be combined"),
+    ("show conv.weight net.pth", "ckptkit show net.pth conv.weight"),
+    ("inspect net.pth --keys", "see `ckptkit inspect --help`"),
+    ("doctor run.pth -o o.pth", "ckptkit doctor run.pth --fix o.pth"),
+    ("doctor --fix run.pth", "ckptkit doctor run.pth --fix run-fixed.pth"),
+    ("doctor --fix run.pth o.pth", "ckptkit doctor --fix o.pth run.pth"),
+    ("batch strip-module 'folder/*.pth' out", "ckptkit batch strip-module 'folder/*.pth' --into out"),
+    ("batch strip-modul folder/0.pth --into out", "ckptkit batch strip-module folder/0.pth --into out"),
+    ("batch doctor 'folder/*.pth'", "ckptkit doctor 'folder/*.pth'"),
+    ("remap folder/0.pth folder/1.pth folder/2.pth out", "ckptkit batch remap --to cpu --into out 'folder/*.pth'"),
+    ("remap net.pth o.pth cuda:1 cpu", "ckptkit remap net.pth o.pth --device cuda:1=cpu"),
+    ("average 'folder/*.pth' o.pth", "averaged 8 tensors of 3 checkpoints"),
+    ("average folder o.pth", "ckptkit average 'folder/*' o.pth"),
+    ("average net.pth two.pth", "ckptkit average net.pth two.pth net-new.pth"),
+    ("extract run.pth model o.pth", "ckptkit extract run.pth --key model o.pth"),
+    ("extract net.pth o.pth --keys 'conv*'", "ckptkit convert net.pth o.pth --keep 'conv*'"),
+    ("strip-module run.pth module. o.pth", "ckptkit strip-module run.pth --prefix module. o.pth"),
+    ("rename run.pth o.pth module. ''", r"ckptkit rename run.pth o.pth --sub '^module\.='"),
+    ("convert net.pth safetensors", "ckptkit convert net.pth net-new.safetensors"),
+    ("delta net.pth two.pth o", "ckptkit delta make net.pth two.pth o"),
+    ("lora adapter.safetensors", "ckptkit lora check adapter.safetensors"),
+    ("lora chek adapter.safetensors", "ckptkit lora check adapter.safetensors"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +156,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save({"model": state, "model_ema": {"module": state, "decay": 0.9}}, "ema.pth")
         torch.save({**state, "head.bias": torch.full((10,), float("nan"))}, "nan.pth")
         save_file({"mlp.weight": torch.ones(256, 128)}, "wide.safetensors")
+        adapter = {"lora_A": torch.ones(2, 128), "lora_B": torch.ones(256, 2)}
+        save_file(
+            {f"base_model.model.mlp.{name}.weight": value for name, value in adapter.items()},
+            "adapter.safetensors",
+        )
         Path("cut.pth").write_bytes(Path("net.pth").read_bytes()[:-1300])
         Path("folder").mkdir()
         for number in range(3):
@@ -149,7 +180,9 @@ def test_there_are_64() -> None:
     assert len(JOBS) == 64 and len({typed for typed, _ in JOBS}) == 64
 
 
-@pytest.mark.parametrize(("typed", "answer"), JOBS, ids=[typed for typed, _ in JOBS])
+@pytest.mark.parametrize(
+    ("typed", "answer"), JOBS + WRONG, ids=[typed for typed, _ in JOBS + WRONG]
+)
 def test_jobs(
     typed: str, answer: str, here: Path, ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
