@@ -116,7 +116,7 @@ def _one(
     exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
     if destination is not None and exist and os.path.samefile(file, destination):
         what = "is FILE itself, and --fix writes a new file"
-        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
+        raise UsageError(what, where=destination, hint=f"use --fix {shell_word(fixed(file))}")
     spec = words[1] if words else None
     chosen = () if read.key is None else ("--key", read.key)
     found = left = examine(file, read, model=model, words=(*words, *chosen))

@@ -146,7 +146,7 @@ def _float(name: DTypeLike) -> DType:
     if not _is_castable(dtype):
         raise UsageError(
             f"{dtype.name!r} is not a floating-point type to cast to",
-            hint="e.g. float32, float16, bfloat16",
+            hint="use, for example, float32, float16 or bfloat16",
         )
     return dtype
 
@@ -244,7 +244,7 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
     weights = ck.required
     for given in expressions.values():
         if given not in INVERSES:
-            hint = f"one of {', '.join(map(repr, INVERSES))}"
+            hint = f"use one of {', '.join(map(repr, INVERSES))}"
             raise UsageError(f"{given!r} is not an expression to compute", hint=hint)
     chosen: dict[str, str] = {}
     for glob, pattern in _patterns(expressions, weights).items():

@@ -65,7 +65,7 @@ def parse_expectation(text: str) -> Expectation:
         if found is None or found["word"] not in _WORDS:
             odd = rest[at:].split()[0]
             raise RuleError(
-                f"{text!r}: {odd!r} is not a condition", hint=f"one of {', '.join(_WORDS)}"
+                f"{text!r}: {odd!r} is not a condition", hint=f"use one of {', '.join(_WORDS)}"
             )
         if (found["value"] is None) != (found["word"] in _BARE):
             raise RuleError(
@@ -75,7 +75,9 @@ def parse_expectation(text: str) -> Expectation:
         at = found.end()
     shape = words.get("shape")
     if shape is not None and not shape.startswith("["):
-        raise RuleError(f"shape={shape} is not a shape", hint="shape=[config.vocab_size _]")
+        raise RuleError(
+            f"shape={shape} is not a shape", hint="write, for example, shape=[config.vocab_size _]"
+        )
     sizes = None if shape is None else shape[1:-1].replace(",", " ").split()
     count, dtype = words.get("count"), words.get("dtype")
     return Expectation(

@@ -36,7 +36,7 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
     if method is None:
         known = ", ".join(sorted(_NAMES))
         what = f"merge_method {shown(str(config.get('merge_method')))} is not supported"
-        raise UnsupportedError(what, hint=f"supported: {known}")
+        raise UnsupportedError(what, hint=f"use one of {known}")
     if config.get("tokenizer_source", "base") != "base":
         raise UnsupportedError(
             "tokenizer_source makes a new vocabulary, which is not supported",

@@ -134,9 +134,9 @@ def merge(
         for other in models[1:]:
             _check_alike(models[0], other, other.required.tensors)
         option = typed("--method METHOD", "method=...")
-        raise UsageError(f"a method is required: {option}", hint=f"one of {', '.join(METHODS)}")
+        raise UsageError(f"a method is required: {option}", hint=f"use one of {', '.join(METHODS)}")
     if method not in METHODS:
-        raise UsageError(f"{method!r} is not a method", hint=f"one of {', '.join(METHODS)}")
+        raise UsageError(f"{method!r} is not a method", hint=f"use one of {', '.join(METHODS)}")
     ranges = [layers] if isinstance(layers, str) else list(layers)
     if (method in OF_DIFFERENCES) and base is None:
         base_words = typed("--base BASE", "base=...")

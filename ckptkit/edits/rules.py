@@ -310,7 +310,7 @@ def apply_rules(
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)
         if not any(map(str.strip, rules)):
-            raise UsageError("no rule given", hint="e.g. 'model.{x} -> {x}'")
+            raise UsageError("no rule given", hint="write, for example, 'model.{x} -> {x}'")
         rules = RuleSet.parse(rules, sizes or {})
     unused = (args or {}).keys() - rules.words()
     if unused:

@@ -233,7 +233,10 @@ class Cluster(Pool):
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE)
         except TimeoutError as error:
-            what, hint = "the scheduler has no workers", f"start some: dask worker {self.address}"
+            what, hint = (
+                "the scheduler has no workers",
+                f"start a worker: dask worker {self.address}",
+            )
             raise OutputError(what, where=self.address, hint=hint) from error
         try:
             versions = self._client.run(_version)

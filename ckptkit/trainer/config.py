@@ -220,7 +220,7 @@ class Config:
             (
                 self.save_best and self.validation == 0,
                 "--save-best needs held-out images: the test set must not select a checkpoint",
-                f"--validation {VALIDATION}",
+                f"use --validation {VALIDATION}",
             ),
             (
                 self.benchmark and self.deterministic,
@@ -235,22 +235,22 @@ class Config:
             (
                 self.parallel == "fsdp" and self.amp_dtype == "float16",
                 "float16 needs loss scaling: the trainer does not support loss scaling with fsdp",
-                "--amp-dtype bfloat16, or --parallel ddp",
+                "use --amp-dtype bfloat16, or --parallel ddp",
             ),
             (
                 self.parallel == "fsdp" and self.ema,
                 "the trainer does not support --ema with fsdp",
-                "--parallel ddp",
+                "use --parallel ddp",
             ),
             (
                 self.sync_batch_norm and self.parallel not in ("ddp", "fsdp"),
                 f"--parallel {self.parallel} is a single process: there are no statistics to sync",
-                "--parallel ddp",
+                "use --parallel ddp",
             ),
             (
                 self.ema and self.save_form == "bare",
                 "a bare checkpoint cannot contain the moving average",
-                "--save-form wrapped",
+                "use --save-form wrapped",
             ),
         ):
             if is_wrong:

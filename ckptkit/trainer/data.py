@@ -130,14 +130,14 @@ def load(config: Config) -> Data:
     elif kind == "cifar10" and folder:
         train, test = _cifar10(Path(folder))
     else:
-        raise RequestError(f"unknown data set {config.data!r}", hint=f"--data {DATA}")
+        raise RequestError(f"unknown data set {config.data!r}", hint=f"use --data with {DATA}")
     task, validation = TASKS[config.model], None
     if config.held_out:
         held = torch.arange(len(train[0])) % config.held_out == config.held_out - 1
         validation = task.prepare(train[0][held], train[1][held])
         train = train[0][~held], train[1][~held]
         if not len(train[0]):
-            raise RequestError("--validation 1 holds out every image", hint="--validation 10")
+            raise RequestError("--validation 1 holds out every image", hint="use --validation 10")
     if config.data != "random":
         train = _in_orders(train, task.orders)
     return Data(task.prepare(*train), task.prepare(*test), validation=validation)
@@ -156,7 +156,7 @@ def _digits() -> tuple[Labelled, Labelled]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise RequestError(
-            "the digits need scikit-learn", hint="pip install scikit-learn, or --data random"
+            "the digits need scikit-learn", hint="pip install scikit-learn, or use --data random"
         ) from error
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -176,7 +176,7 @@ def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
             f"{TRAIN_FILES[0]} to {TEST_FILE}"
         )
         if inner.is_dir():
-            hint = f"--data cifar10:{inner}"
+            hint = f"use --data cifar10:{inner}"
         elif (folder / "train").is_file() and (folder / "meta").is_file():
             hint = "this is CIFAR-100, which has other labels"
         what = f"is not the folder of CIFAR-10: {missing[0]} is missing"

@@ -247,16 +247,16 @@ def _explained(config: Config) -> Iterator[None]:
             half, twice = config.batch_size // 2, config.accumulate * 2
             # A smaller batch needs less memory. With accumulation, each optimizer step uses as many
             # images as before.
-            ways.append(f"--batch-size {half} --accumulate {twice}")
+            ways.append(f"use --batch-size {half} --accumulate {twice}")
         if config.model in SEGMENTED and not config.segments:
-            ways.append("--segments 4")
+            ways.append("use --segments 4")
         if config.model == "densenet" and not config.memory_efficient:
-            ways.append("--memory-efficient")
+            ways.append("use --memory-efficient")
         # The first two sentences report that the memory is full, and how much torch needed.
         what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",
-            hint=", or ".join([*ways, "a smaller --width"]),
+            hint=", or ".join([*ways, "use a smaller --width"]),
         ) from error
     except RuntimeError as error:
         if not type(error).__module__.startswith("torch._dynamo"):

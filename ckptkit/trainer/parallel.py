@@ -59,7 +59,7 @@ def choose(config: Config) -> tuple[torch.device, ...]:
     if missing:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={visible} renumbers and hides GPUs)"
-        hint = f"--devices {', '.join(there)}{'' if visible is None else hidden}"
+        hint = f"use --devices with {', '.join(there)}{'' if visible is None else hidden}"
         raise RequestError(f"this machine has no device {missing[0]}", hint=hint)
     if config.deterministic and config.model in NONDETERMINISTIC and names[0].startswith("cuda"):
         raise RequestError(
@@ -72,7 +72,7 @@ def choose(config: Config) -> tuple[torch.device, ...]:
         )
     if len(names) > 1 and config.parallel == "none":
         raise RequestError(
-            f"--parallel none uses one device, got {len(names)}", hint="--parallel dp"
+            f"--parallel none uses one device, got {len(names)}", hint="use --parallel dp"
         )
     if len(set(names)) < len(names) and not simulated:
         raise RequestError(f"--devices contains {max(names, key=names.count)} twice")
@@ -134,7 +134,7 @@ def group(config: Config) -> Iterator[ProcessGroup]:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise RequestError(
                 f"torchrun started several processes, but --parallel {config.parallel} uses one",
-                hint="--parallel ddp",
+                hint="use --parallel ddp",
             )
         yield ProcessGroup(devices, names=tuple(map(str, devices)))
         return
@@ -146,7 +146,7 @@ def group(config: Config) -> Iterator[ProcessGroup]:
             raise RequestError(
                 f"--batch-size {config.batch_size} is less than one image for each of the "
                 f"{joined.world} processes",
-                hint=f"--batch-size {joined.world}",
+                hint=f"use --batch-size {joined.world}",
             )
         names = dict.fromkeys(map(str, joined.all_gather(str(device))))
         yield replace(joined, names=tuple(names))
@@ -168,7 +168,7 @@ def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
             raise RequestError(
                 f"FSDP needs a GPU for each process: {processes} processes, "
                 f"{plural(devices, 'GPU')}",
-                hint=f"--nproc-per-node {devices}, --parallel ddp, or --devices cpu",
+                hint=f"use --nproc-per-node {devices}, --parallel ddp, or --devices cpu",
             )
         torch.cuda.set_device(device)
     if "WORLD_SIZE" not in os.environ:
@@ -212,7 +212,7 @@ def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
     except ImportError as error:
         raise RequestError(
             f"torch {torch.__version__} has no fully_shard",
-            hint="pip install 'torch>=2.6', or --parallel ddp",
+            hint="pip install 'torch>=2.6', or use --parallel ddp",
         ) from error
     options: dict[str, Any] = {"mesh": init_device_mesh(group.device.type, (group.world,))}
     if config.amp:

@@ -220,7 +220,7 @@ def test_files_beside(tmp_path: Path) -> None:
         (
             "steps: [strip]",
             "step 1 must be the name of a step with its argument",
-            "e.g. `- strip: module.`",
+            "write, for example, `- strip: module.`",
         ),
         ("steps: []", "has no list of steps", None),
         ("about: x", "has no list of steps", None),

@@ -45,7 +45,7 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["run.pth", *SMALL, "--devices", "cuda:77"],
-         "error: this machine has no device cuda:77\nhint: --devices cpu"),
+         "error: this machine has no device cuda:77\nhint: use --devices with cpu"),
         (["--epochs", "none"],
          "error: Invalid value for '--epochs': 'none' is not a valid integer range.\n"
          "hint: see `python -m ckptkit.trainer --help`"),
@@ -147,12 +147,15 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(loop, "train_epoch", full)
     for options, hint in (
-        ((), "--batch-size 16 --accumulate 2, or a smaller --width"),
+        ((), "use --batch-size 16 --accumulate 2, or use a smaller --width"),
         (
             ("--model", "mlp"),
-            "--batch-size 16 --accumulate 2, or --segments 4, or a smaller --width",
+            "use --batch-size 16 --accumulate 2, or use --segments 4, or use a smaller --width",
         ),
-        (("--model", "densenet", "--batch-size", "1"), "--memory-efficient, or a smaller --width"),
+        (
+            ("--model", "densenet", "--batch-size", "1"),
+            "use --memory-efficient, or use a smaller --width",
+        ),
     ):
         done = invoked(tmp_path / "run.pth", *SMALL, *options)
         assert done == (

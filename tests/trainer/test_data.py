@@ -130,14 +130,14 @@ def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert "CIFAR-100" in hint()
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert hint() == f"--data cifar10:{tmp_path / 'cifar-10-batches-py'}"
+    assert hint() == f"use --data cifar10:{tmp_path / 'cifar-10-batches-py'}"
 
 
 @pytest.mark.parametrize("name", ["digit", "cifar10:", "cifar10"])
 def test_unknown_data(name: str) -> None:
     with pytest.raises(ckptkit.CkptkitError, match="unknown data set") as caught:
         data.load(Config(data=name))
-    assert caught.value.hint == "--data digits, random or cifar10:DIR"
+    assert caught.value.hint == "use --data with digits, random or cifar10:DIR"
 
 
 def test_lines_are_neighbours_side_by_side() -> None:

@@ -52,7 +52,7 @@ def test_S09_a_missing_device_names_those_that_are_there(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert refusal("cuda:3") == (
         "this machine has no device cuda:3",
-        "--devices cpu, cuda:0, cuda:1",
+        "use --devices with cpu, cuda:0, cuda:1",
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert "CUDA_VISIBLE_DEVICES=0,1 renumbers" in (refusal("cuda:3")[1] or "")
@@ -61,7 +61,7 @@ def test_S09_a_missing_device_names_those_that_are_there(
 def test_S10_the_first_device_must_be_one_that_can_share(two_gpus: None) -> None:
     assert refusal("cpu", "cuda:0")[0] == "cpu cannot be combined with other devices"
     assert refusal("cuda:1", "cuda:1")[0] == "--devices contains cuda:1 twice"
-    assert refusal("cuda:0", "cuda:1", kind="none")[1] == "--parallel dp"
+    assert refusal("cuda:0", "cuda:1", kind="none")[1] == "use --parallel dp"
 
 
 def test_S19_what_is_not_deterministic_on_a_gpu_is_refused(two_gpus: None) -> None:
@@ -76,7 +76,7 @@ def test_S19_what_is_not_deterministic_on_a_gpu_is_refused(two_gpus: None) -> No
 def test_S02_the_cpu_twice_is_a_simulation() -> None:
     assert chosen("cpu", "cpu", kind="dp") == ["cpu", "cpu"]
     assert refusal("cpu", "cpu", kind="ddp")[0] == "--devices contains cpu twice"
-    assert refusal("cpu", "cpu", kind="none")[1] == "--parallel dp"
+    assert refusal("cpu", "cpu", kind="none")[1] == "use --parallel dp"
 
 
 def test_S20_env_shows_the_devices(run: Run) -> None:

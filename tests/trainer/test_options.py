@@ -82,7 +82,7 @@ def test_F3_shards_are_not_exchanged_through_gloo_on_gpus(monkeypatch: pytest.Mo
     monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("joined"))
     with pytest.raises(RequestError, match="FSDP needs a GPU for each process: 2 proc") as caught:
         parallel.join(torch.device("cuda:0"), 1, is_sharded=True)
-    assert caught.value.hint == "--nproc-per-node 1, --parallel ddp, or --devices cpu"
+    assert caught.value.hint == "use --nproc-per-node 1, --parallel ddp, or --devices cpu"
 
 
 @pytest.mark.slow

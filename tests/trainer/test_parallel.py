@@ -75,7 +75,7 @@ def test_torchrun_is_not_for_one_process(monkeypatch: pytest.MonkeyPatch) -> Non
         parallel.group(Config(parallel="dp")),
     ):
         pass
-    assert caught.value.hint == "--parallel ddp"
+    assert caught.value.hint == "use --parallel ddp"
 
 
 def test_S02_one_device_says_that_nothing_is_split(prepared: Prepare) -> None:

@@ -115,7 +115,7 @@ def test_a_command_for_gpus_runs_or_names_the_devices(folder: Path, row: str) ->
     else:
         assert done.exit_code == 2
         assert "this machine has no device cuda:" in done.output
-        assert "hint: --devices cpu" in done.output
+        assert "hint: use --devices with cpu" in done.output
 
 
 def test_S21_the_types_of_tensors_are_those_of_torch() -> None:

@@ -207,7 +207,7 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
             raise _WrongError(what, hint="the options are keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
             what = f"step {number} must be the name of a step with its argument"
-            raise _WrongError(what, hint="e.g. `- strip: module.`")
+            raise _WrongError(what, hint="write, for example, `- strip: module.`")
         ((word, given),) = each.items()
         yield WrittenStep(word, given, {})
 
@@ -311,7 +311,7 @@ def _sizes(given: Any) -> dict[str, str | int]:
         raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
-            hint = "e.g. h: 32, h: config.num_attention_heads"
+            hint = "write, for example, h: 32 or h: config.num_attention_heads"
             raise _WrongError(f"{word}: {_shown(size)} is not a size", hint)
     return {str(word): size for word, size in given.items()}
 
