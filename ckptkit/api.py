@@ -235,10 +235,10 @@ def convert(
     `convert` changes the source and needs no `destination`. If `destination` is a folder, the
     output becomes a file in this folder.
 
-    ``keep_format`` is true by default. `convert` then keeps the format of the source if
-    `destination` has no suffix or the suffix of the source. A small change with ``in_place`` then
-    writes only the changed bytes. If ``keep_format`` is false, `convert` always rewrites the
-    complete file.
+    With ``keep_format`` (the default), `convert` keeps the format of the source if `destination`
+    has no suffix, or the suffix of the source. With ``keep_format`` and ``in_place``, `convert`
+    writes only the changed bytes of a small change. Without ``keep_format``, `convert` always
+    rewrites the complete file.
 
     Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.
     """

@@ -66,8 +66,8 @@ def stats(
 ) -> StatsFacts:
     """Return statistics of the values of tensors, like ``ckptkit stats --json``.
 
-    `keys` are globs of tensor names. `stats` reads all weights, or with `all` all tensors of the
-    file.
+    `keys` are globs of tensor names. By default, `stats` reads the weights. With `all`, `stats`
+    reads all tensors of the file.
     """
     arguments.flags(all=all, stored=stored)
     globs = arguments.texts("keys", keys)

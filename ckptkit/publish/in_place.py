@@ -1,4 +1,4 @@
-"""Edit a file in place, crash-safely. During an edit, the file is detectably invalid.
+"""Edit a file in place, crash-safely. During an edit, the file is invalid, and ckptkit detects this.
 
 The steps of an edit are:
 
@@ -80,7 +80,7 @@ except ImportError:  # on Windows, ckptkit rewrites files instead
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _BUSY = "is being edited in place by another process"
-_AGAIN = "run the command again when it has finished"
+_AGAIN = "run the command again when the other process has finished"
 _INTERRUPTED = "an edit in place was interrupted"
 
 
@@ -310,9 +310,11 @@ def check_journals(path: str, undo: bool = False) -> None:
     """Check the file `path`, or the files in the folder `path`, for interrupted edits in place.
 
     If `undo` is false, raises InputError for half-edited files and changes nothing. If `undo` is
-    true, restores half-edited files. For a complete edit, `undo` only removes the journal. Raises
-    OutputError if a file cannot be restored. Raises InputError if an edit is in progress, or if a
-    journal does not match its file.
+    true, restores half-edited files. If `undo` is true and an edit is complete, only removes the
+    journal of the edit.
+
+    Raises OutputError if a file cannot be restored. Raises InputError if an edit is in progress, or
+    if a journal does not match its file.
     """
     for journal, file in journals_of(path):
         try:

@@ -381,7 +381,8 @@ def _locked(path: str) -> Iterator[None]:
 
 
 NAME_MAX = 255  # maximum number of bytes of a file name
-# A temporary file is stale if nobody has written to it for this number of seconds.
+# ckptkit reports a temporary file of another context if the last write was more than this number of
+# seconds ago.
 SETTLED = 3600
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)

@@ -122,7 +122,7 @@ MODELOPT = (
 #
 # The first code is in the lowest bits of an element. The mode ``affine`` has a scale and a bias for
 # each group. The modes ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte and no biases.
-# Group size and bits are only in ``config.json``, which may contain other values for some layers.
+# Group size and bits are only in ``config.json``. Some layers may have separate values.
 
 
 _MODES = {  # maps each mode to (bits of a code, format of the blocks)

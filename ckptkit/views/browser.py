@@ -73,7 +73,7 @@ class TreeContents:
         return branches(found)
 
     def command(self, name: str, *words: str) -> str:
-        """Return a command line for this file, which the user can paste into a shell."""
+        """Return a shell command about this file that the user can copy."""
         chosen = self.summary.chosen
         return shell_command(("ckptkit", name, *chosen, *argument(self.path), *words))
 

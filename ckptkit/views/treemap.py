@@ -1,7 +1,7 @@
 """Lay out treemaps, in which the areas of rectangles are proportional to parameters or bytes.
 
-`tiles` lays out pictures for papers and model cards, which matplotlib draws. `arranged` lays out
-the treemap of the HTML page. The script of the page scales this layout to the window.
+`tiles` lays out pictures for papers and model cards. matplotlib draws these pictures. `arranged`
+lays out the treemap of the HTML page. The script of the page scales this layout to the window.
 """
 
 from __future__ import annotations
