@@ -1,4 +1,4 @@
-"""Edit a file in place, crash-safely. During an edit, the file is invalid, and ckptkit detects this.
+"""Edit a file in place, crash-safely. During an edit, the file is invalid, and ckptkit can tell.
 
 The steps of an edit are:
 
