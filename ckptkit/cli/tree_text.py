@@ -21,7 +21,7 @@ from ckptkit.pickles.policy import describe
 
 BAR, SHORT_BAR = 20, 10  # width of a bar, in characters
 WIDE, MEDIUM = 110, 72  # minimum width of a terminal for BAR and for SHORT_BAR
-ALIGNED = 100  # without a terminal, maximum number of characters before the numbers of a line
+ALIGNED = 100  # without a terminal, maximum width of the column of labels
 
 
 @dataclass(eq=False)

@@ -123,9 +123,9 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
 
     `names` maps old to new keys. If a module has parameters, their new keys determine the new path
     of the module. If a module has only submodules, the new paths of the submodules determine the
-    new path of the module. However, a submodule whose last path component changed has no influence.
-    A module without parameters and submodules stays in its parent module. If a new path is
-    ambiguous, drop the entry and add the old path to `lost`.
+    new path of the module. However, ckptkit ignores submodules whose last path component changed. A
+    module without parameters and submodules stays in its parent module. If a new path is ambiguous,
+    drop the entry and add the old path to `lost`.
     """
     votes: dict[str, set[str]] = defaultdict(set)  # module -> new paths of its parameters
     for old, new in names.items():

@@ -91,8 +91,8 @@ def _based(
     *,
     is_slice: bool = False,
 ) -> list[Use]:
-    """Return the inputs with the base model as the first. If no input is the base model, add an
-    input."""
+    """Return the inputs, with the base model as the first input. If no input is the base model, add
+    an input for the base model."""
     if method == PASSTHROUGH and len(uses) != 1:
         raise UsageError("passthrough needs exactly one model for each slice")
     if method == SLERP and len({id(each.model) for each in uses} | {id(base)}) != 2:

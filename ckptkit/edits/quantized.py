@@ -264,7 +264,11 @@ def _settings(kind: str, left: list[str]) -> dict[str, Any]:
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
 _STATE = "state"  # last path component of the state of a pickled object
-_PACKING = ("_packed_params", "_packed_weight", _STATE)  # path components after the module path
+_PACKING = (
+    "_packed_params",
+    "_packed_weight",
+    _STATE,
+)  # follow the module path of packed weights
 _PACKER = "PackedParamsBase"
 
 

@@ -454,7 +454,8 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
     """Run `tasks` in order. Continue after failures.
 
-    Raises OutputError if `version` (of the caller) is not the version of this worker.
+    Raises OutputError if `version`, the ckptkit version of the caller, is not the version of this
+    worker.
     """
     if version != __version__:
         raise OutputError(

@@ -56,7 +56,7 @@ class Paired(NamedTuple):
     name: str | None  # path of the original
     origins: Mapping[str, Origin]
     left: tuple[str, ...]  # descriptions of tensors that only one file has
-    swapped: bool  # whether the original is file A, and the GGUF file B
+    swapped: bool  # True if file A is the original, and file B the GGUF file
 
     @property
     def nbytes(self) -> int:

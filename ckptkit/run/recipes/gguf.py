@@ -116,8 +116,9 @@ def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
 class GgufModel(NamedTuple):
     """The name of an architecture in transformers, and the fields of its configuration.
 
-    ``fields`` maps metadata keys to fields, in addition to `_FIELDS`. The field "" removes a key of
-    `_FIELDS`. ``fixed`` contains fields with the same value in all models of the architecture.
+    ``fields`` maps metadata keys to fields, in addition to `_FIELDS`. If ``fields`` maps a key to
+    "", ckptkit ignores the key, even if `_FIELDS` contains the key. ``fixed`` contains fields with
+    the same value in all models of the architecture.
     """
 
     model_type: str

@@ -19,16 +19,17 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptkit.trainer.models.cnn import scaled
 
-LAYERS, UNITS = 72, 1000  # Mlp: number of layers, units of each layer
+LAYERS, UNITS = 72, 1000  # Mlp: number of layers, number of units in each layer
 BLOCKS = 4  # Generator: number of residual blocks
 GROWTH, DENSE = 12, (4, 4, 4)  # DenseNet: new channels per layer, layers of each block
 BOTTLENECK = 4  # DenseNet: number of channels between the two convolutions, divided by GROWTH
 
 
 def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
-    """Run the layers in segments. Each segment keeps only its inputs for the backward pass.
+    """Run the layers in segments.
 
-    The last segment keeps all activations, because its backward pass comes first.
+    Each segment except the last keeps only its inputs for the backward pass. The last segment keeps
+    all activations, because its backward pass comes first.
     """
     outputs: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
         layers, segments, inputs, use_reentrant=False, preserve_rng_state=rng
@@ -99,8 +100,9 @@ class Generator(nn.Module):
     """Map images [batch, channels, height, width] from -1 to 1 to images of the same shape.
 
     The model downsamples, runs residual blocks, and upsamples. Height and width must be divisible
-    by 4. With ``segments``, the first part, the segments of the residual blocks, and the last part
-    keep only their inputs for the backward pass.
+    by 4. With ``segments``, the residual blocks are split into segments. The downsampling layers,
+    the upsampling layers, and each segment except the last keep only their inputs for the backward
+    pass.
     """
 
     def __init__(
