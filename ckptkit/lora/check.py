@@ -23,8 +23,8 @@ from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, output_name, quoted, shell_command, some
+from ckptkit.lora.changes import Problem, problems
 from ckptkit.lora.merge import MergePlan, refuse_base
-from ckptkit.lora.problems import Problem, problems
 from ckptkit.lora.reading import Adapter, Module, read_adapter
 
 ERROR, WARNING = "error", "warning"

@@ -19,25 +19,31 @@ from itertools import accumulate
 from math import isfinite, prod
 from typing import Any
 
+from ckptkit import formats
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import WeightedSum
+from ckptkit.compute.numbers import encode
+from ckptkit.core import arguments
 from ckptkit.core.arguments import checked
-from ckptkit.core.bytesource import Pending
-from ckptkit.core.checkpoint import Source
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.bytesource import ByteSource, Folder, Memory, Pending, Range
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AmbiguousError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
+from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural, quoted, some, typed
+from ckptkit.core.text import WRITTEN, plural, quoted, shown_url, some, typed
+from ckptkit.core.tree import OrderedMapping
+from ckptkit.formats.table import SAFETENSORS
 from ckptkit.lora import naming
-from ckptkit.lora.changes import box, made_of, matrix, placed, zeros
+from ckptkit.lora.changes import box, made_of, matrix, placed, problems, zeros
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
-from ckptkit.lora.problems import problems
-from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
-from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
+from ckptkit.lora.reading import CONFIG, METADATA, WEIGHTS, Adapter, Module, read_adapter, table
+from ckptkit.publish.publish import publish
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
+PEFT = "base_model.model."  # prefix of tensor names in peft
 _ORIGINALS = "kohya", "comfy"  # layouts with the original module names, not those of diffusers
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
@@ -432,3 +438,93 @@ def _config(modules: Iterable[Module]) -> dict[str, Any]:
         use_dora=any("magnitude" in each.tensors for each in found.values()),
         lora_bias=any("B_bias" in each.tensors for each in found.values()),
     )
+
+
+# Output files
+
+
+def written(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    options: Options,
+    *,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    source: ByteSource | Folder | None = None,
+    notes: tuple[str, ...] = (),
+    warnings: tuple[str, ...] = (),
+) -> Conversion:
+    """Write a safetensors file. If `config` is not None, write a peft folder instead.
+
+    Raises UsageError if `path` is the path of `source`.
+    """
+    path = arguments.path("destination", path)
+    if config is not None and path.endswith(WRITTEN):
+        what = "is the name of a file, but a peft adapter is a folder"
+        raise UsageError(what, where=path, hint=f"use the name {os.path.splitext(path)[0]}")
+    if config is None:
+        chosen = formats.for_writing(path, options.format, SAFETENSORS.name)
+        if chosen is not SAFETENSORS:
+            what = f"ckptkit writes adapters as safetensors, not as {chosen.name}"
+            raise UsageError(what, where=path, hint="use a name that ends in .safetensors")
+    held = Checkpoint(
+        OrderedMapping(dict(tensors)), SAFETENSORS.name, source, metadata or {}, notes=notes,
+        warnings=warnings,
+    )  # fmt: skip
+    # Programs that read adapters do not support shared tensors. If several modules share a matrix,
+    # the file contains one copy per module.
+    layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
+    plan = replace(formats.layout(held, SAFETENSORS, layout), notes=())
+    if config is not None:
+        text = json.dumps(dict(config), indent=2, sort_keys=True).encode()
+        files = replace(plan.files[0], name=WEIGHTS[0]), OutputFile(CONFIG, (text,))
+        plan = replace(plan, files=files)
+    done = publish(plan, path, layout, origin=source)
+    kind = "peft" if config is not None else SAFETENSORS.name
+    return Conversion(held, plan, kind, shown_url(path), None if options.dry_run else done)
+
+
+def config_of(
+    ranks: Mapping[str, int], alphas: Mapping[str, float], **others: Any
+) -> dict[str, Any]:
+    """Return the peft configuration for modules with these ranks and alphas.
+
+    The most frequent rank becomes `r`. The most frequent alpha becomes `lora_alpha`. The fields
+    `rank_pattern` and `alpha_pattern` contain the other values.
+    """
+    alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
+    rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {_exactly(n): each for n, each in ranks.items() if each != rank},
+        "alpha_pattern": {_exactly(n): each for n, each in alphas.items() if each != alpha},
+        "target_modules": sorted(ranks),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "task_type": None,
+        "use_dora": False,
+        "use_rslora": False,
+        **others,
+    }
+
+
+def _exactly(name: str) -> str:
+    """Return a pattern that matches only this module."""
+    return f"^{re.escape(name)}"
+
+
+def _most(values: Any, default: float) -> Any:
+    found = list(values)
+    return max(dict.fromkeys(found), key=found.count, default=default)
+
+
+def tensor_of(values: Any, dtype: DType) -> Tensor:
+    """Convert a NumPy float array to a tensor of `dtype`, which rounds the elements."""
+    data = bytes(encode(values.reshape(-1), dtype))
+    return made_of(Range(Memory(data), 0, len(data)), dtype, tuple(map(int, values.shape)))

@@ -32,11 +32,17 @@ from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
 from ckptkit.edits import quantized_names
 from ckptkit.lora.arithmetic import as_matrix
 from ckptkit.lora.changes import made_of
-from ckptkit.lora.convert import refuse_damaged, tensors_of
+from ckptkit.lora.convert import (
+    PEFT,
+    config_of,
+    refuse_damaged,
+    tensor_of,
+    tensors_of,
+    written,
+)  # fmt: skip
 from ckptkit.lora.merge import same_bytes
 from ckptkit.lora.naming import EMBEDDINGS, HEADS
 from ckptkit.lora.reading import METADATA, Module, read_adapter
-from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 if TYPE_CHECKING:
     import numpy as np

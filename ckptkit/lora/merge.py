@@ -37,7 +37,9 @@ from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import of_weights
 from ckptkit.lora.arithmetic import as_matrix
 from ckptkit.lora.changes import (
+    HELP,
     ModuleChange,
+    Problem,
     box,
     change_of,
     change_of_bias,
@@ -45,9 +47,10 @@ from ckptkit.lora.changes import (
     made_of,
     matrix,
     placed,
+    problems,
+    unknown_fields,
 )
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
-from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
 from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
 
 # Models for which transformers sets `is_transposed`, because matrices of experts are [in, out]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
-from ckptkit.lora.problems import problems
+from ckptkit.lora.changes import problems
 from ckptkit.lora.reading import is_adapter, matches, read_adapter, unwrapped
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
