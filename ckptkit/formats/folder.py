@@ -1,7 +1,7 @@
 """Choose the checkpoint to read in a folder of several files or folders.
 
     model.safetensors, last.ckpt                 a checkpoint with one of the file names below
-    latest_checkpointed_iteration.txt            contains the name of the latest sibling folder
+    latest_checkpointed_iteration.txt            contains the iteration of the latest save
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 
@@ -39,7 +39,7 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
 _REVISION = "main"
-# Templates for the folder name of the iteration that the tracker file contains.
+# Templates for folder names. The tracker file contains the iteration to insert.
 _TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")
 
 
@@ -209,7 +209,7 @@ def is_state(name: str) -> bool:
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a file name, or None if it names no checkpoint."""
+    """Return form, stem, suffix and total of a checkpoint's file name. Return None for other names."""
     base = name.removesuffix(INDEX)
     suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:

@@ -168,7 +168,8 @@ def _head(extent: Extent, length: int) -> bytes:
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    # `length` deflated bytes take about `length` bytes or fewer. Therefore read only the beginning.
+    # In deflated form, `length` bytes take about `length` bytes or fewer. Therefore, read only the
+    # beginning of the deflated bytes.
     (stored,) = extent.inputs
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))

@@ -13,10 +13,10 @@ https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
 Unlike the library, ckptkit refuses:
 
-* repeated names and unknown fields.
-* more than 64 dimensions.
-* a size of 2**63 or more, even if another size of the shape is 0.
-* the JSON that :mod:`strict_json` refuses.
+* Repeated names and unknown fields.
+* More than 64 dimensions.
+* A size of 2**63 or more, even if another size of the shape is 0.
+* The JSON that :mod:`strict_json` refuses.
 
 Like the library, ckptkit sorts the bytes of tensors by type, larger types first, and then by name.
 Like the library, ckptkit aligns the buffer to 8 bytes. Unlike the library, ckptkit lists the

@@ -570,9 +570,9 @@ def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
-    """Map the id of a storage to a tensor that can be its header entry, and the tensor's path.
+    """Map the id of a storage to a tensor, and to the path of this tensor.
 
-    The tensor is the first one that fills the storage and can be a header entry.
+    The tensor is the first tensor that fills the storage and can be a header entry.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     types: dict[int, set[str]] = {}

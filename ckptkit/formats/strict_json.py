@@ -2,11 +2,11 @@
 
 `parse` refuses:
 
-* a byte order mark, bytes that are not UTF-8, and lone surrogates.
-* a name that occurs twice in one object.
+* A byte order mark, bytes that are not UTF-8, and lone surrogates.
+* A name that occurs twice in one object.
 * NaN and Infinity, and numbers that overflow to infinity.
-* ``-0``, and an integer of more than 20 digits.
-* nesting deeper than `LIMITS.json_depth`.
+* The number ``-0``, and integers of more than 20 digits.
+* Nesting deeper than `LIMITS.json_depth`.
 
 Some formats store values outside the weights as JSON. `encode` converts a value to JSON, and
 `decode` converts the JSON back. `encode` does not change null, booleans, integers of up to 19

@@ -6,7 +6,7 @@ torch.save before 1.6 writes one flat stream. Later versions write such a stream
     pickle 1   0x1950A86A20F9469CFC6C, the magic number
     pickle 2   1001, the protocol version
     pickle 3   {'protocol_version', 'little_endian', 'type_sizes'}
-    pickle 4   the object. It contains persistent ids ('storage', ...) and
+    pickle 4   the object. The pickle contains persistent ids ('storage', ...) and
                ('module', class, source file, source code).
     pickle 5   [storage key, ...]
     storages   for each key: int64 number of elements, bytes of the elements

@@ -2,12 +2,12 @@
 
 ckptkit does not read the program itself. The archive contains:
 
-    <top>/data.pkl, data/              the pickled module. Each submodule is an object of the class
-                                       __torch__.<class> whose state is a dict.
-    <top>/code/__torch__/**.py         deflated code. Its class declarations list the parameters
-                                       and buffers (see below).
-    <top>/constants.pkl, constants/    a tuple. The code calls its items CONSTANTS.c0,
-                                       CONSTANTS.c1...
+    <top>/data.pkl, data/              the pickled module. Each submodule is an object. The class
+                                       of the object is __torch__.<class>. The state is a dict.
+    <top>/code/__torch__/**.py         deflated code. The class declarations in the code list the
+                                       parameters and buffers (see below).
+    <top>/constants.pkl, constants/    a tuple. In the code, the items of the tuple are called
+                                       CONSTANTS.c0, CONSTANTS.c1...
     <top>/bytecode.pkl, mobile_debug_handles.pkl
                                        ignored: code for the mobile runtime (.ptl)
     <top>/traced_inputs.pkl, traced_inputs/
@@ -59,8 +59,8 @@ missing. Sizes, strides and offsets are in elements. Tensors outside of modules 
 ``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
 
 Packed weights are C++ objects that contain the tensors of one layer. ``optimize_for_mobile`` and
-``freeze`` store such objects as constants, without names. The pickle contains the tensors as before
-packing:
+``freeze`` store such objects as constants, without names. The pickle contains the tensors in their
+form before packing:
 
     xnnpack, metal, mkldnn    LinearOpContext, Conv2dOpContext...: (weight, bias, stride...)
     vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]

@@ -366,7 +366,7 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
 def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
     """Raise AmbiguousError if an unlisted record begins between two members.
 
-    An old version of a listed record is allowed, because an in-place edit can leave one.
+    An old version of a listed record is allowed, because an in-place edit can leave such a version.
     """
     if end - start < 30:
         return

@@ -6,9 +6,9 @@ whether the server supports byte ranges. A HEAD request would not show whether t
 ranges. Some servers also reject HEAD for signed URLs. The headers of every later response show
 whether the file has changed. If a transfer breaks, this module downloads the remaining bytes.
 
-If a network or server fails, this module raises an error with a hint. The libraries below fsspec
-raise errors of any class. The messages of these errors may contain a URL with secrets. If the URL
-may contain a secret, this module does not show the message.
+If a network or server fails, this module raises an error with a hint. The libraries that fsspec
+uses raise errors of many classes. The messages of these errors may contain a URL with secrets. If
+the URL may contain a secret, this module does not show the message.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append the bytes from offset `start` to `stop`. Append fewer if the transfer breaks."""
+        """Append the bytes from offset `start` to `stop`. Append fewer bytes on failure."""
 
     @abstractmethod
     def look(self) -> Identity:
@@ -176,7 +176,7 @@ class Http(Transport):
     async def _get(
         self, start: int, stop: int, into: bytearray, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Append the bytes from offset `start` to `stop`. Append fewer if the connection breaks.
+        """Append the bytes from offset `start` to `stop`. If the connection breaks, append fewer.
 
         `known` is the identity that the first request returned. `known` is None for the first
         request.
@@ -318,7 +318,7 @@ def _version(info: Mapping[str, Any]) -> Identity:
 def moment(value: object) -> object:
     """Convert a datetime to seconds. Return other values unchanged.
 
-    Some file systems return times in listings and for single files as different types.
+    Some file systems return times of different types in listings and for single files.
     """
     return value.timestamp() if isinstance(value, datetime) else value
 

@@ -239,7 +239,7 @@ def chunk(runs: Runs, count: int, index: int) -> Runs:
 
 
 def _starts(runs: Runs) -> list[int]:
-    """Return the start of each run after all runs were concatenated."""
+    """Return the start index of each run in the concatenation of all runs."""
     starts, at = [], 0
     for begin, end in runs:
         starts.append(at)

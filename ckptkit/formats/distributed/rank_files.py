@@ -50,7 +50,7 @@ Known = dict[int, Piece]
 
 
 class RankKind(NamedTuple):
-    """A group of files, and its role according to the first file.
+    """A group of files, and the role of the group. The first file determines the role.
 
     The role is "model", "optimizer", "extra_state", or "" if the file cannot be used.
     """

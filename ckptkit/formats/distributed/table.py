@@ -84,7 +84,7 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
 def cut_in_ratio(*sizes: int) -> str:
     """Return the line for tensors of several blocks ([q; k; v]) that are split along the rows.
 
-    `sizes` contains the ratio of the sizes of the blocks.
+    `sizes` contains the relative size of each block.
     """
     unit = gcd(*sizes)
     ratio = "|".join(str(n // unit) for n in sizes)
