@@ -209,7 +209,7 @@ def is_state(name: str) -> bool:
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a checkpoint's file name. Return None for other names."""
+    """Return form, stem, suffix and total of a checkpoint's file name, or None for other names."""
     base = name.removesuffix(INDEX)
     suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:
