@@ -223,9 +223,9 @@ def tables(
     """Yield the table of the weights and the table of all other tensors. Do not yield an empty
     table.
 
-    If `flat` is false, tensors whose names differ only in an index are folded into one row. The
-    modules of these tensors must have the same structure. `among` contains all tensors of the
-    checkpoint, and `rows` contains the tensors to show.
+    If `flat` is false, tensors are folded into one row if their names differ only in an index and
+    their modules have the same structure. `among` contains all tensors of the checkpoint, and
+    `rows` contains the tensors to show.
     """
     from ckptkit.core.text import fold, unfolded
 

@@ -167,9 +167,9 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return True if B contains all sampled rows of A, and at least one at another position.
+    """Return True if B contains all sampled rows of A, and at least one row is at another position.
 
-    Rows of A and B are equal if their difference is small.
+    Two rows count as equal if their difference is small.
     """
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False

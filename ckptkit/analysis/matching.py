@@ -4,7 +4,8 @@ Four methods run in this order. Each method pairs keys that the previous methods
 
 1. ``suffix``: Pair keys with the longest common suffix.
 2. ``shape``: Pair two keys if no other key has their shape and dtype.
-3. ``order``: If both sides have equally many keys of a shape and dtype, pair these keys in order.
+3. ``order``: If both sides have the same number of keys with a shape and dtype, pair these keys in
+   order.
 4. ``edit``: Of all keys with equal shapes, pair the keys with the most similar names.
 
 The parts of two keys before a common suffix are a rename rule, such as ``encoder.layer`` ->
@@ -590,7 +591,7 @@ def fits(ours: Shape | None, theirs: Shape | None) -> bool:
 
 
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
-    """Return the prefix change that makes most names of the file equal to names of the model.
+    """Return the prefix change after which the most names of the file are names of the model.
 
     The prefix change does not change names in `common` and names that both sides have. A prefix
     change that replaces a prefix applies to all names. The prefix change never makes two names

@@ -207,7 +207,7 @@ class TensorView:
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
     def present(self, stem: str, suffixes: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of tensors that consist of `stem` and one of the suffixes."""
+        """Return each `stem + suffix` that is the name of a tensor."""
         return tuple(stem + each for each in suffixes if stem + each in self.tensors)
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:

@@ -542,8 +542,8 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
     """Map each size with several values to the variable whose labels select a value.
 
-    Such a variable has one label for each value of the size. Raises RuleError if there is no such
-    variable, or if there are several.
+    The variable must have one label for each value of the size. Raises RuleError if no variable has
+    this number of labels, or if several variables do.
     """
     found = {}
     for word, size in known.sizes.items():

@@ -96,9 +96,10 @@ def escaped(name: str) -> str:
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """Return the branches below `branch`, sorted.
+    """Return one branch for each child of `branch`, sorted.
 
-    For each child, return the first branch on its path that is a tensor or has several children.
+    If a child is not a tensor and has only one child, return the first branch below the child that
+    is a tensor or has several children.
     """
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":

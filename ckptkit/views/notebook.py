@@ -106,7 +106,7 @@ def _table(found: Table, title: str) -> str:
 
 
 def _short(node: Node) -> str:
-    """Return a short description of a value. For containers and objects, this is the type."""
+    """Return a short description of a value. For containers and objects, return the type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"
     if isinstance(node, str):
