@@ -1,7 +1,7 @@
 """Rearranged elements: joined tensors, permuted tensors, and contiguous copies of views.
 
-The bytes of a rearranged tensor are row-major, little-endian and contiguous. ckptkit expresses them
-as the simplest possible extent:
+The bytes of a rearranged tensor are row-major, little-endian and contiguous. ckptkit describes
+these bytes by the simplest of the following extents:
 
 * a byte range,
 * a concatenation of byte ranges and strided views,
@@ -54,18 +54,19 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 
-# Maximum number of bytes of a tensor that may be much larger than its storage.
+# A tensor of at most this number of bytes may be much larger than its storage.
 SMALL = 1 << 20
-# Minimum number of contiguous bytes that become a separate byte range.
+# A copy that reads several runs of contiguous bytes becomes separate byte ranges only if each run
+# has at least this number of bytes.
 RUN = 128 << 10
-RUNS = 50_000  # maximum number of contiguous byte ranges in one target
+RUNS = 50_000  # maximum number of byte ranges that make up one tensor
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
 def refuse_without_elements(tensor: Tensor, what: str) -> None:
     """Raise TensorError if the dtype is unknown, or the tensor is a meta or non-strided tensor.
 
-    The message states that such a tensor has no `what`.
+    For a meta or non-strided tensor, the message ends with "has no" and `what`.
     """
     if tensor.layout == UNKNOWN:
         raise TensorError(f"its elements have the {UNKNOWN} {tensor.dtype}")
@@ -76,9 +77,10 @@ def refuse_without_elements(tensor: Tensor, what: str) -> None:
 def contiguous(tensor: Tensor) -> Record:
     """Return the elements of a tensor as contiguous, row-major, little-endian bytes.
 
-    Conjugation and negation are applied. If no computation is needed, the result is a slice of the
-    storage's record. Raise TensorError for meta tensors and non-strided tensors. Elements smaller
-    than a byte must be contiguous and start at a byte, otherwise raise TensorError.
+    If the tensor is conjugated or negated, ckptkit computes its values. If no computation is
+    needed, the result is a slice of the storage's record. Raise TensorError for meta tensors and
+    non-strided tensors. Raise TensorError also for elements smaller than a byte, unless they are
+    contiguous and the first element starts at a byte.
     """
     refuse_without_elements(tensor, "bytes of its own")
     assert tensor.storage is not None
@@ -149,7 +151,7 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
 
 
 def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
-    """Return a copy that reads the elements of `tensor` from its storage, in row-major order."""
+    """Return the copy that reads the elements of `tensor` from its storage in row-major order."""
     return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
 
 
@@ -163,7 +165,7 @@ def _outside(extent: Extent) -> Extent:
     return Range(*in_file(extent.source, extent.offset), extent.length)
 
 
-# Conversion of copies to extents
+# Conversion of strided copies to extents
 
 Piece = tuple[Extent, StridedCopy]  # an extent, and a copy that reads this extent
 
@@ -189,7 +191,7 @@ def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
 
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
-    """Return the extent of an array of `total` elements that the copies in `pieces` fill.
+    """Return the extent of an array of `total` elements. The copies in `pieces` fill the array.
 
     Raise UnsupportedError if a read of this extent would take too long.
     """
@@ -260,7 +262,7 @@ def _follows(one: Range, other: Range) -> bool:
 
 
 def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
-    """Split copies along outer dimensions. Each result fills a contiguous part of the target."""
+    """Split copies along outer dimensions. Each new copy fills a contiguous part of the target."""
     found: list[Piece] = []
     for extent, copy in pieces:
         outer = 0
@@ -292,7 +294,7 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
 
 
 def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
-    """Replace a copy that reads a rearranged extent by copies that read its sources directly."""
+    """Replace a copy of a rearranged extent by copies that read the extent's sources directly."""
     inner = _parts(extent, itemsize)
     if inner is None:
         return [(extent, copy)]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # number of elements per step; for fewer, threads wait for the interpreter lock
+# Number of elements per step; with fewer elements, threads wait for the interpreter lock.
+WIDE = 1 << 17
 # A float32 sum of squares between _LEAST and _MOST is accurate enough. _ROUNDED bounds the relative
 # rounding error of a float32 difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
@@ -67,9 +68,9 @@ def compare(
     ``|a - b| <= atol + rtol * |b|``, computed in float64 or complex128. A missing tolerance is 0.
     NaN equals NaN.
 
-    If `measured` is set, the result also contains the distances between tensors of numeric dtypes.
-    Only finite elements count for these distances. Raise TensorError if the shapes differ. Without
-    tolerances, raise TensorError also if the dtypes differ.
+    If `measured` is set and the dtypes are numeric, the result also contains the distances between
+    the tensors. Only finite elements count for these distances. Raise TensorError if the shapes
+    differ. Without tolerances, raise TensorError also if the dtypes differ.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
@@ -88,12 +89,12 @@ def compare(
     extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
     measure = _Measure() if measured and all(map(is_decoded, types)) else None
     if exact and (_same(*extents) or (a.nbytes <= BUFFER and equal(*extents))):
-        return None  # for equal small tensors, the import of numpy is not necessary
+        return None  # small equal tensors do not need numpy
     keep_memory()
     import_numpy()
     import numpy as np
 
-    with np.errstate(all="ignore"):  # a difference of infinities is NaN, and squares overflow
+    with np.errstate(all="ignore"):  # differences of infinities are NaN, and squares may overflow
         if exact:
             found = _compare_bytes(extents, a.dtype, measure)
         else:
@@ -112,11 +113,11 @@ class _Measure:
         self.squares = self.others = self.product = self.moved = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add elements of both tensors. Both arrays have the same dtype.
+        """Add `x`, elements of the first tensor, and `y`, the same elements of the second tensor.
 
-        If the elements are equal, pass one array twice. The sums have the dtype of the elements. If
-        the squares overflow or underflow in float32, the sums are float64. The largest difference
-        is exact.
+        Both arrays have the same dtype. If the elements are equal, pass the same array as `x` and
+        `y`. The sums have the dtype of the elements. If the squares overflow or underflow in
+        float32, the sums are float64. The largest difference is exact.
         """
         import numpy as np
 
@@ -204,7 +205,7 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # the code below measures the equal blocks at the start
+        if measure is not None and count:  # the loop below adds the equal blocks before this block
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize

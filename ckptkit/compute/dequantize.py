@@ -47,13 +47,14 @@ if TYPE_CHECKING:
 # interpreter lock. Two float32 copies of a tile must fit the cache of a core.
 TILE = 1 << 18
 WIDE = 1 << 19  # maximum number of elements of a row; a longer row is split into several tiles
-# Number of rows per tile for layouts in which adjacent codes of the input belong to several rows.
-# The rows fill a cache line of the input. Such a tile is split along its columns.
+# Number of rows per tile for layouts in which adjacent codes of the input belong to different rows
+# of the weight. The rows fill a cache line of the input. ckptkit processes such a tile in ranges of
+# columns, so that each range fits the cache.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
 # For each dtype, the lowest code of an infinity or NaN, without the sign bit. The dtypes have at
 # most four significant bits.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
-# Maximum and minimum of scales whose products with codes are normal float32 numbers.
+# Maximum and minimum of scales for which every product with a code is a normal float32 number.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 
@@ -79,7 +80,10 @@ class Dequantize(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield the ends of parts of about `size` bytes. Do not split small matrices of a batch."""
+        """Yield the end of each part of the output. A part has about `size` bytes.
+
+        Parts do not split the small matrices of a batch.
+        """
         matrix = extent.length // self.blocks.batches
         step = -(-size // matrix) * matrix if matrix <= 2 * size else size
         yield from range(step, extent.length, step)
@@ -105,7 +109,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
             first = row * columns + right
             continue
         end = min(top - top % tall + tall, rows, -(-last // columns) - batch * rows)
-        if blocks.packing.kind == "turned":  # several rows share a scale
+        if blocks.packing.kind == "turned":  # in this layout, several rows share a scale
             top -= top % tall
             end = min(top + tall, rows)
         yield (batch * rows + top) * columns, Span(batch, top, end, 0, columns)
@@ -221,10 +225,10 @@ class Dequantizer:
             np.copyto(values, rounded(values, self.product_dtype))
 
     def _numbers(self, span: Span, values: Array, scale: Array) -> bool:
-        """Fill `values` with the numbers of the codes.
+        """Fill `values` with the numbers that the codes represent.
 
-        Return True if no product with a scale is NaN or halfway between two bfloat16 numbers. In
-        this case, an addition to the bits of the products rounds them to bfloat16.
+        Return True if no product of a number and its scale is NaN or halfway between two bfloat16
+        numbers. Then an addition to the bits of a product rounds the product to bfloat16.
         """
         import numpy as np
 
@@ -232,7 +236,8 @@ class Dequantizer:
         if self.table is None:
             codes, is_signed = self.codes(span), blocks.signed
             if isinstance(self.zero, PackedZero) and self._is_shifted:
-                codes = codes - np.uint8((self.zero.same or 0) & 0xFF)  # the result may wrap around
+                # The subtraction may wrap around.
+                codes = codes - np.uint8((self.zero.same or 0) & 0xFF)
                 is_signed = True
             np.copyto(values, codes.view("i1") if is_signed else codes)
             if blocks.offset:
@@ -421,10 +426,10 @@ class TorchDequantize(Operation):
     For tensors with one scale, `parameters` are the scale and the zero point. The scale is rounded
     to float32. The zero point is subtracted as a 32-bit integer, with overflow.
 
-    For tensors with one scale per channel, inputs 2 and 3 contain the scales and zero points.
-    `parameters` are their dtypes, and the number of elements of a channel. The zero point is
-    subtracted as float32. The product with the scale has the dtype of the scale. The product is
-    rounded to float32.
+    For tensors with one scale per channel, the second input contains the scales, and the third
+    input contains the zero points. `parameters` are the dtypes of the scales and the zero points,
+    and the number of elements of a channel. The zero point is subtracted as float32. The product
+    with the scale has the dtype of the scale. The product is rounded to float32.
     """
 
     dtype: str

@@ -104,7 +104,7 @@ def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:
 def _computed(
     values: Array, codes: Array, begin: int, scale: Array, minimum: Array | None = None
 ) -> Array:
-    """Return ``code * scale - minimum`` for the codes from `begin` on.
+    """Return ``code * scale - minimum`` for the codes from index `begin` on.
 
     `scale` and `minimum` contain one number for each group of codes. The result is stored in
     `values`.
@@ -146,7 +146,9 @@ def _field(blocks: Array, at: int, size: int) -> Array:
 def _planes(
     blocks: Array, at: int, runs: int, width: int, shifts: Sequence[int], mask: int
 ) -> Array:
-    """Shift the bytes of consecutive fields by each of `shifts`. Return words [field, shift, word].
+    """Shift the bytes of consecutive fields by each of `shifts`.
+
+    The result is an array of words with the dimensions [field, shift, word].
 
     Each block contains `runs` fields of `width` bytes, from byte `at` on. `mask` selects the bits
     of each shifted byte. The mask also clears bits that the shift moved from an adjacent byte.
@@ -161,7 +163,10 @@ def _planes(
 
 
 def _in_turns(planes: Array, width: int) -> Array:
-    """Interleave planes: `width` bytes of each plane, then the next `width` bytes of each plane."""
+    """Interleave planes in units of `width` bytes.
+
+    The result contains the first unit of each plane, then the second unit of each plane, and so on.
+    """
     import numpy as np
 
     runs = planes.reshape(-1, planes.shape[-1]).view(f"V{width}")
@@ -172,7 +177,7 @@ def _in_turns(planes: Array, width: int) -> Array:
 
 
 def _nibbles(blocks: Array, at: int, runs: int, width: int) -> Array:
-    """Return codes of 4 bits: the low half of each byte of a field, then the high halves.
+    """Return codes of 4 bits. For each field, the low halves of its bytes precede the high halves.
 
     Each block contains `runs` fields of `width` bytes, from byte `at` on.
     """
@@ -224,7 +229,7 @@ def _table(name: str) -> Array:
     byte = np.arange(256)
     if name == "ternary":  # Q2_0: four codes in a byte
         return (byte[:, None] >> (0, 2, 4, 6) & 3).astype("u1").view("<u4").reshape(-1)
-    # Half of each E4M3 number, without the sign. NVFP4 has no NaN.
+    # The absolute value of each E4M3 number, divided by 2. NVFP4 has no NaN.
     exponent, mantissa = byte >> 3 & 15, byte & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 8)
     halves = np.where(exponent > 0, normal, mantissa * 2.0**-10).astype("<f4")
@@ -256,9 +261,10 @@ def _grid(name: str) -> Array:
 
 @cache
 def _signs() -> tuple[Array, Array]:
-    """Return two tables that map a byte of signs to a word: a word to xor, and a word to add.
+    """Return two tables that map a byte of sign bits to a word.
 
-    The xor and the addition negate each code of a word whose bit in the byte is set.
+    If a bit is set, xor with the first word and then addition of the second word negate the code of
+    this bit.
     """
     import numpy as np
 
@@ -297,7 +303,7 @@ def _q4_1(b: Array) -> Parts:
 
 
 def _q5(b: Array, at: int) -> Array:
-    """Return codes of 5 bits. The fifth bits are a word at byte `at`. The low 4 bits follow."""
+    """Return codes of 5 bits. The fifth bits are in a word at byte `at`, before the low 4 bits."""
     import numpy as np
 
     codes = _nibbles(b, at + 4, 1, 16)
@@ -427,7 +433,7 @@ def _iq2_xxs(b: Array) -> Parts:
 def _with_seven(words: Array, field: Array, count: int) -> tuple[Array, Array]:
     """Return the codes of `words` with their signs, and ``0.5 + scale``.
 
-    Each field contains `count` groups of 7 sign bits. The top 4 bits are the scale.
+    Each field contains `count` groups of 7 sign bits. The top 4 bits of a field are the scale.
     """
     import numpy as np
 

@@ -36,7 +36,7 @@ OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
 SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (see `densities`)
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
 _COLLINEAR = 0.9995  # for a larger cosine, slerp interpolates linearly
-_SMALLEST = 1e-7  # if a sum of magnitudes is smaller, its differences are not rescaled
+_SMALLEST = 1e-7  # differences are not rescaled if the sum of their magnitudes is smaller
 # Number of elements per step. The elements fit the caches. The numpy calls are long enough that
 # threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
@@ -46,7 +46,7 @@ _SPOT = 1 << 10  # number of adjacent elements that a sample takes from one plac
 
 
 class _Kept(NamedTuple):
-    """Selects the differences of one input that are kept.
+    """Selects which differences of one input to keep.
 
     A difference is kept if its magnitude exceeds `least`. Of the differences with the magnitude
     `least`, the first `ties` are kept. The kept differences are multiplied by `scale`.
@@ -75,7 +75,7 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    # The operation keeps the first of several equal differences, so the order matters.
+    # Of several equal differences, the operation keeps the first. It must therefore read in order.
     seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -95,7 +95,7 @@ class Merge(Operation):
     def _inputs(
         self, extent: Derived, start: int = 0, stop: int | None = None
     ) -> Iterator[list[Array]]:
-        """Yield lists with a block of each input. Elements are rounded to `dtype`.
+        """Yield lists. Each list contains one block of each input. Elements are rounded to `dtype`.
 
         The arrays are float32, or float64 if `dtype` is float64.
         """
@@ -188,8 +188,8 @@ class Merge(Operation):
     ) -> Iterator[tuple[Array, Array]]:
         """Yield blocks of the base, and the differences between the other inputs and the base.
 
-        The differences are an array of shape (inputs, elements). Each array overwrites the previous
-        array.
+        The differences are an array of shape (inputs, elements). Each array of differences
+        overwrites the previous array.
         """
         import numpy as np
 
@@ -466,7 +466,8 @@ class _MagnitudeSearch:
 
         codes = np.concatenate(self.waiting)
         place = int(len(codes) * (1 - self.goal / length))
-        # The margin is at least three standard deviations of the number of codes below the limit.
+        # The margin is at least three standard deviations of the number of sampled codes below the
+        # true limit.
         margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
@@ -509,9 +510,9 @@ class _MagnitudeSearch:
             return
         self._count_waiting()
         low, high = self.interval
-        if self.above >= self.goal:  # the guess was too low
+        if self.above >= self.goal:  # the guessed interval was too low
             self.interval = high, self.top
-        elif self.above + self.counts.sum() < self.goal:  # too high
+        elif self.above + self.counts.sum() < self.goal:  # the guessed interval was too high
             self.interval = 0, low
         else:
             from_above = np.cumsum(self.counts[::-1])

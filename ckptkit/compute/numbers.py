@@ -101,7 +101,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
 @lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype `name` of ml_dtypes, which numpy lacks."""
+    """Return the dtype called `name` of ml_dtypes. numpy has no such dtype."""
     import ml_dtypes
     import numpy as np
 
@@ -218,7 +218,7 @@ def _codes(name: str) -> Array:
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
     with np.errstate(all="ignore"):
         codes = values.astype(own_dtype(name)).view("u1")
-    if name == "float8_e4m3fn":  # ml_dtypes maps larger numbers to NaN
+    if name == "float8_e4m3fn":  # ml_dtypes maps numbers above the largest float8_e4m3fn to NaN
         codes[codes & 0x7F == 0x7F] -= 1
     sign = codes & 0x80 if _SMALL[name] == 0x7F else 0
     found: Array = np.where(np.isnan(values), _SMALL[name] | sign, codes)

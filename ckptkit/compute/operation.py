@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Pieces = Iterator[Piece]
 
-# Maximum number of output bytes of a non-seekable operation that stay in memory.
+# If the output of a non-seekable operation has at most this number of bytes, it stays in memory.
 HELD = 64 << 20
 PIECE = 4 << 20  # number of bytes per block; divisible by every element size
 # Number of bytes per read of a local file. Input and results must fit the caches. The numpy calls

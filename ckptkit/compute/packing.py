@@ -50,13 +50,13 @@ class ScaleGrid:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """An array of scales in the input number `input`.
+    """An array of scales. `input` is the index of the input that contains the array.
 
     `dtype` is a dtype of tensors, or one of these names for bytes:
 
     * ``exponent``: the scale is 2 ** (byte - 127) in float32.
-    * ``ldexp``: the scale is 2 ** (byte - 127), without the limits of float32.
-    * ``map``: the byte is an index into the float32 numbers of the input number `map`.
+    * ``ldexp``: as ``exponent``, but the scale may be outside the range of float32.
+    * ``map``: the byte is an index into the float32 numbers of the input with the index `map`.
 
     If ``shared`` is set, one batch of scales applies to all batches of the weight. `combine` is
     ``multiply`` or ``divide``. The product of the previous arrays is multiplied or divided by these
@@ -87,9 +87,9 @@ class Packing:
       word number w is an element of row 8 * w + order[i].
     * ``turned``: the input is an array of bytes, [batch, columns, rows / 2]. A byte contains the
       codes of two adjacent rows. The code of the first row is in the low half of the byte.
-    * ``parts``: the codes are split into 8 / bits parts of equal length. Part number n is in field
-      number n of the bytes. Codes of 3 bits are split into ten parts, for the fields of 32-bit
-      words.
+    * ``parts``: the codes are split into 8 / bits parts of equal length. Field number n of each
+      byte contains a code of part number n. Codes of 3 bits are split into ten parts, for the ten
+      fields of 32-bit words.
     """
 
     kind: str
@@ -124,8 +124,8 @@ class Blocks:
     """The layout of a quantized weight. The docstring of the module contains the formula.
 
     `table` is the name of the table that maps codes to numbers. If `table` is None, codes are
-    integers. If `table` is ``map``, the input number `map` contains the table. ``map-signed`` is
-    the same as ``map``, but code 8 is negative zero.
+    integers. If `table` is ``map``, the input with the index `map` contains the table.
+    ``map-signed`` is the same as ``map``, but code 8 is negative zero.
     """
 
     batches: int
@@ -432,7 +432,7 @@ class Scale:
             made = np.take(self._table, data, mode="clip")
         else:
             made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
-        made[np.isnan(made)] = np.nan  # rounding could turn other NaN into infinities
+        made[np.isnan(made)] = np.nan  # with other NaN bits, rounding could return an infinity
         found: Array = made.reshape(raw.shape)
         return found
 
@@ -578,7 +578,7 @@ def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, ind
     if len(part) in (1, rows):
         how(values, part, out=values)
         return
-    first = span.top // height  # the first row of blocks
+    first = span.top // height  # the index of the first row of blocks
     for number, numbers in enumerate(part, first):
         own = values[max(number * height - span.top, 0) : (number + 1) * height - span.top]
         how(own, numbers, out=own)

@@ -121,7 +121,7 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The range of indices of a box along one axis, and the stride in the other array."""
+    """The range of a box along one axis, and the stride of this axis in the copy's other array."""
 
     offset: int
     size: int
@@ -174,7 +174,7 @@ class Axes:
         counts: list[int],
         others: list[int],
     ) -> bool:
-        """Assign a dimension to its axis. If the dimension is larger, use outer axes too.
+        """Assign a dimension to its axis. If the dimension exceeds the axis, use outer axes too.
 
         Return False if this is not possible.
         """
@@ -193,7 +193,7 @@ class Axes:
         return True
 
 
-@lru_cache(64)  # layers of a model have equal shapes and copies
+@lru_cache(64)  # cached, because the layers of a model have equal shapes and copies
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
     """Return the shape of an array in which each copy fills a box, and the boxes.
 

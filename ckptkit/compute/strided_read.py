@@ -5,10 +5,11 @@ indices along the outer axes and all indices along the inner axes. If ckptkit ma
 in any order, it writes a large transpose in blocks instead.
 
 A copy supplies a part of a tile or block. The operation reads this part in boxes. A box is a
-rectangular region of the source:
+rectangular region of the source. The operation chooses the range of a box in each dimension,
+beginning with the dimension of the smallest stride:
 
-1. The dimension with the smallest stride comes first. While gaps and box are small, the box spans
-   complete dimensions, and the operation also reads the gaps between their elements.
+1. While gaps and box are small, the box spans complete dimensions, and the operation also reads the
+   gaps between the elements.
 2. If the gaps between rows are large, each row is read into a separate buffer.
 3. The next dimension is split into ranges. For each other dimension, a box has one index.
 """
@@ -58,7 +59,7 @@ _AT_ONCE = 1024  # number of adjacent rows that one call writes
 _LINE = 64
 STRIP_ROWS = 256  # number of rows of a strip; a strip is transposed in the cache
 STRIP_WIDTH = 1024  # number of bytes of each row of a strip
-SMALL_AXIS = 32  # maximum number of elements of an axis for which strips take longer
+SMALL_AXIS = 32  # strips are slower for an axis with at most this number of elements
 _LANES = 4  # number of bytes that numpy copies as fast as one byte
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -414,7 +415,7 @@ def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matr
     rows = next((dim for dim in dims if dim[2] == 1 and dim[1] > 1), None)
     columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)
     if rows is None or columns is None or columns[0] * columns[2] * itemsize < LEAST:
-        return  # a tile contains all columns, so each row is read once
+        return  # a tile contains all columns, so ckptkit reads each row once
     outer = [dim for dim in dims if dim not in (rows, columns)]
     for index in product(*(range(n) for n, _, _ in outer)):
         read = sum(i * dim[1] for i, dim in zip(index, outer, strict=True))
@@ -493,14 +494,14 @@ class BlockTransposer:
     def __init__(self) -> None:
         import numpy as np
 
-        # Use numpy for the buffer, because it allocates large pages. A transpose of many rows is
-        # slow with small pages.
+        # Allocate the buffer with numpy, because numpy uses large pages. A transpose of many rows
+        # is slow with small pages.
         self._memory, self._strips = np.empty(0, np.uint8), ScratchBuffer()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
         """Transpose a block. Yield pairs: an offset in the target, and the buffers to write there.
 
-        The buffers are valid until the next call.
+        The next call of `pieces` overwrites the buffers.
         """
         import numpy as np
 

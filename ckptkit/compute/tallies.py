@@ -144,7 +144,7 @@ class Tally:
     low: float | int | None = None
     high: float | int | None = None
     histogram: Histogram = field(default_factory=Histogram)
-    whole: bool = True  # all dtypes are integer types
+    whole: bool = True  # True if all dtypes are integer types
     scale: int = 0
 
     @property
@@ -431,7 +431,7 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
     import numpy as np
 
     sizes = np.minimum(np.abs(values), MOST) if values.dtype.kind == "c" else values
-    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # a larger power would be infinite
+    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # a larger power of two would be infinite
     scaled = sizes * sizes.dtype.type(scale) if scale else np.ldexp(sizes, -exponent)
     bins = np.floor(scaled, out=scaled)
     first = math.floor(math.ldexp(low, -exponent))

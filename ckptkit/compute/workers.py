@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptkit.core.bytesource import ByteSource
 
 THREADS = 8  # maximum number of threads; each thread needs a few MiB
-BATCH = 16 << 20  # number of bytes per task; the overhead of a task is the time for about 100 KB
+BATCH = 16 << 20  # number of bytes per task; to start a task takes as long as about 100 KB of work
 FORKED = 256 << 20  # minimum number of computed bytes for which forked processes save time
 
 T = TypeVar("T")
@@ -39,9 +39,9 @@ R = TypeVar("R")
 def ordered(
     function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
 ) -> Iterator[R]:
-    """Yield ``map(function, items)``, computed by one thread per processor.
+    """Yield ``function(item)`` for each item, in order, computed by one thread per processor.
 
-    `nbytes` returns the size of an item. The calling thread does a small amount of work itself.
+    `nbytes` returns the size of an item. If there is little work, the calling thread does it alone.
     Only a few batches are in progress at a time. If a batch fails or the caller stops, no new batch
     starts, and `ordered` waits until the running batches end.
     """
@@ -74,7 +74,7 @@ def in_any_order(
     """Call `function` for all items, in one thread per processor.
 
     `in_any_order` discards the results and has less overhead than `ordered`. The calling thread is
-    one of the threads, and does a small amount of work alone. If a call fails, no other call
+    one of the threads. If there is little work, it does all of it. If a call fails, no other call
     starts, and `in_any_order` waits until the running calls end.
     """
     waiting = iter(items)  # all threads take their next item from this iterator

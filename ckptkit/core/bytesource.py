@@ -58,13 +58,16 @@ _NO_RESERVE = 0x4000  # value of MAP_NORESERVE on Linux, which only Python 3.13 
 def identity_of(info: os.stat_result) -> Identity:
     """Return the identity of a local file.
 
-    The last item is ctime, which changes with the bytes, but also through chmod and link.
+    The last item is the ctime. The ctime changes with the bytes, but also through chmod and link.
     """
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class _Thread(threading.local):
-    """The checksums that this thread updates while it reads. None outside of `reading`."""
+    """The checksums that this thread updates while it reads.
+
+    `sums` is None outside of `reading`.
+    """
 
     sums: ReadSums | None = None
 
@@ -73,7 +76,9 @@ READING = _Thread()
 
 
 class Member(NamedTuple):
-    """`length` contiguous bytes of a file, such as a zip member, whose CRC-32 the file contains.
+    """`length` contiguous bytes of a file, such as a zip member.
+
+    The file contains the CRC-32 of these bytes.
 
     The bytes are somewhere between `offset` and `stop`. If `length` is `stop - offset`, the bytes
     start at `offset`.
@@ -144,7 +149,7 @@ class ByteSource(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
-        """Close the file. A later read raises an error."""
+        """Close the file. Reads after this call raise an error."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -387,10 +392,10 @@ class LocalFile(ByteSource):
 
 
 class Folder:
-    """A folder. The methods of Folder take the names of files in the folder.
+    """A folder. Its methods take the names of files in the folder.
 
-    The methods raise PathError for names that lead out of the folder, and for symbolic links. The
-    links in a Hugging Face cache are an exception. ckptkit follows these links from
+    The methods raise PathError for names that lead out of the folder, and for symbolic links. Links
+    in a Hugging Face cache are an exception. ckptkit follows these links from
     ``snapshots/<revision>/<name>``, and from folders below ``<revision>``, to
     ``../../blobs/<hash>``.
     """
@@ -773,7 +778,7 @@ def open_regular(path: str, name: str, follow: bool) -> int:
             why = "is a symbolic link"
         hint = "`ulimit -n 65536` allows more open files" if error.errno == errno.EMFILE else None
         raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
-    except ValueError as error:  # an embedded null byte
+    except ValueError as error:  # the path contains a null byte
         raise PathError(f"cannot be opened: {error}", where=name) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

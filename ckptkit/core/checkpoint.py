@@ -161,7 +161,7 @@ class Checkpoint:
 
     @property
     def unordered(self) -> bool:
-        """True if the order of an optimizer's parameters may differ from the order of the file."""
+        """True if the weights in the file may be in another order than in the optimizer."""
         return self.beside is not None and self.beside.unordered
 
     @property
@@ -349,7 +349,7 @@ class Checkpoint:
         return f"{where}: {count}, {parameters:,} parameters, {size(nbytes)}{place}"
 
     def close(self) -> None:
-        """Close the files. Unread tensors can no longer be read."""
+        """Close the files. Tensors that were not read before can no longer be read."""
         if self.source is not None:
             self.source.close()
 

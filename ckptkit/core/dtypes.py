@@ -132,8 +132,8 @@ BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
 
-# The types of tensors in GGUF files, by their number in ggml.h. Removed types are missing.
-# `formats.gguf` contains the numbers of types that exist in torch.
+# The types of tensors in GGUF files, by their number in ggml.h. The table omits types that ggml
+# removed. `formats.gguf` contains the numbers of types that exist in torch.
 GGML: dict[int, DType] = {
     number: DType(name, 8 * nbytes, "blocks", block=block)
     for number, name, block, nbytes in (

@@ -74,7 +74,7 @@ class CkptkitError(Exception):
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def at(self, where: str) -> CkptkitError:
-        """Return this error. If it has no `where` yet, set `where`."""
+        """Set `where` unless this error already has a `where`. Return this error."""
         if self.where is None:
             self.where = where
         return self
@@ -117,7 +117,7 @@ class NothingToDoError(CkptkitError):
 
 
 class UnknownNameError(UsageError, KeyError):
-    """The checkpoint has no entry with that name."""
+    """The checkpoint has no entry with the requested name."""
 
     code = "unknown-name"
 
@@ -183,7 +183,7 @@ class AmbiguousError(InputError, ValueError):
 
 
 class SeveralError(AmbiguousError):
-    """A folder contains several checkpoints. The attribute `files` lists them."""
+    """A folder contains several checkpoints. The attribute `files` lists the checkpoints."""
 
     code = "several-checkpoints"
     files: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ class TensorError(InputError, ValueError):
 
 
 class DeviceError(InputError, RuntimeError):
-    """This machine does not have the device."""
+    """This machine does not have the requested device."""
 
     code = "device"
 

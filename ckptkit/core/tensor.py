@@ -255,7 +255,7 @@ def check_geometry(
 ) -> None:
     """Raise TensorError unless the storage contains every element of the tensor.
 
-    Raise LimitError if the tensor has too many dimensions. Python integers do not overflow.
+    Raise LimitError if the tensor has too many dimensions. The computation cannot overflow.
     """
     rank = len(shape)
     if rank != len(stride) and (storage is not None or stride):

@@ -25,7 +25,7 @@ _INVISIBLE = re.compile(
 
 
 def escape(text: str) -> str:
-    """Escape the invisible characters of `text`, and those that move the cursor or reorder text.
+    """Escape invisible characters of `text`, and characters that move the cursor or reorder text.
 
     ``str.isprintable()`` returns False for most of these characters: control characters, line
     breaks, bidirectional marks, zero-width characters, lone surrogates and special spaces. The
@@ -56,7 +56,7 @@ def argument(path: str) -> tuple[str, ...]:
     return ("--", path) if path.startswith("-") else (path,)
 
 
-_typed: list[bool] = []  # empty unless a command runs
+_typed: list[bool] = []  # not empty while a ckptkit command runs
 
 
 def typed(option: str, argument: str) -> str:
@@ -303,7 +303,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def _start(url: str) -> int:
-    """Return the length of the scheme. The folder may be the root, as in ``memory://``."""
+    """Return the length of the scheme of `url`, with ``://``. Return 0 for a local path."""
     found = _URL.match(url)
     return found.end() if found else 0
 
@@ -362,11 +362,12 @@ class Item(NamedTuple):
 class Folded(NamedTuple):
     label: str
     columns: Any  # Hashable
-    nbytes: int  # sum for all joined lines
+    nbytes: int  # total for all joined lines
     rows: int
 
 
-# Joined lines: position of the first line, indices, number of bytes, number of lines.
+# Lines that are joined into one line. The items are the position of the first line, the indices,
+# the number of bytes and the number of lines.
 _Block = tuple[int, Indices, int, int]
 
 

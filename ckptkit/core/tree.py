@@ -165,8 +165,8 @@ class SetNode:
 class Pairs:
     """A mapping that a Python dict cannot represent.
 
-    A key is unhashable, or two keys are equal, or a hostile file chose keys with equal hashes.
-    ckptkit shows such a mapping, but refuses to write it.
+    The reason is that a key is unhashable, or that two keys are equal, or that a hostile file chose
+    keys with equal hashes. ckptkit shows such a mapping, but refuses to write it.
     """
 
     __slots__ = ("pairs", "state")

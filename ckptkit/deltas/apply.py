@@ -169,7 +169,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
             where=delta.name,
             hint="`inspect --names` lists the names of the base",
         )
-    spans: dict[int, list[_Span]] = {}  # by the id of a storage
+    spans: dict[int, list[_Span]] = {}  # the key is the id of a storage
     apart: dict[tuple[object, ...], Tensor] = {}
     for name, each in delta.changes.items():
         tensor = tensors[name]

@@ -37,9 +37,9 @@ DROP_OBJECTS: Fix = {OPTIONS: {"objects": "drop"}}  # drop Python objects
 class Cause:
     """A reason why a file does not load.
 
-    ``command`` is the command line that solves the problem, None without such a command. ``fix``
-    contains the edits that `doctor --fix` applies. If ``fix`` is None, `doctor --fix` cannot solve
-    the problem. If ``fix`` is empty, writing the file again solves the problem.
+    ``command`` is the command line that solves the problem, or None if no such command exists.
+    ``fix`` contains the edits that `doctor --fix` applies. If ``fix`` is None, `doctor --fix`
+    cannot solve the problem. If ``fix`` is empty, writing the file again solves the problem.
     """
 
     code: str
@@ -67,7 +67,7 @@ SHOWN = 4  # maximum number of names in a sentence
 
 
 class Form(NamedTuple):
-    """A selection of the contents of a file to write.
+    """A selection of the contents of a file.
 
     A command with ``options`` and an output with ``suffix`` writes this selection. If ``suffix`` is
     None, the output has the suffix of the input. ``fix`` makes the same selection.
@@ -145,7 +145,7 @@ class Facts:
 
         try:
             return dequantize(self.checkpoint)
-        except CkptkitError:  # `is_written` returns False for the same reason
+        except CkptkitError:  # for a weight that cannot be dequantized, `is_written` returns False
             return self.checkpoint
 
     @property

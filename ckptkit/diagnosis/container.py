@@ -74,7 +74,7 @@ def part(found: PartOf) -> Cause:
 
 
 def _problem(folder: str) -> CkptkitError | None:
-    """Read a local folder and return the error. Return None without an error, or for a URL."""
+    """Read a local folder and return the error. Return None if no error occurs, and for a URL."""
     if is_url(folder):
         return None
     try:

@@ -73,8 +73,8 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     checkpoint: Checkpoint | None
     readable: bool  # True if reading succeeded
-    lost: tuple[Loss, ...] = ()  # damaged tensors that `checkpoint` does not contain
-    words: tuple[str, ...] = ()  # command line options that select the model and the key
+    lost: tuple[Loss, ...] = ()  # Damaged tensors that `checkpoint` does not contain.
+    words: tuple[str, ...] = ()  # Command line options that select the model and the key.
 
     @property
     def fix(self) -> Fix | None:

@@ -134,7 +134,7 @@ def flag(node: Node) -> bool:
 
 
 def is_empty(hooks: Node) -> bool:
-    """Return whether a tensor has no backward hooks. `hooks` is their dict, or None."""
+    """Return whether a tensor has no backward hooks. `hooks` is the dict of hooks, or None."""
     return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
 
 

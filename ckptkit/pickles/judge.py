@@ -131,7 +131,8 @@ SORTS: dict[str, int] = {
     "tensor": TENSOR | DRESSED,
     "array": ARRAY, "npdtype": NPDTYPE, "size": SIZE, "time": TIME, "device": DEVICE,
     "layout": LAYOUT, "generator": GENERATOR, "offset": OFFSET,
-    "other": OTHER,  # The result of an allowlisted call that is not a valid argument of any call.
+    # The result of an allowlisted call, if no call accepts this result as an argument.
+    "other": OTHER,
     "constant": CONSTANT,  # A named value that is not callable, such as torch.float32.
     "function": FUNCTION,  # An allowlisted class or function that is harmless for any arguments.
     "name": NAME,  # Any other class or function. A pickle must not use such a name as a value.
@@ -585,7 +586,7 @@ def is_guarded(name: str) -> bool:
 
 
 def is_foreign(name: Global) -> bool:
-    """Return whether a harmless checkpoint cannot contain this name.
+    """Return True if no harmless checkpoint contains this name.
 
     Such a name is not allowlisted. It belongs to Python, or is a function of torch or numpy.
     """
@@ -630,7 +631,7 @@ def by_sorts(made: Global) -> bool:
 
 
 def is_final(made: Global) -> bool:
-    """Return whether the allowlist permits no BUILD and no added items after a call of `made`."""
+    """Return True if the allowlist permits neither BUILD nor added items after a call of `made`."""
     row = allowlist().rows[key_of(made)]
     return row.state is None and not row.fill
 
@@ -786,7 +787,8 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        else:  # for an unlisted class, any items are allowed, and states that match `own_state`
+        # A class that is not allowlisted may get any items, and states that match `own_state`.
+        else:
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
             )

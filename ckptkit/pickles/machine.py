@@ -80,7 +80,8 @@ _ONES, _NEXT = sum(1 << 32 * n for n in range(7)), sum(n << 32 * n for n in rang
 class Builder(Protocol):
     """The methods that `Machine` calls for the values, names and calls in a pickle."""
 
-    counted: frozenset[type]  # `Machine` calls `pushed` if it pushes such a value from the memo.
+    # `Machine` calls `pushed` for each value of these types that it pushes from the memo.
+    counted: frozenset[type]
     weight: int  # Estimated bytes of memory per value, without the content of strings.
     watchful: bool  # If True, `Machine` calls `text` for each string.
 

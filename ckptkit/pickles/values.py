@@ -92,12 +92,14 @@ class Values:
     ) -> None:
         self.persistent = persistent_load
         self.meanings = reducers
-        self.reducers: dict[int, Reducer] = {}  # by id of the Global
+        self.reducers: dict[int, Reducer] = {}  # the key is the id of a Global
         self.globals: dict[tuple[str, str], Global] = {}
         self.keys = KeyCheck()
-        self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of a dict with conflicting keys
+        # The key is the id of a dict with conflicting keys.
+        self.pairs: dict[int, tuple[Node, Pairs]] = {}
         self.tensors: list[Object] = []  # objects that become plain Tensors in the tree
-        self.dropped: dict[int, Node] = {}  # values popped from the stack, by id
+        # Values popped from the stack; the key is the id of the value.
+        self.dropped: dict[int, Node] = {}
         self.drops = 0
         self.warnings: list[str] = []
 

@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 class Watched(ByteSource):
-    """A source that reports the number of bytes read. The sum of these never exceeds its size."""
+    """A source that reports how many bytes were read. The total never exceeds the source's size."""
 
     def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
         self._source, self._report, self._left = source, report, source.size

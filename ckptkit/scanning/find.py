@@ -161,7 +161,8 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        # Bytes that look like compressed data by chance decompress to a few bytes, or to none.
+        # If bytes look like compressed data only by chance, they decompress to a few bytes or to
+        # none.
         is_noise = part.packed in WEAK_HEADS.values() and (
             not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
         )
