@@ -61,7 +61,9 @@ WHOLE = ("always", "asked")
 
 
 def match(probe: Probe) -> Format | None:
-    """Return the format that recognizes a file or folder. Return None if no format recognizes it.
+    """Return the format that recognizes a file or folder.
+
+    Return None if no format recognizes the file or folder.
 
     Raises UsageError if the option `parts` is set and the probe is a file. Raises CorruptError if a
     container that several formats share, such as a zip file, is damaged.

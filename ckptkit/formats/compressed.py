@@ -244,7 +244,7 @@ def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitEr
 
 
 class Spool(LocalFile):
-    """An unnamed temporary file of decompressed bytes, which disappears when the process ends.
+    """An unnamed temporary file of decompressed bytes. Disappears when the process ends.
 
     On Linux, worker processes reopen this file through ``/proc/PID/fd`` of their parent process.
     """

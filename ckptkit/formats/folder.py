@@ -92,7 +92,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     return probe.folder.open(chosen.files[0])  # the first file, if a GGUF model is split
 
 
-# A training folder with a tracker file, which contains the iteration of the latest save
+# A training folder with a tracker file. The tracker file contains the iteration of the latest save.
 
 
 def _tracked(probe: Probe) -> Folder:
@@ -237,7 +237,7 @@ def preferred(names: Iterable[str]) -> list[Candidate]:
     found = candidates(names)
     safe = {_model(each.stem) for each in found if each.suffix == SAFE}
     found = [each for each in found if each.suffix == SAFE or _model(each.stem) not in safe]
-    # A GGUF file beside other weights is usually converted from them.
+    # A GGUF file beside other weights is usually converted from these weights.
     found = [each for each in found if each.suffix != GGUF] or found
     return [each for each in found if each.form == "index"] or found
 

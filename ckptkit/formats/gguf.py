@@ -7,10 +7,10 @@
                                                           u32 type | u64 offset
 
 N is an unsigned integer: u32 in version 1, u64 in versions 2 and 3. A file of version 3 may be
-big-endian. No flag marks a big-endian file. ckptkit recognizes it by its version: read as a
-little-endian number, the version is divisible by 2**16. The sizes of a tensor are in reverse order:
-the first size is the length of a row. The data begins at the next multiple of ``general.alignment``
-(default 32). Tensor offsets count from the beginning of the data.
+big-endian. No flag marks a big-endian file. ckptkit recognizes such a file by the version: read as
+a little-endian number, the version is divisible by 2**16. The sizes of a tensor are in reverse
+order: the first size is the length of a row. The data begins at the next multiple of
+``general.alignment`` (default 32). Tensor offsets count from the beginning of the data.
 
 A large model is split into files called ``NAME-00001-of-00003.gguf``. The first file contains the
 metadata. ``split.no`` and ``split.count`` must match the file name. ``split.tensors.count`` must be
@@ -274,7 +274,7 @@ class GgufCursor:
         return self._data[self._at - length : self._at].decode("utf-8", errors)
 
     def name(self, what: str) -> str:
-        """Return the next string as a name. Raises FormatError if it is not UTF-8."""
+        """Return the next string as a name. Raises FormatError if the name is not UTF-8."""
         try:
             name = self.text("strict")
         except UnicodeDecodeError as error:
@@ -392,7 +392,10 @@ def _tensors(
 
 
 def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
-    """Return the shape of a tensor. If ComfyUI-GGUF reshaped it, return the original shape."""
+    """Return the shape of a tensor.
+
+    If ComfyUI-GGUF reshaped the tensor, return the original shape.
+    """
     given = values.get(ORIGINAL_SHAPE + info.name)
     if given is None:
         return info.shape

@@ -74,7 +74,7 @@ ALIGNMENT = 64  # alignment of the elements, in bytes
 
 _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _AGAIN = "the file is truncated: download or copy it again"
-_FIRST = 256  # number of bytes in the first read, which contains most headers
+_FIRST = 256  # number of bytes in the first read, enough for most headers
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
     (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)

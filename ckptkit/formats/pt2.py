@@ -183,7 +183,7 @@ def _device(parsed: Json) -> str:
 
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:
-    """Read an archive from before torch 2.8, which contains torch.save files."""
+    """Read an archive of torch before 2.8. Such an archive contains torch.save files."""
     held = {}
     for part in ("state_dict", "constants"):
         names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))

@@ -20,7 +20,7 @@ missing field means an empty value:
 
 :mod:`strict_json` encodes the values. ckptkit reads a record of a later version as an ordinary
 metadata string. `leftovers` returns the values that a weights-only format stores as strings, and
-notes that name the values that it drops.
+notes that name the dropped values.
 """
 
 from __future__ import annotations

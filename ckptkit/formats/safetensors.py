@@ -23,9 +23,9 @@ Like the library, ckptkit aligns the buffer to 8 bytes. Unlike the library, ckpt
 tensors in the header in the order of the state_dict. :mod:`ckptkit.formats.record` describes the
 entries of ``__metadata__``.
 
-If the new header of an in-place edit is not longer than the old header, spaces pad it to the old
-length, and nothing else changes. A longer header overwrites the first tensors of the buffer. The
-overwritten tensors (``a`` and ``b`` in this example) move to the end of the file:
+If the new header of an in-place edit is not longer than the old header, spaces pad the new header
+to the old length, and nothing else changes. A longer header overwrites the first tensors of the
+buffer. The overwritten tensors (``a`` and ``b`` in this example) move to the end of the file:
 
     N | old header     | a | b | c | d            N' = N + bytes of a and b
     N'| new header, spaces     | c | d | a | b

@@ -44,9 +44,9 @@ These statements fill node number n:
 The keywords of an object are null or a dict.
 
 A value is null, a boolean, an integer of up to 19 digits, a finite float, a string, or ``[n]``.
-``[n]`` refers to node number n, which an earlier statement must have created. The fields of a
-tensor are dtype, shape, stride, offset, kind, layout, requires_grad, conj and neg. By default,
-dtype and shape are those of the header entry, the stride is row-major, and the offset is 0.
+``[n]`` refers to node number n. An earlier statement must have created this node. The fields of a
+tensor are dtype, shape, stride, offset, kind, layout, requires_grad, conj and neg. By default, the
+tensor has the dtype and shape of the header entry, a row-major stride, and the offset 0.
 
 Statements are untrusted input. Therefore ckptkit creates objects from statements by the same rules
 as from a pickle. The rules for pickles also determine which objects are tensors.
@@ -130,8 +130,8 @@ class TreeEncoder:
     def write(self, root: Node) -> Skeleton:
         """Return the statements that create a tree.
 
-        This function is not recursive. Each unfinished node has a generator in `frames`, which
-        yields the nodes that must be created before.
+        This function is not recursive. `frames` contains a generator for each unfinished node. The
+        generator yields the nodes that must be created first.
         """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:

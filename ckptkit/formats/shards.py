@@ -8,8 +8,8 @@
 The index must contain a ``weight_map``. The ``weight_map`` maps each tensor name to the file name
 of a shard in the folder of the index. A shard may contain a tensor that the ``weight_map`` omits
 only if this tensor is tied to a listed tensor. ``total_size`` is the number of bytes of all
-tensors, in which a shared storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit
-reads strings in ``metadata`` like those of a safetensors file.
+tensors. A shared storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit reads
+strings in ``metadata`` like the strings in ``__metadata__`` of a safetensors file.
 
 Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist, with
 numbers from 0 or from 1 on. Two shards must not contain the same tensor name.
@@ -507,7 +507,7 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    # Reserve the metadata key `total_size`, so that no tie uses it.
+    # Reserve the metadata key `total_size`, so that no tie uses this key.
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
     tensors, metadata, notes = safetensors.prepared(checkpoint, options)
     del metadata[TOTAL]
@@ -578,7 +578,7 @@ def _named(weights: Weights) -> Mapping[str, Node]:
 def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
     """Return each shard's state_dict, and the number of bytes of all storages."""
     entries = _named(weights)
-    first: dict[str, str] = {}  # maps each name to the first name with which it shares a storage
+    first: dict[str, str] = {}  # maps each name to the first name with the same storage
     sizes: dict[str, int] = {}
     owner: dict[int, str] = {}
     for name, node in entries.items():

@@ -65,8 +65,8 @@ class TarMember(NamedTuple):
 class _TarHeader(NamedTuple):
     """The fields of a header. ``name`` is the name in the fixed fields.
 
-    If the member contains a long name (GNU type L), ``long`` is "path". If it contains a long link
-    target (type K), ``long`` is "linkpath". Otherwise, ``long`` is None.
+    If the member contains a long name (GNU type L), ``long`` is "path". If the member contains a
+    long link target (type K), ``long`` is "linkpath". Otherwise, ``long`` is None.
     """
 
     name: bytes
@@ -79,7 +79,7 @@ class _TarHeader(NamedTuple):
 def is_tar(head: bytes) -> bool:
     """Return whether Python's tarfile accepts `head` as the header of a tar file.
 
-    torch uses tarfile, which compares only the checksum.
+    torch uses tarfile. tarfile compares only the checksum.
     """
     if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
         return False
@@ -287,7 +287,9 @@ def _member(
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:
-    """Return the name of a member as a string. Raises PathError if it leads out of the archive.
+    """Return the name of a member as a string.
+
+    Raises PathError if the name leads out of the archive.
 
     A leading ``./`` is removed only if `here` is true, because torch does not remove it.
     """

@@ -37,8 +37,8 @@ addresses. The storage of an empty tensor is None. torch 2.13 still reads such f
 
 A plain pickle contains numpy arrays, or tensors and modules that ``pickle.dump`` stored. The file
 is one pickle of protocol 0 to 5. Protocols 2 and later begin with 0x80 and the protocol number.
-Earlier protocols have no signature. ckptkit reads such a file as a pickle if it ends with STOP
-(".") and can be unpickled. Arrays of any size stay in the file.
+Earlier protocols have no signature. ckptkit reads such a file as a pickle if the file ends with
+STOP (".") and can be unpickled. Arrays of any size stay in the file.
 
 pickle.dump stores each torch storage as a call of ``torch.storage._load_from_bytes``. The argument
 is a torch.save file: a legacy stream whose object is the storage. (torch/storage.py,
@@ -222,9 +222,9 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover each storage that is between two correct element counts.
 
     The format has no checksums. The element count before a storage, and the element count of the
-    next storage, must be right. If a count is wrong, bytes before it may be missing or shifted. If
-    `unverified` is true, only the count before the storage must be right. Raises CorruptError if
-    one of the pickles before the storages is damaged.
+    next storage, must be right. If a count is wrong, bytes before the count may be missing or
+    shifted. If `unverified` is true, only the count before the storage must be right. Raises
+    CorruptError if one of the pickles before the storages is damaged.
     """
     if probe.is_folder or not matches(probe):
         return None

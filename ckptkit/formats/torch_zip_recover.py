@@ -10,7 +10,7 @@ If all CRCs of a file are 0, the file has no checksums. In such a file, ckptkit 
 its header and its end are at the right place, and if the next member is the expected member.
 
 If a save overwrote an older, longer file, the file may contain members of two saves. The directory
-proves which members belong together. Without the directory, torch's serialization id proves it,
+proves which members belong together. Without the directory, torch's serialization id is the proof,
 because this id is a hash of all CRCs. If both are missing, a warning names the tensors that may
 belong to the older file.
 
@@ -76,8 +76,8 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover every intact tensor of a zip file. Return None if the file is not a zip file.
 
     If `unverified` is true, also recover tensors that cannot be verified. Raises CorruptError if
-    the pickle is damaged, because it contains the names and shapes. Raises UnsupportedError if
-    torch.save did not write the archive.
+    the pickle is damaged, because the pickle contains the names and shapes. Raises UnsupportedError
+    if torch.save did not write the archive.
     """
     return _DamagedArchive(probe.source, unverified).recover() if _is_zip(probe) else None
 
@@ -582,8 +582,8 @@ class _DamagedArchive:
     def _pickle_places(self, name: str) -> Iterator[RecordPlace]:
         """Yield the possible locations of the pickle.
 
-        Use each directory that lists the pickle. If no directory lists it, use its local headers.
-        `self.directory` is the directory for the yielded location.
+        Use each directory that lists the pickle. If no directory lists the pickle, use the local
+        headers of the pickle. `self.directory` is the directory for the yielded location.
         """
         listing = [each for each in self.directories if name in each.entries]
         for directory in listing:
@@ -663,7 +663,8 @@ class _DamagedArchive:
         are_summed = any(each.crc for each in chain.from_iterable(entries)) or any(
             place.crc for place in chain.from_iterable(places)
         )
-        # torch writes storages in pickle order. Before about torch 2.6, it sorted them by name.
+        # torch writes storages in pickle order. Before about torch 2.6, torch sorted storages by
+        # name.
         found = set(pairwise(header.name for header in self.sequence))
         orders = ([*pairwise(each)] for each in (self.sizes, sorted(self.sizes)))
         order = dict(max(orders, key=lambda pairs: sum(pair in found for pair in pairs)))

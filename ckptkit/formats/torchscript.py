@@ -487,7 +487,7 @@ def _objects(parsed: Any, key: str) -> Iterator[Json]:
 
 
 def _integer(parsed: Any) -> int:
-    """Return an integer. protobuf may write it as a decimal string."""
+    """Return an integer. protobuf may write an integer as a decimal string."""
     if type(parsed) is int:
         return parsed
     if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):

@@ -385,7 +385,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _U16 = 0xFFFF
 _BATCH = 64  # number of local headers to fetch in one request
-_HEADER = 256  # maximum size of a local header without the name, which is mostly padding
+_HEADER = 256  # maximum size of a local header without the name; most bytes are padding
 _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
 _tuple = tuple.__new__  # creates a named tuple without the slow Python constructor
@@ -440,8 +440,8 @@ class ZipDirectory:
 
     source: ByteSource
     entries: Mapping[str, Entry] = field(repr=False)
-    start: int  # offset of the directory, which is the end of the members
-    top: str  # top folder of the first member, which torch uses as the archive's name
+    start: int  # offset of the directory; the members end there
+    top: str  # top folder of the first member; torch's name of the archive
     headers: LocalHeaders | None = field(repr=False, default=None)  # local headers of a remote file
     # The only item is the number of bytes decompressed so far.
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])
@@ -454,7 +454,7 @@ class ZipDirectory:
         return list(self.entries)
 
     def crc(self, name: str) -> int | None:
-        """Return the CRC-32 of a member's bytes, or None if the file does not contain it."""
+        """Return the CRC-32 of a member's bytes, or None if the file contains no CRC-32."""
         entry = self.entries[name]
         return None if entry.crc == 0 and entry.size else entry.crc
 
@@ -600,8 +600,9 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 def _stored_members(start: int, size: int, count: int, source: ByteSource) -> Iterator[Member]:
     """Yield the stored members that have a CRC-32. The directory begins at `start`.
 
-    The directory is read again, because keeping it would take too much memory. For an .npy member,
-    the local header is read too, because the elements are only the last part of the member.
+    The directory is read again, because keeping the directory would take too much memory. For an
+    .npy member, the local header is read too, because the elements are only the last part of the
+    member.
     """
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]

@@ -221,7 +221,10 @@ def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _memory() -> int | None:
-    """Return the memory of the machine in bytes. Return None if the system does not report it."""
+    """Return the memory of the machine in bytes.
+
+    Return None if the system does not report the memory.
+    """
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

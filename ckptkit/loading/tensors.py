@@ -384,7 +384,7 @@ class PythonValues:
     """Converts nodes to Python values. Converts each node once, so shared values remain shared.
 
     The tree can have any depth, and can contain cycles. `arrays` creates the tensors for NumPy
-    arrays, which are always on the CPU.
+    arrays. NumPy arrays are always on the CPU.
     """
 
     def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:

@@ -27,7 +27,8 @@ from ckptkit.remote.transport import (
 
 PIECE = 4 << 20  # maximum number of bytes per request
 FIRST = 64 << 10  # minimum number of bytes per request, because smaller requests are not faster
-# Two ranges with a gap of at most GAP bytes are read by one request, which is faster than two.
+# Two ranges with a gap of at most GAP bytes are read by one request. One request is faster than
+# two.
 GAP = 64 << 10
 KEPT = 16 << 20  # maximum number of bytes in the cache
 WINDOWS = 256  # maximum number of byte ranges in the cache
@@ -168,7 +169,7 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 class RemoteFolder(Folder):
     """A folder at a URL.
 
-    HTTP servers do not list folders, but ckptkit can open files whose names it knows.
+    HTTP servers do not list folders, but ckptkit can open a file by its name.
     """
 
     def __init__(self, url: str) -> None:

@@ -63,7 +63,7 @@ _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 class Transport(ABC):
-    """One remote file. `head` contains the first bytes, which the first request returned."""
+    """One remote file. `head` contains the bytes that the first request returned."""
 
     url: str
     size: int
@@ -199,8 +199,8 @@ class Http(Transport):
             status, size, identity = self._judge(response.status, response.headers, start, known)
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
-                # The server does not support byte ranges. Read a complete file if it is small. For
-                # an unknown size, read at most PAGE bytes.
+                # The server does not support byte ranges. If the file is small, read the complete
+                # file. For an unknown size, read at most PAGE bytes.
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
             elif known is None:

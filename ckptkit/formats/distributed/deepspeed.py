@@ -274,8 +274,8 @@ def read(probe: Probe) -> Checkpoint:
     """Read the headers of the training state that ``latest`` names.
 
     Without ``latest``, read the only training state in the folder. Raises AmbiguousError if there
-    are several. Raises UnsupportedError for model, pipeline and expert parallelism. Raises
-    CorruptError if files are missing or contradict each other.
+    are several training states. Raises UnsupportedError for model, pipeline and expert parallelism.
+    Raises CorruptError if files are missing or contradict each other.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:

@@ -38,7 +38,7 @@ class Replica(NamedTuple):
 
 
 class Copies:
-    """Compares replicas and counts the results. The policy is one of these:
+    """Compares replicas and counts the results. `policy` is one of these strings:
 
     * ``compare`` compares checksums. Tensors without checksums are compared byte for byte, up to a
       total of 16 MiB.

@@ -195,7 +195,7 @@ def _folders(probe: Probe) -> list[str]:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the merged model, and the other entries of the first rank except its optimizer.
+    """Return the merged model, and the other entries of the first rank except the optimizer.
 
     Raises CorruptError if a rank's file is missing or from a different save. Raises
     UnsupportedError if the layout has no rule for a tensor.

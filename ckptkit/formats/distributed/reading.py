@@ -101,18 +101,18 @@ class Fields:
         return self.node[key]
 
     def fields(self, key: str) -> Fields:
-        """Return an entry, which must be a dict."""
+        """Return an entry. The entry must be a dict."""
         return Fields(self.get(key), f"{self.place}: {key}")
 
     def items(self, key: str) -> list[Node]:
-        """Return an entry, which must be a list or tuple."""
+        """Return an entry. The entry must be a list or tuple."""
         node = self.get(key)
         if not isinstance(node, (list, tuple)):
             raise FormatError(f"{self.place}: {key} is not a list")
         return list(node)
 
     def names(self, key: str) -> dict[str, Node]:
-        """Return an entry, which must be a dict with string keys.
+        """Return an entry. The entry must be a dict with string keys.
 
         If the entry is None or missing, return an empty dict.
         """
@@ -122,7 +122,7 @@ class Fields:
         return node
 
     def shapes(self, key: str) -> dict[str, Shape]:
-        """Return an entry, which must be a dict of shapes.
+        """Return an entry. The entry must be a dict of shapes.
 
         If the entry is None or missing, return an empty dict.
         """
@@ -138,7 +138,7 @@ class Fields:
         return tuple(node)
 
     def tensors(self, key: str) -> list[Tensor]:
-        """Return an entry, which must be a list of contiguous 1-D tensors."""
+        """Return an entry. The entry must be a list of contiguous 1-D tensors."""
         found = []
         for node in self.items(key):
             tensor = as_tensor(node)

@@ -119,9 +119,9 @@ def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
 class Offset:
     """A rule for the layer or expert numbers in tensor names. Each rank counts from 0.
 
-    Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers, which
-    increase along the axes `by`. The first axis varies slowest. ``total`` is the expected number of
-    layers or experts, or None if it is unknown.
+    Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers. The
+    global numbers increase along the axes `by`. The first axis varies slowest. ``total`` is the
+    expected number of layers or experts, or None if it is unknown.
     """
 
     pattern: re.Pattern[str]
