@@ -27,13 +27,15 @@ UNSURE = 0.6  # pairs with a lower confidence are counted as uncertain
 
 def _check(ctx: click.Context) -> None:
     """If B names a model class, use B as --model. Raise UsageError unless either B or --model is
-    given."""
+    given, and for --fold with --json."""
     given = ctx.params
     b = given["b"]
     if given["spec"] is None and b is not None and reading.is_model(b):
         given["spec"], given["b"] = b, None
     if (given["b"] is None) == (given["spec"] is None):
         raise click.UsageError("give either B or --model MODEL to compare with A")
+    if given["fold"] and given["as_json"]:
+        raise click.UsageError("--json lists each tensor; remove --fold")
 
 
 @click.command("diff", cls=reading.Reader, check=_check)

@@ -66,6 +66,8 @@ def command(
         return 0
     if as_json + want.names + want.tree + want.brief > 1:
         raise click.UsageError("--json, --names, --tree and --brief cannot be combined")
+    if want.fold and as_json:
+        raise click.UsageError("--json lists each tensor; remove --fold")
     if want.digest and not as_json:
         raise click.UsageError("--digest needs --json")
 

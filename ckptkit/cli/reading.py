@@ -62,7 +62,8 @@ folded = click.option(
     "--fold/--flat",
     default=None,
     help="Print one row for tensors whose names differ only in an index (layers.{0..31}.weight), "
-    "or (--flat) a row for each tensor. Default: --fold, but --flat in JSON and CSV.",
+    "or (--flat) a row for each tensor. Default: --fold, but --flat in JSON and CSV. "
+    "Only `stats` folds JSON.",
 )
 model = value(
     "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."

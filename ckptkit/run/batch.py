@@ -33,6 +33,7 @@ from ckptkit.core.errors import (
     OutputError,
     OutputExistsError,
     PathError,
+    SeveralError,
     UsageError,
     foreseen,
 )
@@ -151,6 +152,8 @@ Results = Generator[tuple[Job, Outcome], None, None]
 def find(sources: Iterable[str], into: str) -> list[Input]:
     """Return the inputs for paths, URLs and patterns, in order, without duplicates.
 
+    A folder of several checkpoints stands for each of these checkpoints.
+
     Matches below the output folder `into` are ignored. Raises UsageError if a pattern matches
     nothing, or only files below `into`. Raises PathError if a remote folder cannot be listed.
     """
@@ -162,12 +165,27 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
         elif glob.has_magic(source) and not os.path.lexists(source):
             inputs = _matching(source, into)
         else:
-            path = os.path.abspath(source)
-            name = _plain(os.path.basename(path), source)
-            inputs = [Input(path, name, mark(path), os.path.isdir(path))]
+            whole = os.path.abspath(source)
+            paths = [os.path.join(whole, name) for name in _several(whole)] or [whole]
+            inputs = [
+                Input(path, _plain(os.path.basename(path), source), mark(path), os.path.isdir(path))
+                for path in paths
+            ]
         for each in inputs:
             found.setdefault(each.path, each)
     return list(found.values())
+
+
+def _several(path: str) -> tuple[str, ...]:
+    """Return the names of the checkpoints in a folder of several checkpoints, otherwise nothing."""
+    try:
+        if os.path.isdir(path):
+            formats.read(Folder(path))
+    except SeveralError as error:
+        return error.files
+    except CkptkitError:  # the job of this input reports the error
+        pass
+    return ()
 
 
 def mark(path: str) -> Mark | None:
