@@ -91,7 +91,7 @@ class Dequantize(Operation):
 
 
 def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
-    """Yield rectangles that contain the elements from `first` to `last`, in order.
+    """Yield, in order, rectangles that contain the elements from `first` to `last`.
 
     Each result is a pair (position of the first element, rectangle). A rectangle consists of
     complete rows, or is a part of one row.

@@ -1,4 +1,4 @@
-"""Convert Python values of this process to the nodes that reading a saved file would return.
+"""Convert Python values of this process to the nodes that ckptkit would read from a saved file.
 
 This module pickles the values like ``torch.save``, and then reads the pickle with
 `ckptkit.pickles.values`. The pickle does not contain the bytes of tensors and arrays. Instead, it

@@ -832,7 +832,7 @@ def is_key(view: View, value: Node) -> bool:
     return deep(KEYS, view, value)
 
 
-# Patterns that need a function of their own
+# Patterns that a separate function checks
 
 
 def _keys(view: View, state: Node) -> list[str] | None:

@@ -376,7 +376,7 @@ class Machine:
         storage = builder.persistent(id_)
         self.at = end - 18
         empty = builder.call(values[3], ())
-        shape, strides = sizes[1:], (*strides,)  # copies, because `_numbers` caches its tuples
+        shape, strides = sizes[1:], (*strides,)  # copy the tuples, because `_numbers` caches them
         args = (storage, sizes[0], shape, strides, False, empty)
         self.at = end - 6
         stack[-1] = tensor = builder.call(stack[-1], args)

@@ -246,7 +246,7 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
 
 
 def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, Node]], list[Node]]:
-    """Return the keys and values to drop with their paths. Also return all visited containers."""
+    """Return the keys and values to drop, each with its path, and all visited containers."""
     dropped: list[tuple[Path, Node]] = []
     holders: list[Node] = []
     seen: set[int] = set()

@@ -201,7 +201,9 @@ class Values:
         return made
 
     def drop(self, values: list[Node]) -> None:
-        """Record values that the pickle pops. `_check_dropped` later searches the tree for these.
+        """Record values that the pickle pops.
+
+        `_check_dropped` later searches the tree for these values.
 
         Two picklers pop values. CPython pops the items of a tuple that contains itself, and then
         pushes the finished tuple. dill pushes an existing dict, fills the dict, and pops the dict.
@@ -246,7 +248,8 @@ class Values:
         setting = [node for node in self.dropped.values() if _sets_code(node)]
         lost = self.dropped.keys() - set(map(id, setting))
         if lost:
-            repeated = [pairs for _, pairs in self.pairs.values()]  # `end` adds these to the tree
+            # `end` adds these Pairs to the tree.
+            repeated = [pairs for _, pairs in self.pairs.values()]
             lost.difference_update(map(id, nodes([root, *setting, *repeated])))
         if lost:
             raise UnsupportedError(_DROPPED)

@@ -140,7 +140,7 @@ class _Writer:
         self.joined: list[bytes] = []
         self.count = 0  # memo entries
         self.tensors: dict[Tensor, int] = {}  # memo entries
-        self.by_id: dict[int, int] = {}  # maps the id of another node to its memo entry
+        self.by_id: dict[int, int] = {}  # maps the id of a node to the node's memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # keeps nodes alive, because `by_id` requires unique ids

@@ -379,9 +379,9 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
     This function finds two kinds of members:
 
     * Members that the last directory of the file lists. Readers such as zipfile, miniz and torch
-      find these. The archive may begin anywhere in the file.
+      find these members. The archive may begin anywhere in the file.
     * Members that have a local header. Readers that start at the front of the file, or that repair
-      a file, find these.
+      a file, find these members.
 
     The bytes of a member start after its local header. Wrong checksums, flags, sizes and names do
     not matter.

@@ -240,7 +240,7 @@ class Tracer:
                 pass
 
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
-        """Return a byte string, a Sign for a large one, or a str for an ASCII str of Python 2."""
+        """Return a Sign for a large byte string, a str for an ASCII str of Python 2, else bytes."""
         if isinstance(value, StoredBytes):
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)

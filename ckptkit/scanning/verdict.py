@@ -80,8 +80,8 @@ class PickleVerdict:
 class FileVerdict:
     """The verdict on one file.
 
-    ``path`` is the path that the caller passed. If this path is a folder, ``path`` is the path of a
-    file inside the folder.
+    ``path`` is the path that the caller passed. If the caller passed a folder, ``path`` is the path
+    of one file inside this folder.
     """
 
     path: str
