@@ -1,7 +1,7 @@
 """The model of cost: what each command reads and writes, as formulas, checked against what the
 kernel counted.
 
-The formulas are the table of the README. They are upper limits; for files that are mostly tensors
+The formulas are the table of ckptkit/help/cost.md. They are upper limits; for files that are mostly tensors
 they must also be close, for headers within a factor of four.
 """
 
