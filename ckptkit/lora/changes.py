@@ -199,11 +199,12 @@ def change_of(
     except UnsupportedError as error:
         what = f"the shapes of the factors of {shown(module.path)} do not match: {error.message}"
         raise UnsupportedError(what, code="shape") from None
-    is_whole = isinstance(term, Combined) and "lokr_w2" in numbers and not module.prefix
-    if is_whole and has["lokr_w2"].ndim == 3:
+    whole = has.get("lokr_w2")
+    is_front = whole is not None and whole.ndim == 3 and not module.prefix
+    if whole is not None and isinstance(term, Combined) and is_front:
         # torch.kron inserts the missing dimension of w1 as the first dimension. peft then
         # reshapes the result.
-        term = term._replace(how="front", kernel=has["lokr_w2"].shape[2])
+        term = term._replace(how="front", kernel=whole.shape[2])
     is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
     two = is_mica or module.parameter or bool(blocks)
     scale = 1.0 if module.scale is None else module.scale

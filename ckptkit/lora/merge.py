@@ -257,11 +257,11 @@ class MergePlan:
             self.warnings.append(f"{adapter.path}: {what}")
         mixed = next((each for each in adapter.modules.values() if not each.is_sum), None)
         if self.weight != 1 and mixed is not None:
-            what = (
-                f"a weight of {self.weight:g} is impossible for {shown(mixed.path)}, because its "
-                "update is not a plain sum"
-            )
-            raise UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
+            raise self._unweighted(mixed.path, "its update is not a plain sum")
+
+    def _unweighted(self, name: str, why: str) -> UsageError:
+        what = f"a weight of {self.weight:g} is impossible for {shown(name)}, because {why}"
+        return UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
 
     # Find the tensors of each module
 
@@ -499,11 +499,7 @@ class MergePlan:
         if old is not None and made.shape == old.shape and same_bytes(made, old):
             return
         if self.weight != 1:
-            what = (
-                f"a weight of {self.weight:g} is impossible for {shown(own)}, because the adapter "
-                "contains the complete tensor"
-            )
-            raise UsageError(what)
+            raise self._unweighted(own, "the adapter contains the complete tensor")
         if old is not None and made.shape != old.shape:
             if made.ndim != 2 or made.shape[1:] != old.shape[1:]:
                 there = f"{shape_text(old.shape)} in the base"
