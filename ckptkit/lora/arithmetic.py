@@ -193,34 +193,32 @@ class _TileWork:
         """Return the bytes of the rows `top` to `end` of the result."""
         import numpy as np
 
-        formula, target = self.formula, self.target
+        formula = self.formula
+        is_once = bool(formula.norm) or formula.rounding == "once"
         with np.errstate(all="ignore"):
-            if formula.norm:
-                made = self.sum(top, end, self.base)
-                made *= self.factor(made, top, end)
-                return encode(made.reshape(-1), target)
             change = self.change(top, end)
-            assert change is not None
-            if formula.rounding == "once":
-                change += self.weight(top, end, self.base)
-                return encode(change.reshape(-1), target)
-            rounded = decode(encode(change.reshape(-1), target), target).astype(self.wide)
-            made = rounded.reshape(change.shape)
-            made += self.weight(top, end, self.base)
-            data = encode(made.reshape(-1), target)
-            if formula.rounding == "again":
-                change += decode(data, target).reshape(change.shape)
-                data = encode(change.reshape(-1), target)
-            return data
+            given = change if is_once or change is None else self.rounded(change)
+            made = self.sum(top, end, self.base, given)
+            if formula.norm:
+                made *= self.factor(made, top, end)
+            elif formula.rounding == "again":
+                made = self.rounded(made)
+                made += change
+            return encode(made.reshape(-1), self.target)
+
+    def rounded(self, values: Array) -> Array:
+        """Return a new array of the values after rounding to the dtype of the base."""
+        made = decode(encode(values.reshape(-1), self.target), self.target)
+        return made.astype(self.wide).reshape(values.shape)
 
     def weight(self, top: int, end: int, reader: Reader) -> Array:
         unit = self.adapt.columns * self.target.itemsize
         found = decode(reader(top * unit, (end - top) * unit), self.target)
         return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
 
-    def sum(self, top: int, end: int, reader: Reader) -> Array:
-        """Return the rows `top` to `end` of the weight plus the update, as a new array."""
-        weight, change = self.weight(top, end, reader), self.change(top, end)
+    def sum(self, top: int, end: int, reader: Reader, change: Array | None) -> Array:
+        """Return the rows `top` to `end` of the weight plus `change`, which is overwritten."""
+        weight = self.weight(top, end, reader)
         if change is None:
             return weight.copy()
         change += weight
@@ -300,7 +298,7 @@ class _TileWork:
             numbers = numbers[top + first : end + first]
         if formula.norm != "none":
             if is_row and self.origin is not None:
-                made = self.sum(top, end, self.origin)
+                made = self.sum(top, end, self.origin, self.change(top, end))
             norms = _norms(made) if is_row else self.norms_of_columns
             numbers = numbers / (norms + norms.dtype.type(EPS if "eps" in formula.norm else 0))
         return numbers[:, None] if is_row else np.repeat(numbers, formula.group)
@@ -319,7 +317,7 @@ class _TileWork:
         for left in range(0, columns, step):
             held = np.empty((rows, min(step, columns - left)), self.wide)
             for top, end in self.adapt.tiles(0, rows):
-                made = self.sum(top, end, self.origin or self.base)
+                made = self.sum(top, end, self.origin or self.base, self.change(top, end))
                 held[top:end] = made[:, left : left + step]
             found.append(_norms(held, group, by_columns=True))
         return np.concatenate(found)
