@@ -207,9 +207,7 @@ class MergePlan:
         self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # rows to replace in each tensor
         self.unlike: list[tuple[str, int, int]] = []
         self.replaced = 0
-        # `is_joined` is True if embedding and head get the same update. `is_untied` is True if the
-        # head gets its own matrix.
-        self.is_joined = self.is_untied = False
+        self.is_untied = False  # True if the head gets its own matrix
         self.old = dict(self.base.required.tensors)
         self.new = dict(self.old)
         self.pair: tuple[str, str] | None = None
@@ -544,38 +542,32 @@ class MergePlan:
     def _tie(self) -> None:
         """Handle a tied embedding and head according to the argument `tied`."""
         if self.pair is None:
-            return None
+            return
         embedding, head = self.pair
         is_ensured = bool(self.options.get("ensure_weight_tying"))
         changed = [name for name in self.pair if name in self.pieces]
         whole = [name for name in self.pair if self.new.get(name) is not self.untouched.get(name)]
-        if changed and not (is_ensured and len(changed) == 2):
+        if is_ensured and len(changed) == 2:  # the same update under both names
+            self.pieces.pop(head)
+        elif changed and self.tied != "untie":
             if self.tied is None:
                 untie, keep = (typed(f"--tied {e}", f"tied={e!r}") for e in ("untie", "keep"))
                 what = f"changes {quoted(changed)}, and {embedding} and {head} are tied"
                 hint = f"{untie} creates a separate head, like training; {keep} changes both"
                 self._refuse("tied", f"{what} to one matrix", hint, mend="--tied untie")
-            if self.tied == "untie":
-                return self._untie()
             # The update of the embedding is added first, and the update of the head second.
             self.pieces[embedding] = [*self.pieces.get(embedding, ()), *self.pieces.pop(head, ())]
-            self.is_joined = True
-        elif changed:  # the adapter contains the same update under both names
-            self.pieces.pop(head)
-            self.is_joined = True
-        elif len(whole) == 1 or (whole and not same_bytes(*(self.new[name] for name in self.pair))):
-            self._untie()
-        elif whole or self.rows.keys() & {*self.pair}:
-            self.rows[embedding] = self.rows.pop(head, self.rows.get(embedding, []))
-            self.is_joined = True
-        return None
-
-    def _untie(self) -> None:
-        embedding, head = self.pair or ("", "")
-        if head not in self.new or self.new[head].storage is self.new[embedding].storage:
-            self.new[head] = _copy(self.untouched[embedding])
-        self.is_untied, self.new_config["tie_word_embeddings"] = True, False
-        self.notes.append(f"untied {head} from {embedding}")
+        elif (
+            changed
+            or len(whole) == 1
+            or (whole and not same_bytes(self.new[embedding], self.new[head]))
+        ):
+            if head not in self.new or self.new[head].storage is self.new[embedding].storage:
+                self.new[head] = _copy(self.untouched[embedding])
+            self.is_untied, self.new_config["tie_word_embeddings"] = True, False
+            self.notes.append(f"untied {head} from {embedding}")
+        elif head in self.rows:
+            self.rows[embedding] = self.rows.pop(head)
 
     def _replicate(self, ranges: object) -> None:
         """Repeat layers of the base. New layer N is a copy of old layer `order[N]`."""
@@ -630,7 +622,7 @@ class MergePlan:
             embedding, head = self.pair
             if head not in self.old:
                 new.pop(head, None)
-            elif self.is_joined:
+            elif new[embedding] is not self.old.get(embedding):
                 new[head] = new[embedding]
         weights = base.required
         assert isinstance(weights.node, dict)
