@@ -152,7 +152,7 @@ Results = Generator[tuple[Job, Outcome], None, None]
 def find(sources: Iterable[str], into: str) -> list[Input]:
     """Return the inputs for paths, URLs and patterns, in order, without duplicates.
 
-    A folder of several checkpoints stands for each of these checkpoints.
+    For a folder of several checkpoints, the result contains each checkpoint.
 
     Matches below the output folder `into` are ignored. Raises UsageError if a pattern matches
     nothing, or only files below `into`. Raises PathError if a remote folder cannot be listed.
