@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, chdir, suppress
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 import ckptkit
 from ckptkit.core.bytesource import LocalFile
 from tests.hint_replay import keep, keep_all
-from tests.slow import is_slow, unmatched
+from tests.slow import is_slow, may_be_slow, unmatched
 
 # Bytecode is kept, whatever the environment says: else each of some thousand commands compiles the
 # package anew, which doubles its time.
@@ -57,6 +58,13 @@ def own_heap() -> Generator[None, None, None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only the files that have slow cases for `-m slow`."""
+    is_test = fnmatch(collection_path.name, "test_*.py")
+    only_slow = config.getoption("markexpr") == "slow" and not config.getoption("file_or_dir")
+    return True if only_slow and is_test and not may_be_slow(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import filter, fnmatchcase
+from pathlib import Path
 
 # Test -> patterns of the ids of its cases that run on every push.
 KEPT: dict[str, tuple[str, ...]] = {
     "benchmarks/test_benchmarks.py::test_our_commands": ("strip-module", "inspect"),
     "core/test_tree.py::test_rebuild_a_million_deep": (),  # test_rebuild_any_depth
     "core/test_tree.py::test_rebuild_any_depth": ("dict", "list", "tuple", "state"),
+    "formats/dcp/test_writing.py::test_two_processes_load_their_shards": (),  # test_a_model_loads_it
     "formats/parallel/test_commands.py::test_commands_on_each_folder": (
         "fsdp2_w2_tied_bf16", "fsdp1st_w2_orig_wrap", "tp_w2_f32", "mega_moe_tp1_ep2", "meta_llama2_mp2",
         "neox_pipe_tp2",
@@ -51,11 +53,13 @@ KEPT: dict[str, tuple[str, ...]] = {
     "run/test_batch.py::test_thousands_of_small_files": (),  # test_batch.py::TestSkipping
     "run/test_workers.py::test_a_job_that_kills_workers_of_a_cluster": (),
     # run/test_workers.py::test_a_worker_of_a_cluster_is_killed
+    "safety/test_disks.py::test_DS_03_power_cut_at_every_step": ("patched",),
     "safety/test_failures.py::test_DS_04_DS_10_no_room": ("ENOSPC-*",),
     "safety/test_failures.py::test_DS_05_DS_06_an_error_of_any_call": ("replaced",),
     "safety/test_failures.py::test_DS_05_a_file_system_that_syncs_no_folders": ("replaced",),
     "safety/test_kills.py::test_DS_01_DS_22_killed_at_every_call": ("new", "rewritten"),
     "safety/test_kills.py::test_DS_02_killed_at_any_moment": ("replaced", "patched"),
+    "safety/test_signals.py::test_DS_18_interrupted_at_every_call": ("new", "patched"),
     "test_cost_model.py::test_bytes": ("large-*", "medium-pth"),
     "test_fixtures.py::test_making_them_again_gives_the_same": ("some of that",),
     "test_resources.py::test_FS_01_what_is_no_file_is_refused_at_once": ("inspect", "digest"),
@@ -73,6 +77,13 @@ def is_slow(nodeid: str) -> bool:
     """Return whether a case belongs to a matrix above, and is none of those that it keeps."""
     test, case = _split(nodeid)
     return test in KEPT and not any(fnmatchcase(case, pattern) for pattern in KEPT[test])
+
+
+def may_be_slow(file: Path) -> bool:
+    """Return whether a file of tests has slow cases: in the table above, or marked in the file."""
+    name = file.relative_to(Path(__file__).parent).as_posix()
+    is_named = any(test.partition("::")[0] == name for test in KEPT)
+    return is_named or "pytest.mark.slow" in file.read_text()
 
 
 def unmatched(nodeids: Iterable[str]) -> list[str]:

@@ -86,9 +86,18 @@ def commands(src: Path, folder: Path) -> Iterator[tuple[str, list[list[object]]]
 COMMANDS = [name for name, _ in commands(Path(), Path())]
 
 
+# These try every file. Each other command tries a third, and its neighbours the other two.
+IN_FULL = "convert", ALL, f"{ALL} --objects drop", FIX
+
+
+def cases_of(command: str) -> list[tuple[str, Case]]:
+    cases, at = [*REPORTED.items()], COMMANDS.index(command)
+    return cases if command in IN_FULL else cases[at % 3 :: 3]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_writes_what_scan_reports(command: str, tmp_path: Path) -> None:
-    for name, case in REPORTED.items():
+    for name, case in cases_of(command):
         folder = tmp_path / name
         folder.mkdir()
         src = folder / f"file{case.suffix}"
