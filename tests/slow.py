@@ -53,7 +53,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "run/test_batch.py::test_thousands_of_small_files": (),  # test_batch.py::TestSkipping
     "run/test_workers.py::test_a_job_that_kills_workers_of_a_cluster": (),
     # run/test_workers.py::test_a_worker_of_a_cluster_is_killed
-    "safety/test_disks.py::test_DS_03_power_cut_at_every_step": ("patched",),
+    "safety/test_disks.py::test_DS_03_power_cut_at_every_step": ("replaced",),
     "safety/test_failures.py::test_DS_04_DS_10_no_room": ("ENOSPC-*",),
     "safety/test_failures.py::test_DS_05_DS_06_an_error_of_any_call": ("replaced",),
     "safety/test_failures.py::test_DS_05_a_file_system_that_syncs_no_folders": ("replaced",),
