@@ -177,7 +177,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def _several(path: str) -> tuple[str, ...]:
-    """Return the names of the checkpoints in a folder of several checkpoints, otherwise nothing."""
+    """Return the names of the checkpoints in a folder. For a single checkpoint, return ()."""
     try:
         if os.path.isdir(path):
             formats.read(Folder(path))
