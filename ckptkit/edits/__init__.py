@@ -230,7 +230,7 @@ EDITS = (
         "rename", "edits.keys:rename",
         (Option("mapping", "map", "--map", "FILE", "JSON file that maps old names to new ones.",
                 recipe="map"),
-         Option("substitutions", "substitutions", "--sub", "REGEX=REPLACEMENT",
+         Option("sub", "substitutions", "--sub", "REGEX=REPLACEMENT",
                 "Replace matches in names, as re.sub does (repeatable).", recipe="sub")),
         "Rename keys with a table or with regular expressions.",
         in_convert=True, command="rename", has_key=True,

@@ -368,13 +368,13 @@ def add_prefix(
 def rename(
     ck: Checkpoint,
     mapping: Names | None = None,
-    substitutions: Sequence[tuple[str, str]] = (),
+    sub: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
     """Rename weights by a mapping from old to new names, and by regular expressions.
 
-    `mapping` may also be a function that returns the new name for an old name. A substitution is a
-    regular expression and its replacement. `rename` applies `substitutions` to the names that
-    `mapping` does not contain, in order, with :func:`re.sub`.
+    `mapping` may also be a function that returns the new name for an old name. Each item of `sub`
+    is a regular expression and its replacement. `rename` applies `sub` to the names that `mapping`
+    does not contain, in order, with :func:`re.sub`.
 
     Raises UsageError for a missing name or an invalid expression. Raises CollisionError if two
     names become equal.
@@ -398,7 +398,7 @@ def rename(
                 f"{old!r} cannot be renamed to {new!r}: a name must be a string and not empty"
             )
     others = [name for name in target.names if name not in mapping]
-    changed, unused = substituted(others, substitutions)
+    changed, unused = substituted(others, sub)
     every = {**mapping, **changed}
     names = {old: every[old] for old in target.names if every[old] != old}
     if not names:

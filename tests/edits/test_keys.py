@@ -296,15 +296,15 @@ def test_rename_absent_name_is_refused_with_the_nearest() -> None:
 def test_rename_takes_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` would never end here."""
     ck = checkpoint("a" * 40 + "!")
-    assert names(rename(ck, substitutions=[(r"^(\w+\w+)+$", "x")])) == ["a" * 40 + "!"]
+    assert names(rename(ck, sub=[(r"^(\w+\w+)+$", "x")])) == ["a" * 40 + "!"]
     monkeypatch.setattr("ckptkit.edits.keys.SECONDS", 0)
     with pytest.raises(UsageError, match="takes more than 0 seconds"):
-        rename(checkpoint("a" * 60 + "b"), substitutions=[(r"(a|aa)+$", "x")])
+        rename(checkpoint("a" * 60 + "b"), sub=[(r"(a|aa)+$", "x")])
 
 
 def test_rename_nothing() -> None:
     ck = checkpoint("a")
-    done = rename(ck, substitutions=[("zz", "y")])
+    done = rename(ck, sub=[("zz", "y")])
     assert done.root is ck.root
     assert done.warnings
 
@@ -315,7 +315,7 @@ def test_rename_metadata_follows() -> None:
     new = nn.ModuleDict({"encoder": old["enc"], "top": old["head"]})
     done = rename(
         Checkpoint(from_torch(old.state_dict())),
-        substitutions=[("^enc", "encoder"), ("^head", "top")],
+        sub=[("^enc", "encoder"), ("^head", "top")],
     )
     assert list(metadata(done).items()) == list(new.state_dict()._metadata.items())
     assert names(done) == list(new.state_dict())
@@ -333,7 +333,7 @@ def test_rename_metadata_that_cannot_follow_is_dropped_and_named() -> None:
 def test_rename_of_a_parameter_keeps_its_module() -> None:
     root = OrderedMapping(named("norm.gamma", "norm.beta"))
     root.state = {"_metadata": OrderedMapping({"": {}, "norm": {"version": 2}})}
-    done = rename(Checkpoint(root), substitutions=[("gamma", "weight"), ("beta", "bias")])
+    done = rename(Checkpoint(root), sub=[("gamma", "weight"), ("beta", "bias")])
     assert dict(metadata(done)) == {"": {}, "norm": {"version": 2}}
 
 
@@ -393,7 +393,7 @@ def test_order_types_and_the_rest_of_the_tree_stay(seed: int) -> None:
     ck = Checkpoint(
         {"state_dict": weights, "moments": moments, "args": (1, "module.a", {"b": {1: None}})}
     )
-    done = rename(add_prefix(strip_prefix(ck)), substitutions=[("a", "A")])
+    done = rename(add_prefix(strip_prefix(ck)), sub=[("a", "A")])
     assert names(done) == [name.replace("a", "A") for name in some]
     assert list(done.root) == ["state_dict", "moments", "args"]
     assert done.root["state_dict"].state == {"other attribute": 1}

@@ -53,7 +53,7 @@ def names_of(state: Any) -> tuple[list[str], list[str]]:
 
 EDITS = {
     "strip": lambda path: ckptkit.strip_prefix(path),
-    "rename": lambda path: ckptkit.rename(path, substitutions=[(r"^module\.", "")]),
+    "rename": lambda path: ckptkit.rename(path, sub=[(r"^module\.", "")]),
     "map": lambda path: ckptkit.rename(
         path, {f"module.{n}.{w}": f"{n}.{w}" for n in (0, 1) for w in ("weight", "bias")}
     ),
@@ -83,7 +83,7 @@ def test_a_prefix_is_added(tmp_path: Path) -> None:
 def test_names_beside_numbers_follow_and_torch_loads_them(tmp_path: Path) -> None:
     """Optimizers made of named parameters: torch 2.6 and later."""
     path = save(tmp_path, "", named=False)
-    found = written(ckptkit.rename(path, substitutions=[("^", "net.")]), tmp_path)["optimizer"]
+    found = written(ckptkit.rename(path, sub=[("^", "net.")]), tmp_path)["optimizer"]
     assert found["param_groups"][0]["param_names"][0] == "net.0.weight"
     model, _ = trained()
     torch.optim.Adam([(f"net.{n}", p) for n, p in model.named_parameters()]).load_state_dict(found)

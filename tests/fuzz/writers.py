@@ -18,7 +18,7 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 # The arguments with which each edit changes the files below; the others want files or more weights.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "drop-entry": {"paths": ["c"], "missing_ok": True}, "weights": {}, "extract": {"key": "b"}, "wrap": {"key": "k"},
-    "select": {"keep": ["*"]}, "strip": {}, "add": {}, "rename": {"substitutions": [("a", "c")]}, "cast": {"dtypes": "float16"},
+    "select": {"keep": ["*"]}, "strip": {}, "add": {}, "rename": {"sub": [("a", "c")]}, "cast": {"dtypes": "float16"},
     "remap": {"devices": "meta"}, "compact": {}, "set-metadata": {"metadata": {"a": "b"}}, "tie": {"names": {"t": "module.a"}},
 }  # fmt: skip
 EDITED = [each.word for each in EDITS if each.word in ARGUMENTS]

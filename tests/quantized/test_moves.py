@@ -88,7 +88,7 @@ def test_layers_in_a_header_are_renamed(tmp_path: Path) -> None:
     path = write(
         tmp_path / "model.safetensors", tensors, {"_quantization_metadata": json.dumps(said)}
     )
-    ck = ckptkit.rename(ckptkit.open(path), substitutions=[("up_proj", "fc1")])
+    ck = ckptkit.rename(ckptkit.open(path), sub=[("up_proj", "fc1")])
     (group,) = quantized.find(ck).groups
     assert group.name == L.replace("up_proj", "fc1") + ".weight" and group.layout is not None
 

@@ -343,9 +343,7 @@ def test_DS_20_nothing_replaces_a_file_between_the_check_and_the_rename(
 
     def edit(number: int) -> None:
         try:
-            step = partial(
-                rename, substitutions=[(f"^module.{number}.weight$", f"edited.{number}")]
-            )
+            step = partial(rename, sub=[(f"^module.{number}.weight$", f"edited.{number}")])
             convert(path, None, step, in_place=True, keep_format=False)
         except InputChangedError as error:
             failures.append(error)
