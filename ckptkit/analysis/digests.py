@@ -262,8 +262,8 @@ def parse_manifest(data: bytes) -> dict[str, str]:
         ids[name] = id
     if len(ids) != int(heading[1]) or whole_digest(ids) != heading[2]:
         raise CorruptError(
-            "was truncated or edited: the lines do not match the digest of "
-            f"{int(heading[1]):,} tensors in the first line"
+            "was truncated or edited: the first line gives the digest of "
+            f"{int(heading[1]):,} tensors, and the other lines do not match this digest"
         )
     return ids
 

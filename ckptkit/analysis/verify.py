@@ -190,9 +190,9 @@ class _Verifier:
             self.tell(tensor.nbytes, total)
 
     def check_scales(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for scales that are not finite, and for zeros that a weight is divided by.
+        """Add a finding for scales that are not finite, and for divisors that are 0.
 
-        Zeros that a weight is multiplied by are listed in a note.
+        A divisor is a scale by which a weight is divided. A note lists the other scales that are 0.
         """
         zero = []
         for name, tensor, numbers in _scales(checkpoint):

@@ -440,7 +440,7 @@ class _MagnitudeSearch:
 
     @property
     def least(self) -> float:
-        """The magnitude that the search found."""
+        """The smallest magnitude of the elements to keep, after the search has ended."""
         return self._magnitude(self.interval[0])
 
     @property

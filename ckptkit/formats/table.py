@@ -178,12 +178,12 @@ FOLDER = _format(
     "folder: matches read check", is_folder=True, chooses=True, listed=True,
 )  # fmt: skip
 LLAMA_PARTS = _format(
-    "llama-parts", "the shards of a Llama release of Meta (consolidated.NN.pth); only written",
+    "llama-parts", "the shards of a Llama release of Meta (consolidated.NN.pth), as an output",
     "distributed: read", matches=never, layout=Lazy("distributed.llama:layout"), is_folder=True,
     readable=False,
 )  # fmt: skip
 MEGATRON_PARTS = _format(
-    "megatron-parts", "Megatron-LM shards for tensor parallelism (mp_rank_NN); only written",
+    "megatron-parts", "Megatron-LM shards for tensor parallelism (mp_rank_NN), as an output",
     "distributed: read", matches=never, layout=Lazy("distributed.megatron:layout"), is_folder=True,
     readable=False,
 )  # fmt: skip

@@ -231,7 +231,10 @@ def of_comfy(component: str, path: str) -> tuple[str, str]:
 
 
 def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Map each fused parameter of all experts to a list with the matrix names of each expert."""
+    """Map the name of each parameter that fuses all experts to a list.
+
+    Item i contains the names of the matrices of expert i.
+    """
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
         if one := _EXPERT.fullmatch(name):

@@ -48,8 +48,8 @@ def execute(
 ) -> tuple[list[dict[int, int]], list[list[int]]]:
     """Write the files. The files must exist and be empty.
 
-    Return a dict from checksum numbers to CRC-32s for each file. Also return the runs of
-    `ReadSums`, the checksums of the bytes that were read.
+    Return one dict for each file. The dict maps the number of each checksum to a CRC-32. Also
+    return the runs of `ReadSums`, the checksums of the bytes that were read.
 
     Without an executor, threads are used for large amounts of data to compute, download or read. If
     `fork` is true, forked processes can replace the threads. After all tasks have ended, errors of
