@@ -93,7 +93,7 @@ def convert_lora(
     read = read_adapter(adapter, alpha=alpha)
     if component is not None and read.layout != "peft":
         read = read_adapter(adapter, component=component, alpha=alpha)
-    names, config, extras = None, None, {k: v for k, v in read.metadata.items() if k != METADATA}
+    names, config, extras = None, None, dict(read.metadata)
     try:
         _check(read, to)
         if base is not None:

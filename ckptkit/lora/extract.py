@@ -42,7 +42,7 @@ from ckptkit.lora.convert import (
 )  # fmt: skip
 from ckptkit.lora.merge import same_bytes
 from ckptkit.lora.naming import EMBEDDINGS, HEADS
-from ckptkit.lora.reading import METADATA, Module, read_adapter
+from ckptkit.lora.reading import Module, read_adapter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -343,12 +343,12 @@ def resize_lora(
     tensors |= {f"{before}{name}": tensor for name, tensor in read.replaced.items()}
     ranks = {each.path: each.rank or 0 for each in modules.values()}
     # diffusers sets alpha to the rank if the file does not contain its metadata.
-    extras, config = {k: v for k, v in read.metadata.items() if k != METADATA}, None
+    config = None
     if read.layout == "peft":
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
         config = config_of(ranks, ranks) | kept | {"use_rslora": False}
     found.conversion = written(
-        tensors, path, asked, config=config, metadata=extras, source=read.checkpoint.source,
+        tensors, path, asked, config=config, metadata=read.metadata, source=read.checkpoint.source,
         notes=(found.note,),
     )  # fmt: skip
     return found

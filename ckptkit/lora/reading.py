@@ -111,7 +111,7 @@ class Adapter:
     ``modules`` maps the name of each module in the file to its tensors. ``replaced`` maps names in
     the base to complete tensors. ``ignored`` lists unused tensors. ``unknown`` lists
     tensors that ckptkit does not recognize. ``configs`` maps each component of a pipeline to its
-    configuration. The configuration of peft has the key "".
+    configuration. The configuration of peft has the key "". ``metadata`` lacks the configurations.
     """
 
     path: str
@@ -348,7 +348,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
     method = str((configs.get("") or {}).get("peft_type") or "+".join(kinds)).upper()
     return Adapter(
         checkpoint.name or "", layout, method, configs, modules, whole, (*ignored,), (*unknown,),
-        checkpoint.extras, checkpoint,
+        {k: v for k, v in checkpoint.extras.items() if k != METADATA}, checkpoint,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from ckptkit.lora import arithmetic
 
 Cli = Callable[..., Any]
 Weights = dict[str, torch.Tensor]
+WEIGHTS = "adapter_model.safetensors"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "peft_version": "0.21.2"}
 
 
@@ -70,6 +71,50 @@ def delta(tensors: Weights, path: str, scale: float = 3.0) -> torch.Tensor:
 
 
 # Arithmetic
+
+
+def test_transposed_updates_of_every_kind(tmp_path: Path) -> None:
+    """The weight of a Conv1D is [in, out], so the complete update is transposed."""
+    a, b, e = values(2, 6), values(9, 2), values(2, 1)
+    one, two = values(2, 2), values(4, 3)
+    va, vb, lb, ld = values(2, 7), values(7, 2), values(6), values(2)
+    rows = (
+        ("ADALORA", {"h.c.lora_A": a, "h.c.lora_B": b, "h.c.lora_E": e}, b @ (a * e) * 6 / 2.00001),
+        ("LOKR", {"h.c.lokr_w1": one, "h.c.lokr_w2": two}, torch.kron(one, two) * 3),
+        ("VERA", {"vera_A": va, "vera_B": vb, "h.c.vera_lambda_b": lb, "h.c.vera_lambda_d": ld},
+         (lb[:, None] * vb[:6]) @ (ld[:, None] * va[:, :6])),
+    )  # fmt: skip
+    for method, tensors, change in rows:
+        weight = values(*change.T.shape)
+        (folder := tmp_path / method).mkdir()
+        config = {"peft_type": method, "fan_in_fan_out": True, "init_r": 2, "alpha": 6}
+        own = adapter(folder, tensors, **config)
+        if method == "VERA":
+            saved = {
+                k.replace("model.vera", "vera"): t for k, t in load_file(own / WEIGHTS).items()
+            }
+            save_file(saved, own / WEIGHTS)
+        made = merged(folder, base(folder, {"h.c.weight": weight}), own)["h.c.weight"]
+        assert torch.allclose(made, weight + change.T, rtol=1e-6, atol=1e-6), method
+
+
+def test_kronecker_product_of_a_convolution_of_one_dimension(tmp_path: Path) -> None:
+    """torch.kron inserts the missing dimension of w1 in front."""
+    one, two, weight = values(2, 3), values(4, 5, 3), values(8, 15, 3)
+    config = {"peft_type": "LOKR", "alpha": 2}
+    own = adapter(tmp_path, {"c.lokr_w1": one, "c.lokr_w2": two}, **config)
+    made = merged(tmp_path, base(tmp_path, {"c.weight": weight}), own)
+    assert torch.equal(made["c.weight"], weight + torch.kron(one, two).reshape(8, 15, 3))
+
+
+def test_the_update_of_an_output_projection_is_added_and_rounded_twice(tmp_path: Path) -> None:
+    tensors = factors("attn.base_layer.out_proj", 8, 8)
+    weight = values(8, 8).bfloat16()
+    names = {"attn.out_proj.weight": weight, "attn.in_proj_weight": values(24, 8)}
+    made = merged(tmp_path, base(tmp_path, names), adapter(tmp_path, tensors))
+    change = delta(tensors, "attn.base_layer.out_proj")
+    first = (weight.float() + change.bfloat16().float()).bfloat16()
+    assert torch.equal(made["attn.out_proj.weight"], (first.float() + change).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
