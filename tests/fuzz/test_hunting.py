@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,28 +221,24 @@ def written(name: str, node: Node) -> bytes:
     return file(node, 4, 0, "legacy30" if name in LEGACY else "raw")
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def shown(*lines: str) -> list[str]:
     """What commands print, in a process of its own, which may fork, and then their codes."""
-    folder = tmp_path_factory.mktemp("files")
-    for name, node in {**BAD, **LEGACY, **GOOD, **SILENT}.items():
-        (folder / name).write_bytes(written(name, node))
-    for name, data in BARE.items():
-        (folder / name).write_bytes(data)
-    lines = (
-        f"load {' '.join(map(str, folder.iterdir()))}",
-        "hunt --few --count 60 --writers",
-        "holes twice --few --count 20000",
-    )
     words = [sys.executable, "-W", "ignore", "-c", SCRIPT, *lines]
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    assert not (folder / "canary").exists()
     return (done.stderr[-2_000:] + done.stdout).splitlines()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="operator.call")
-def test_the_sandbox_sees_what_bad_pickles_do_and_scan_reports_them(shown: list[str]) -> None:
-    told = {each["file"]: each for each in map(json.loads, filter(_is_json, shown))}
+def test_the_sandbox_sees_what_bad_pickles_do_and_scan_reports_them(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, node in {**BAD, **LEGACY, **GOOD, **SILENT}.items():
+        (folder / name).write_bytes(written(name, node))
+    for name, data in BARE.items():
+        (folder / name).write_bytes(data)
+    said = shown(f"load {' '.join(map(str, folder.iterdir()))}")
+    assert not (folder / "canary").exists() and said[-1] == "[0]", said[-20:]
+    told = {each["file"]: each for each in map(json.loads, filter(_is_json, said))}
     assert [name for name in [*BAD, *LEGACY, *BARE] if not told[name]["events"]] == []
     assert [name for name in [*BAD, *LEGACY, *SILENT, *BARE] if told[name]["clean"]] == []
     assert [name for name in GOOD if told[name]["events"] or not told[name]["clean"]] == []
@@ -251,9 +248,10 @@ def _is_json(line: str) -> bool:
     return line.startswith('{"file"')
 
 
-def test_hunts_find_nothing_but_the_holes_of_reviews(shown: list[str]) -> None:
-    text = "\n".join(shown)
-    assert shown[-1] == "[0, 0, 0]", text[-8_000:]
+def test_hunts_find_nothing_but_the_holes_of_reviews() -> None:
+    said = shown("hunt --few --count 60 --writers", "holes twice --few --count 20000")
+    text = "\n".join(said)
+    assert said[-1] == "[0, 0]", text[-8_000:]
     assert "60 files" in text and " 0 harmless" not in text  # of which something was written
 
 

@@ -60,13 +60,13 @@ def test_changes_reach_everything() -> None:
 def test_generated_pickles_are_mostly_whole(plain: bool) -> None:
     """So that what they hold is looked at, and not only that they are broken."""
     whole = 0
-    for seed in range(200):
+    for seed in range(60):
         try:
             pickletools.dis(generate(Random(seed).randbytes(300), plain=plain), out=io.StringIO())
             whole += 1
         except Exception:
             continue
-    assert whole > 120
+    assert whole > 36
 
 
 def test_plain_pickles_are_read_by_torch_and_the_oracle_sees_differences(tmp_path: Path) -> None:
