@@ -231,7 +231,7 @@ def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_pa
     for name in ("it's.pth", "link.pth"):
         done = ckptkit("doctor", tmp_path / "it's.pth", "--fix", tmp_path / name, "--force")
         assert done.exit_code == 2 and "--in-place" not in done.stderr
-        option, path = shlex.split(done.stderr.partition("hint: ")[2])
+        option, path = shlex.split(done.stderr.partition("hint: use ")[2])
         assert (option, path) == ("--fix", str(tmp_path / "it's-fixed.pth"))
     assert ckptkit("doctor", tmp_path / "it's.pth", "--fix", path).exit_code == 0
 

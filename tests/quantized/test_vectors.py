@@ -151,4 +151,4 @@ def test_the_config_beside_a_compressed_file_is_read(suffix: str, tmp_path: Path
 def test_what_safetensors_cannot_hold_may_be_dequantized(case: str, tmp_path: Path) -> None:
     with pytest.raises(TensorError, match="subclass") as raised:
         ckptkit.save(FOLDER / case / "model.pth", tmp_path / "out.safetensors")
-    assert "dequantize converts quantized ones" in str(raised.value.hint)
+    assert "dequantize converts quantized tensors" in str(raised.value.hint)

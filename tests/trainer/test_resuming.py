@@ -157,7 +157,7 @@ def test_F9_fewer_images_than_processes_are_refused(
         parallel.group(replace(FULL, parallel="ddp", batch_size=3)),
     ):
         pass
-    assert caught.value.hint == "--batch-size 4"
+    assert caught.value.hint == "use --batch-size 4"
 
 
 def test_F9_from_several_devices_to_one_by_the_option_that_one_guesses(tmp_path: Path) -> None:
