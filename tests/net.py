@@ -70,7 +70,7 @@ def _files() -> dict[str, str]:
 def sources(folder: Path, few: int | None = None) -> list[Path]:
     """Return the files and folders in the subfolders of `folder`, of each kind the first `few`."""
     kinds: dict[tuple[str, str], list[Path]] = {}
-    for path in sorted(folder.glob("[!_]*/*")):
+    for path in sorted(folder.glob("[!_]*/[!_]*")):
         kinds.setdefault((path.parent.name, path.suffix), []).append(path)
     return sorted(
         path for (_, suffix), kind in kinds.items() if suffix != ".py" for path in kind[:few]
