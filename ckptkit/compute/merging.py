@@ -41,6 +41,7 @@ _SMALLEST = 1e-7  # differences are not rescaled if the sum of their magnitudes 
 # threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
 _SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
+_UNROUNDED = 1 << 21  # smallest number of bytes for sums of unrounded differences
 _FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
 _SPOT = 1 << 10  # number of adjacent elements that a sample takes from one place
 
@@ -317,12 +318,17 @@ class Merge(Operation):
             return kept
         all_, stay = [0.0] * len(kept), [0.0] * len(kept)
         chances = self._chances()
-        for _, changes in self._differences(extent):
-            for number, chance in enumerate(chances):
+        # The sum of many differences hardly depends on the rounding of each difference.
+        is_small = extent.length < _UNROUNDED
+        for _, changes in self._differences(extent, is_rounded=is_small):
+            ones = np.ones(changes.shape[1], changes.dtype)
+            for change, chance, number in zip(changes, chances, range(len(kept)), strict=True):
                 if chance is not None:
-                    sizes = np.abs(changes[number])
-                    all_[number] += float(sizes.sum())  # numpy adds pairwise, so float32 suffices
-                    stay[number] += float((sizes * chance.kept(len(sizes))).sum())
+                    sizes = np.abs(change, out=change)
+                    all_[number] += float(np.dot(sizes, ones))
+                    stay[number] += float(
+                        np.dot(sizes, chance.kept(len(sizes)).astype(sizes.dtype))
+                    )
         for number, chance in enumerate(chances):
             if chance is not None:
                 kept[number] = _Kept(0.0, 0, self._ratio(all_[number], stay[number]))
