@@ -12,13 +12,13 @@ before the merge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, in_step, stream_reusing_buffer
+from ckptkit.compute.operation import Pieces, in_step, read_into, stream_reusing_buffer
 from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
 
@@ -43,7 +43,7 @@ _AT_ONCE = 1 << 17
 _SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
 _UNROUNDED = 1 << 21  # smallest number of bytes for sums of unrounded differences
 _FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
-_SPOT = 1 << 10  # number of adjacent elements that a sample takes from one place
+_SPOT = 1 << 10  # adjacent elements in a sample
 
 
 class _Kept(NamedTuple):
@@ -93,27 +93,28 @@ class Merge(Operation):
                 if at >= stop:
                     return
 
-    def _inputs(
-        self, extent: Derived, start: int = 0, stop: int | None = None
-    ) -> Iterator[list[Array]]:
-        """Yield lists. Each list contains one block of each input. Elements are rounded to `dtype`.
+    def _inputs(self, extent: Derived) -> Iterator[list[Array]]:
+        """Yield lists. Each list contains one block of each input, as `_values` returns it."""
+        units = [BY_NAME[name].itemsize for name in self.dtypes]
+        streams = [
+            stream_reusing_buffer(each, size=_AT_ONCE * unit)
+            for each, unit in zip(extent.inputs, units, strict=True)
+        ]
+        return map(self._values, in_step(streams, units, _AT_ONCE))
+
+    def _values(self, pieces: Iterable[memoryview]) -> list[Array]:
+        """Convert one piece of each input to numbers that are rounded to `dtype`.
 
         The arrays are float32, or float64 if `dtype` is float64.
         """
         wide = "f8" if self.dtype == "float64" else "f4"
-        units = [BY_NAME[name].itemsize for name in self.dtypes]
-        streams = [
-            stream_reusing_buffer(each, start * unit, stop and stop * unit, _AT_ONCE * unit)
-            for each, unit in zip(extent.inputs, units, strict=True)
-        ]
-        for pieces in in_step(streams, units, _AT_ONCE):
-            values = []
-            for piece, name in zip(pieces, self.dtypes, strict=True):
-                each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
-                if name != self.dtype and self.dtype not in ("float32", "float64"):
-                    each = decode(encode(each, BY_NAME[self.dtype]), BY_NAME[self.dtype])
-                values.append(each)
-            yield values
+        values = []
+        for piece, name in zip(pieces, self.dtypes, strict=True):
+            each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
+            if name != self.dtype and self.dtype not in ("float32", "float64"):
+                each = decode(encode(each, BY_NAME[self.dtype]), BY_NAME[self.dtype])
+            values.append(each)
+        return values
 
     def _round(self, values: Array) -> None:
         """Round an array of one or two dimensions to `dtype`, in place."""
@@ -185,7 +186,7 @@ class Merge(Operation):
     # Methods that add differences to a base
 
     def _differences(
-        self, extent: Derived, start: int = 0, stop: int | None = None, *, is_rounded: bool = True
+        self, extent: Derived, *, is_rounded: bool = True
     ) -> Iterator[tuple[Array, Array]]:
         """Yield blocks of the base, and the differences between the other inputs and the base.
 
@@ -195,7 +196,7 @@ class Merge(Operation):
         import numpy as np
 
         memory: Array | None = None
-        for base, *others in self._inputs(extent, start, stop):
+        for base, *others in self._inputs(extent):
             if memory is None:
                 memory = np.empty((len(others), _AT_ONCE), base.dtype)
             changes = memory[:, : len(base)]
@@ -340,6 +341,24 @@ class Merge(Operation):
             return 1.0
         return float(self._number(float(ours / theirs)))
 
+    def _sample(self, extent: Derived, length: int, spots: int) -> Array:
+        """Return rounded differences of each input, from `spots` places of equal distance."""
+        import numpy as np
+
+        pieces = []
+        for each, name in zip(extent.inputs, self.dtypes, strict=True):
+            unit = BY_NAME[name].itemsize
+            piece = memoryview(bytearray(spots * _SPOT * unit))
+            for spot in range(spots):
+                at = spot * _SPOT * unit
+                read_into(each, spot * (length // spots) * unit, piece[at : at + _SPOT * unit])
+            pieces.append(piece)
+        base, *others = self._values(pieces)
+        changes = np.stack(others)
+        changes -= base
+        self._round(changes)
+        return changes
+
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
         """For each input, find the lowest magnitude at which differences are kept."""
         import numpy as np
@@ -355,12 +374,9 @@ class Merge(Operation):
         }
         spots = min(_SAMPLED, length // 16) // _SPOT
         if spots >= _FEWEST_SPOTS and all(map(starts_anywhere, extent.inputs)):
-            for at in range(0, length - _SPOT, length // spots):
-                for _, changes in self._differences(extent, at, at + _SPOT):
-                    for number, search in searches.items():
-                        search.sample(changes[number])
-            for search in searches.values():
-                search.guess(length)
+            sampled = self._sample(extent, length, spots)
+            for number, search in searches.items():
+                search.guess(sampled[number], length)
         while not all(search.is_done for search in searches.values()):
             for _, changes in self._differences(extent, is_rounded=False):
                 for number, search in searches.items():
@@ -458,19 +474,14 @@ class _MagnitudeSearch:
         codes: Array = values.view(self.kind) & (self.top - 1)
         return codes
 
-    def sample(self, values: Array) -> None:
-        """Add rounded elements to the sample."""
-        self.waiting.append(self._codes(values))
+    def guess(self, sampled: Array, length: int) -> None:
+        """Narrow the interval with a sample of rounded values.
 
-    def guess(self, length: int) -> None:
-        """Narrow the interval by the codes in the sample.
-
-        `length` is the number of all elements. If the magnitude is outside the narrowed interval,
-        the search needs another pass.
+        `length` is the number of all elements. If the guess is wrong, one more pass is necessary.
         """
         import numpy as np
 
-        codes = np.concatenate(self.waiting)
+        codes = self._codes(sampled)
         place = int(len(codes) * (1 - self.goal / length))
         # The margin is at least three standard deviations of the number of sampled codes below the
         # true limit.
