@@ -54,7 +54,7 @@ GROUPS = {
 }  # fmt: skip
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
-ELSEWHERE = {"train": "ckptkit.trainer.command"}  # modules of commands outside ckptkit.cli
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands whose modules are not in ckptkit.cli
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -178,7 +178,7 @@ class CommandLine(click.Group):
             self.main(prog_name="ckptkit")
         except SystemExit as done:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):  # a failure of standard output is already reported
+                with suppress(OSError):  # ckptkit already reported that standard output failed
                     if stream is not None:
                         stream.flush()
             # Skip the cleanup of Python: freeing hundreds of thousands of objects would take 10 %
@@ -198,7 +198,7 @@ class CommandLine(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]
-        if anywhere:  # click requires these options before the command
+        if anywhere:  # click accepts these options only before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
         first = next((word for word in words if not word.startswith("-")), "")
@@ -342,7 +342,7 @@ def _show_warning(
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """If Python dropped an interrupt in a destructor, raise the interrupt again after a
+    """If Python ignored a KeyboardInterrupt in a destructor, raise KeyboardInterrupt again after a
     millisecond."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)

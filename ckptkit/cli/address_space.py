@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Bytes of address space that each module requires: the measured size of its import with one thread,
-# plus working memory.
+# Maps each module to the number of bytes of address space that it requires: the bytes measured
+# during an import with one thread, plus working memory.
 NEEDED = {"numpy": 96 << 20, "torch": 704 << 20}
 
 

@@ -34,7 +34,7 @@ HOW = {
     "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
 }  # fmt: skip
-# Words for each state of a job, printed in the report.
+# Maps each state of a job to the words that the report prints.
 STATES = {
     "planned": "to write", "done": "written", "found": "already correct",
     "skipped": "already done", "failed": "failed",
@@ -43,7 +43,8 @@ SHOWN = requests.SHOWN  # maximum number of printed warnings, and of printed err
 
 
 class Commands(click.Group):
-    """The commands that write, with SRC... and --into instead of SRC and DST."""
+    """A group of the commands that write. The commands take SRC... and --into instead of SRC and
+    DST."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -110,7 +111,8 @@ class _OneOfMany(requests.Request):
 
 
 class _Checked(requests.Request):
-    """A request that writes nothing and returns itself. `batch` uses it to check options."""
+    """A request that writes nothing and returns itself. `batch` uses this class to check
+    options."""
 
     def run(self, *_: object, **__: object) -> Any:
         return self
@@ -148,7 +150,7 @@ class _Work:
     def _asked(
         self, kind: type[requests.Request], source: str, destination: str, **how: bool
     ) -> tuple[requests.Request, dict[str, Any]]:
-        """Return a request of `kind`, and the other arguments of the command."""
+        """Return a request of class `kind`, and a dict of the other arguments of the command."""
         given = {**self.given, **how, "dst": destination, "workers": None, "scheduler": None}
         return options.taken(given, (source,), kind), given
 

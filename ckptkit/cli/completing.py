@@ -49,7 +49,8 @@ class Completed(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # SIGALRM stops the completion after SECONDS, if its handler raises KeyboardInterrupt.
+        # If the handler of SIGALRM raises KeyboardInterrupt, SIGALRM stops the completion after
+        # SECONDS.
         alarm = getattr(signal, "SIGALRM", None)
         heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
         if heard:
@@ -65,7 +66,7 @@ class Completed(click.types.StringParamType):
 
 
 def attach(command: click.Command) -> None:
-    """Set the type of each parameter of a command for which ckptkit completes values."""
+    """Set the type of each parameter whose values ckptkit completes."""
     for parameter in command.params:
         completed = completed_type(parameter)
         if completed is not None:
@@ -118,7 +119,7 @@ def _candidates(
 
 
 def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """Yield (candidate, description) for each value of a kind in a file."""
+    """Yield (candidate, description) for each value of a kind that `checkpoint` contains."""
     if kind == "tags":
         devices = dict.fromkeys(tensor.device for tensor in checkpoint.weights.values())
         yield from ((f"{device}=", None) for device in devices)

@@ -26,8 +26,11 @@ UNSURE = 0.6  # pairs with a lower confidence are counted as uncertain
 
 
 def _check(ctx: click.Context) -> None:
-    """If B names a model class, use B as --model. Raise UsageError unless either B or --model is
-    given, and for --fold with --json."""
+    """If B names a model class, use B as --model.
+
+    Raise UsageError unless exactly one of B and --model is given. Also raise UsageError if --fold
+    and --json are given.
+    """
     given = ctx.params
     b = given["b"]
     if given["spec"] is None and b is not None and reading.is_model(b):
@@ -192,7 +195,7 @@ def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
 
     report = view_model.of_diff(found, flat=flat, sort=sort)
     for each in report.tables:
-        if len(each.headers) == 1:  # print a table of names as a list
+        if len(each.headers) == 1:  # print a table with a single column as a list
             more = " more" if found.renamed or found.reshaped else ""
             yield render.labelled(f"{each.title}: {render.plural(each.total, 'key')}{more}")
             yield from render.listed(name for (name,) in each.rows)

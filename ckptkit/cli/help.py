@@ -38,7 +38,7 @@ def topics() -> dict[str, str]:
 
 
 def page(topic: str) -> Iterator[str]:
-    """Yield the lines of the page of `topic`, with tables in columns and indented code.
+    """Yield the lines of the page of `topic`. Align the columns of tables, and indent code.
 
     On a terminal, wrap paragraphs and list items to the width of the terminal.
     """
@@ -103,7 +103,8 @@ class Hit(NamedTuple):
 
 
 def search(word: str) -> Iterator[Hit]:
-    """Yield each line of the manual, and each option of a command, that contains `word`."""
+    """Search the manual and the options of all commands. Yield each line or option that contains
+    `word`."""
     found = re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE).search
     for topic in topics():
         heading = ""

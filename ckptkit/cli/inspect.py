@@ -166,8 +166,8 @@ def _rows(summary: Summary, want: Any) -> list[TensorRow]:
 
 
 def _tables(summary: Summary, rows: list[TensorRow], want: Any) -> Iterator[str]:
-    """Yield a heading and the tables of tensors, values and objects. For a module, yield only its
-    weights."""
+    """Yield a heading and the tables of tensors, values and objects. Skip values and objects inside
+    a pickled module."""
     from ckptkit.analysis import view_model
 
     report = view_model.of_checkpoint(summary, rows, flat=want.fold is False, sort=want.sort)

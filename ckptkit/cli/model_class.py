@@ -14,7 +14,9 @@ PATIENCE = 10.0  # seconds after which a note reports that the code still runs
 
 
 def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
-    """Import and build the model, a torch.nn.Module. Send the output of its code to standard error.
+    """Import the class and build the model, a torch.nn.Module.
+
+    The output of the model's code goes to standard error.
 
     If building takes long, print a note. ckptkit never stops the code. Raises ModelError.
     """

@@ -37,8 +37,8 @@ def _named(
 ) -> dict[str, Any]:
     """Parse repeated NAME=VALUE options into a dict.
 
-    ``read(name, text)`` returns the value. If `read` raises ValueError, the message of the
-    ValueError becomes part of the error.
+    ``read(name, text)`` returns the value. If `read` raises ValueError, raise click.BadParameter
+    with the message of the ValueError.
     """
     found = {}
     for text in given:
@@ -139,7 +139,11 @@ def _config(path: str) -> Any:
 def _settings(
     _: click.Context, option: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[float | dict[str, float], ...]:
-    """Parse numbers such as ``0.5``, optionally with numbers for globs: ``0.5,*.mlp.*=0.3``."""
+    """Parse settings such as ``0.5`` or ``0.5,*.mlp.*=0.3``.
+
+    The first number is for all tensors. A number after a glob is for the tensors that match the
+    glob.
+    """
     found: list[float | dict[str, float]] = []
     for text in texts:
         number, *globs = text.split(",")
@@ -165,7 +169,7 @@ def expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Arguments of click.Option for each `Option.kind`. These arguments parse the value.
+# Maps each `Option.kind` to the arguments of click.Option that parse the value.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "strings": {"multiple": True},
@@ -317,7 +321,7 @@ class Writer(Command):
 
     - `shown`: output options that --help shows in addition to the common options
     - `several`: the command takes SRC... instead of SRC
-    - `in_place`: the command has --in-place (default: unless `several`)
+    - `in_place`: the command has --in-place (default: true, unless `several` is true)
     - `parts`: the command has the options for folders of several ranks
     - `only`: names of the output options that the command has (default: all)
     """
@@ -394,7 +398,8 @@ class Writer(Command):
 def taken(
     given: dict[str, Any], sources: tuple[str, ...], kind: type[Request] | None = None
 ) -> Any:
-    """Build the request from `given`, and remove its values from `given`. Raises UsageError."""
+    """Build the request from `given`, and remove the values of the request from `given`. Raises
+    UsageError."""
     negated: dict[str, Any] = {
         name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }

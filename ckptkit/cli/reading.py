@@ -78,8 +78,8 @@ stored = flag("--stored", "Show the stored codes and scales of quantized weights
 
 
 class Reader(Command):
-    """A command that reads. Its parameter `read` contains --key and the options of PARTS and
-    ALONE."""
+    """A command that reads. The parameter `read` of `callback` contains the values of --key and of
+    the options in PARTS and ALONE."""
 
     def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
         def with_read(key: str | None, parts: str | None, part_only: bool, **given: Any) -> Any:
@@ -106,8 +106,9 @@ def each_of(
     """Yield each file with the result of `work`.
 
     If there are several files, print the error of a failed file, and yield the error instead of a
-    result. If there is a single file (`alone`), raise the error before anything is printed. Always
-    raise errors in `stops`. If `walks` is true, yield each checkpoint of a folder.
+    result. If there is a single file (`alone`), raise the error before anything is printed. If the
+    class of an error is in `stops`, always raise the error. If `walks` is true, yield each
+    checkpoint of a folder.
     """
     raises = len(files) == 1 if alone is None else alone
     waiting = list(files)

@@ -33,7 +33,7 @@ BATCH = 1_000  # maximum number of JSON list items on one line
 NARROWEST = 16  # minimum width of a name, in characters
 PROSE = 24  # minimum width of prose in the last column, in characters
 GAP = 2  # number of spaces between columns
-HEADING = 2  # minimum extra width of a column beyond its heading; 0 on a narrow terminal
+HEADING = 2  # a column is at least this much wider than its heading; 0 on a narrow terminal
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which lines do not break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PATIENCE = 1.0  # seconds until a progress bar appears
@@ -199,7 +199,7 @@ def table(
     - Print the name of each row on a line, and the other cells of the row below this line.
 
     If `whole` is true, shorten no name and break no word. With --table, tabulate formats the table,
-    at any width.
+    even if the table is too wide for the terminal.
     """
     if table_format:
         from tabulate import tabulate  # the import costs 30 ms
@@ -276,7 +276,8 @@ def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]
 
 
 def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
-    """Return ``heading cell`` pairs as text, with unbroken spaces in short pairs."""
+    """Join each heading with its cell, and return all pairs as one string. Lines do not break
+    inside a short pair."""
     pairs = []
     for header, cell in zip(headers, cells, strict=True):
         mark = ":" if " " in header else ""

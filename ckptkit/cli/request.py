@@ -173,8 +173,8 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
 def print_messages(
     lost: Sequence[Loss] = (), warnings: Iterable[str] = (), notes: Iterable[str] = ()
 ) -> None:
-    """Print lost entries, warnings, and notes on entries that were not written, on standard
-    error."""
+    """On standard error, print lost entries, warnings, and notes on entries that were not
+    written."""
     for line in (*what_was_lost(lost), *warnings):
         render.warn(line)
     for line in notes:
@@ -190,8 +190,8 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
 def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
     """Return the number of written tensors. Count each name of a tied tensor.
 
-    If the plan has no count, return the number of weights. If the weights are ambiguous, return the
-    number of all tensors.
+    If the plan contains no number of tensors, return the number of weights. If it is also ambiguous
+    which tensors are weights, return the number of all tensors.
     """
     from ckptkit.core.errors import AmbiguousError
     from ckptkit.core.plan import Plan

@@ -131,7 +131,7 @@ def command(
 
 def _adapter(path: str, findings_only: bool) -> Iterator[str]:
     """Yield a line about the adapter in a file. Yield nothing if the file has no adapter, or if
-    only findings are printed."""
+    `findings_only` is true."""
     is_likely = path.endswith(".safetensors") or basename(path).startswith("adapter_model.")
     if findings_only or not is_likely:
         return

@@ -176,7 +176,7 @@ def command(
 
 
 def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
-    """Return all tensors. Return each quantized weight as one tensor, unless `stored`."""
+    """Return all tensors. Unless `stored` is true, return each quantized weight as one tensor."""
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import dequantized_view
 
@@ -197,8 +197,8 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield a line with the numbers of NaN and infinities. Then yield a line with the position of
-    each of the first NaN and infinities."""
+    """Yield a line with the number of NaN and the number of infinities. For each of the first NaN
+    and infinities, yield a line with its position."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
 from ckptkit.core.tree import join
 
-# Commands of other tools, and the ckptkit command that does the same.
+# Maps commands of other tools to the ckptkit command that does the same.
 WORDS = {
     "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
     "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
@@ -49,8 +49,8 @@ WORDS = {
     "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
-# Option names of other tools, optionally after a command, and the ckptkit option. `DST` means that
-# the value of the option becomes the argument DST.
+# Maps option names of other tools to ckptkit options. A key may start with the command of the
+# option. `DST` means that the value of the option becomes the argument DST.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -84,7 +84,8 @@ WITHOUT_JSON = {
     "rules": "rules prints a YAML recipe; `ckptkit run` reads it",
     "train": "train writes checkpoints; `ckptkit inspect --json` prints their contents",
 }
-# Groups of commands, and the command that takes files like the group does in other tools.
+# Maps a group of commands to one of its commands. If a user gives a file in place of a command, the
+# hint contains this command.
 GROUPS = {"lora": "check", "delta": "make"}
 NEEDED = {"remap": ("--to", "cpu")}  # command -> required option and a default value
 # Names of parameters for input files.
@@ -142,9 +143,10 @@ class Line:
         return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
 
     def works(self) -> bool:
-        """Return whether all inputs exist. If the command writes, also do a dry run.
+        """Return True if all inputs exist. If the command writes, also do a dry run.
 
-        Raises UsageError if the command line is invalid, or the error of the dry run.
+        Raises UsageError if the command line is invalid. If the dry run fails, raises the error of
+        the dry run.
         """
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             try:
@@ -177,8 +179,11 @@ class Line:
         return True
 
     def parts(self) -> tuple[Words, Words]:
-        """Return the files and folders of the command line, and all other words after the
-        command."""
+        """Return two lists of words.
+
+        The first list contains the arguments of the command, such as files, without the recipe of
+        `run`. The second list contains all other words after the command.
+        """
         own = list(dequantize_said(self.words[self.at + 1 :]))
         context = click.Context(self.command, parent=self.context)
         values, extra, _ = self.command.make_parser(context).parse_args(list(own))
@@ -227,7 +232,7 @@ def _first(lines: Iterable[Line]) -> str | None:
 
 
 def _step(error: click.UsageError, line: Line) -> Step:
-    """Return the next replacement, and a fallback hint."""
+    """Return a fallback hint, and the command line with the next correction. Each may be None."""
     context = error.ctx
     if context is None:
         return None, None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HEX = 16  # number of printed characters of a digest, enough to show a difference
 LONG = 200  # maximum number of printed characters of a value
-# maximum size of an unreadable file that is printed as text, such as a Git LFS pointer
+# If an unreadable file, such as a Git LFS pointer, has at most this many bytes, print its text.
 SMALL = 1_024
 
 

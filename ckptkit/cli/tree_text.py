@@ -26,7 +26,7 @@ ALIGNED = 100  # without a terminal, maximum width of the column of labels
 
 @dataclass(eq=False)
 class TreeLine:
-    """A line: a value or a common prefix of names (``layers.``), with its number of parameters."""
+    """A line of the tree, for a value or for a prefix that several names share (``layers.``)."""
 
     label: str
     text: str = ""
@@ -75,7 +75,8 @@ def tree(
 
 
 def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, str]]:
-    """Yield the entries in order, with their lines. A group of a single name gets no line."""
+    """Yield each entry with its line, in the order `sort`. If a group contains only one entry,
+    yield one line with both labels."""
     waiting = [(top, "", 0)]
     while waiting:
         entry, prefix, depth = waiting.pop()

@@ -115,7 +115,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 
 
 def finding_text(finding: Defect) -> str:
-    """Format one finding: the file in a folder, the damage, and the affected tensors."""
+    """Format one finding: the damage and the affected tensors. For a folder, also name the file."""
     names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""
     return f"{place}{finding.what}" + (f" ({names})" if names else "")

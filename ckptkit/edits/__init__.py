@@ -53,13 +53,13 @@ class Edit:
     word: str
     place: str  # module and name of the function, as "module:name"
     options: tuple[Option, ...] = ()
-    about: str = ""  # line about the edit in the manual, and the first line of --help
+    about: str = ""  # first line of --help; the manual contains this line too
     in_convert: bool = False
     command: str = ""
     help: str = ""  # text of --help below the first line
     examples: tuple[str, ...] = ()  # arguments of the command in the examples of --help
-    needs: str = ""  # usage error of the command without any option
-    several: str = ""  # "first" or "last", if the command accepts several SRC
+    needs: str = ""  # message of the usage error if the command gets no option
+    several: str = ""  # place of the checkpoint among several inputs: "first" or "last"
     has_key: bool = False  # True if the command has the option --key
     reads_parts: bool = False  # True if the command has the options for distributed checkpoints
     fixed: Mapping[str, Any] | None = None  # arguments that every recipe step passes

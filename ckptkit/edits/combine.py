@@ -52,7 +52,7 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
     command names this model.
     """
     names = ck.required.nodes
-    seen = None  # the reason for calling the checkpoint an adapter
+    seen = None  # evidence that the checkpoint is an adapter
     for name in names:
         found = _FACTOR.fullmatch(name)
         bases = (f"{found[1]}.base_layer.weight", f"{found[1]}.weight") if found else ()
@@ -137,8 +137,8 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
 
 
 def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
-    """Return a dict from each name to a list of its tensors in all checkpoints. Raises UsageError
-    if names or shapes differ."""
+    """Map each name to a list with one tensor from each checkpoint. Raises UsageError if names or
+    shapes differ."""
     *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
     for number, other in enumerate(others):
         odd = sorted(other.keys() ^ last.keys())

@@ -37,7 +37,7 @@ DEVICES = (
 _VALID = re.compile(rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?")
 
 _DEVICE = Global("torch", "device")
-# Index of the device argument of each function in torch/_utils.py.
+# Maps each of these functions of torch/_utils.py to the index of its device argument.
 _POSITIONS = {
     "_rebuild_wrapper_subclass": 6,
     "_rebuild_device_tensor_from_numpy": 2,
@@ -223,8 +223,8 @@ def _device(device: str) -> Object:
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
-    """Return (arguments, index of the device argument) of a rebuild call, or None for other
-    objects."""
+    """For a rebuild call, return (arguments, index of the device argument). For other objects,
+    return None."""
     made, args = node.callable, node.args
     is_nested = isinstance(made, Global) and made.name in _FROM_TYPE
     if is_nested and isinstance(args, tuple) and len(args) > 2:

@@ -108,7 +108,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
 def _rules(
     dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
-    """Return (pattern, dtype) pairs. The pair for all other weights is the last."""
+    """Return (pattern, dtype) pairs. If there is a default dtype, its pair is the last."""
     given = {DEFAULT: dtypes}
     if isinstance(dtypes, Mapping):
         given = dict(arguments.mapping("dtypes", dtypes))
@@ -163,8 +163,8 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _calls(node: Node) -> Iterator[Object]:
-    """Yield each call that rebuilds the tensor, or an inner tensor, once. Yield outer calls
-    first."""
+    """Yield the calls that rebuild the tensor `node` and its inner tensors. Yield each call once,
+    and outer calls first."""
     waiting = [node] if isinstance(node, Object) else []
     seen: set[int] = set()
     while waiting:
@@ -187,7 +187,7 @@ def _parts(call: Object) -> Iterator[Node]:
 class _Cast:
     """A function for `rebuild` that casts tensors.
 
-    Cast tensors with the same old storage, old dtype and new dtype share one new storage.
+    If two tensors have the same old storage, old dtype and new dtype, they share one new storage.
     """
 
     def __init__(self, targets: Mapping[int, DType]) -> None:
@@ -233,13 +233,20 @@ class _Cast:
 
 @edit
 def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
-    """Replace each element x of the weights that match a glob by the value of an expression.
+    """In the weights that match a glob, replace each element x by the value of an expression.
 
     `expressions` maps globs to ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``. Expressions are
     computed in float32, or in float64 for float64 weights. The result is rounded to the dtype of
-    the weight. Tied weights stay tied. Raises UsageError for any other expression, for a glob that
-    matches nothing, for a name that matches two globs, and for quantized weights. Raises
-    TensorError for a tensor that is not a strided floating-point tensor.
+    the weight. Tied weights stay tied.
+
+    Raises UsageError in these cases:
+
+    - An expression is unknown.
+    - A glob matches nothing.
+    - Two globs match the same name.
+    - A glob matches a quantized weight.
+
+    Raises TensorError for a tensor that is not a strided floating-point tensor.
     """
     weights = ck.required
     for given in expressions.values():
@@ -291,7 +298,7 @@ def on(
 
 @edit
 def compact(ck: Checkpoint) -> Checkpoint:
-    """Remove the bytes of storages that no tensor uses.
+    """Remove unused bytes from storages: the bytes that belong to no tensor.
 
     If tensors overlap or are adjacent, they stay on one storage, so views and tied weights are
     kept. A storage stays unchanged if tensors use all its bytes, or if the checkpoint contains the

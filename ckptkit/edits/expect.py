@@ -1,4 +1,4 @@
-"""Check the conditions that tensors must fulfill before anything is written.
+"""Before a checkpoint is written, check that its tensors fulfill conditions.
 
 An expectation is a line with a glob and conditions:
 

@@ -48,8 +48,8 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 
 def paths_of(mapping: Node) -> Paths | None:
-    """Return the ``_metadata`` of a state_dict, or None without a ``_metadata`` with string
-    keys."""
+    """Return the ``_metadata`` of a state_dict. Return None if there is no ``_metadata``, or if one
+    of its keys is not a string."""
     paths = module_versions(mapping)
     if paths is None or not all(isinstance(path, str) for path in paths):
         return None
@@ -107,8 +107,8 @@ def prefixed_paths(paths: Paths, prefix: str) -> Paths:
 
 
 def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
-    """Return the entries of ``_metadata`` for the root, and for each module that contains a
-    name."""
+    """Return the entries of ``_metadata`` for the root, and for each module that contains one of
+    `names`."""
     live = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -373,8 +373,8 @@ def rename(
     """Rename weights by a mapping from old to new names, and by regular expressions.
 
     `mapping` may also be a function that returns the new name for an old name. Each item of `sub`
-    is a regular expression and its replacement. `rename` applies `sub` to the names that `mapping`
-    does not contain, in order, with :func:`re.sub`.
+    is a regular expression and its replacement. If `mapping` does not contain a name, `rename`
+    applies the items of `sub` to the name, in order, as :func:`re.sub` does.
 
     Raises UsageError for a missing name or an invalid expression. Raises CollisionError if two
     names become equal.
@@ -483,9 +483,11 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
 @edit
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Drop names of tied weights. `names` maps each name to drop to another name of the weight.
+    """Drop names of tied weights. `untie` drops each key of `names`. Its value is another name of
+    the same weight.
 
-    Ignore names to drop that do not exist. Raises UsageError if two names in a pair are not tied.
+    Ignore keys that do not exist in the checkpoint. Raises UsageError if a key and its value are
+    not names of the same weight.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}

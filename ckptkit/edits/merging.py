@@ -119,7 +119,8 @@ def merge(
       the fraction of the second model, by default 0.5. For ``passthrough``, `scale` is a factor of
       all weights.
     - `normalize`: true to divide by the sum of the weights. The default is that of mergekit.
-    - `rescale`: true to scale the kept differences to the sum of all magnitudes.
+    - `rescale`: true to scale the kept differences so that the sum of their magnitudes equals the
+      sum of the magnitudes of all differences.
     - `layers`: for ``passthrough``, ``START:STOP`` for each checkpoint. A layer may occur twice.
     - `dtype`: the dtype of the computation. The default is the dtype of the tensors.
     - `seed`: the seed of the random choice of ``dare-ties`` and ``dare-linear``.
@@ -353,7 +354,7 @@ def layers_of(model: Checkpoint) -> tuple[str, int]:
 
 
 def _places(names: Iterable[str]) -> Callable[[str], float]:
-    """Return a function that maps a tensor name to a position of its layer from 0 to 1.
+    """Return a function that maps a tensor name to the position of its layer.
 
     The first layer has the position 0, and the last layer has the position 1. For tensors outside
     the layers, the function returns 0.

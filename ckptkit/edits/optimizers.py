@@ -37,9 +37,9 @@ def rename_parameters(
     Return a dict from ids of old nodes to new nodes, and a list of notes. `names` maps old to new
     names of weights. `edited` contains the dicts of the renamed weights.
 
-    If the tree has several optimizers with these names, and another dict with the same names, no
-    optimizer changes. In this case, an optimizer may belong to the weights in the other dict.
-    Raises CollisionError if two parameters get the same name.
+    Several optimizers may contain names from `names`. If a dict outside `edited` contains such
+    names too, an optimizer may belong to this dict. In this case, no optimizer changes. Raises
+    CollisionError if two parameters get the same name.
     """
     found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, optimizer, renamed)
     for path, node in walk(root):
@@ -90,7 +90,7 @@ def _renamed(key: Node, names: Names) -> Node:
 
 NAMES, NUMBERS = "names", "numbers"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # no optimizer trains buffers
-_NO_SHAPE = "step"  # the only state tensor whose shape can differ
+_NO_SHAPE = "step"  # the shape of this state tensor may differ from the shape of the parameter
 _MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 

@@ -268,7 +268,7 @@ _PACKING = (
     "_packed_params",
     "_packed_weight",
     _STATE,
-)  # follow the module path of packed weights
+)  # path components after the module path of packed weights
 _PACKER = "PackedParamsBase"
 
 

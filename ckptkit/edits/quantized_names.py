@@ -15,7 +15,7 @@ from ckptkit.quantized import Quantization
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-DROPPED_BY_NAME = 4  # maximum number of weights to drop in a suggested command
+DROPPED_BY_NAME = 4  # maximum number of weights that a suggested command drops
 
 
 def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
@@ -91,8 +91,9 @@ def _mixed(ck: Checkpoint, what: str) -> UsageError:
 def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
     """Rename all tensors of a quantized weight if `names` renames one of them.
 
-    Return all new names, and the checkpoint with the new names in its quantization metadata. Raises
-    UsageError if the new names do not have the suffixes that mark a quantized weight.
+    Return a dict with all new names by old name, and the checkpoint with the new names in its
+    quantization metadata. Raises UsageError if the new names do not have the suffixes that mark a
+    quantized weight.
     """
     found = quantized.find(ck)
     made = dict(names)

@@ -31,7 +31,8 @@ def resize(
 
     - ``mean``: the mean of the old rows.
     - ``zeros``: zeros.
-    - ``normal``: random numbers with the mean and standard deviation of each column, from `seed`.
+    - ``normal``: random numbers with the mean and standard deviation of each column. `seed` is the
+      seed of the random numbers.
 
     If `rows` is smaller than the old number of rows, `resize` removes the last rows. If
     ``vocab_size`` in config.json equals the old number of rows, `resize` sets ``vocab_size`` to

@@ -164,10 +164,11 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
 
 
 def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
-    """Return the new names of tensors that no rule matches but whose quantized weight is renamed.
+    """Rename all tensors of a quantized weight if a rule renames one of them.
 
-    Also return the checkpoint with the new names in its quantization metadata. Raises UsageError if
-    the new names do not have the suffixes that mark a quantized weight.
+    Return a dict from old to new names of the tensors that no rule matches. Also return the
+    checkpoint with the new names in its quantization metadata. Raises UsageError if the new names
+    do not have the suffixes that mark a quantized weight.
     """
     moved = {made.sources[0]: name for name, made in outcome.made.items() if made.is_moved}
     names, known = quantized_names.rename_together(ck, moved)
@@ -487,7 +488,7 @@ class _DictBuilder:
         tensors = [self.tensors[key] for key in sources]
         first = tensors[0]
         self._check_alike(made.rule, sources)
-        # Targets with the same copies from the same elements share one storage.
+        # If two targets copy the same elements in the same way, the targets share one storage.
         key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
         if key not in self._storages:
             self._storages[key] = self._new(made, first)

@@ -53,7 +53,7 @@ BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
 LARGEST = 256 << 20  # maximum size of a manifest in bytes
 PAUSE = 30.0  # minimum seconds between two uploads of the manifest
-SHARE = 20  # minimum pause, in multiples of the duration of an upload
+SHARE = 20  # minimum pause between two uploads, divided by the duration of an upload
 
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
@@ -86,7 +86,8 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Make `output`, a path with slashes relative to the output folder, from `input`."""
+    """A job that makes `output` from `input`. `output` is relative to the output folder, with
+    slashes."""
 
     input: Input
     output: str
@@ -94,7 +95,8 @@ class Job:
 
 
 class Work(Protocol):
-    """A callable that writes `destination` from `source`. With `dry_run`, it only plans the output.
+    """A callable that writes `destination` from `source`. With `dry_run`, the callable only plans
+    the output.
 
     Workers receive the callable as a pickle.
     """
@@ -255,7 +257,8 @@ def _remote(source: str, into: str) -> Iterator[Input]:
 
 
 def _split(parts: list[str]) -> tuple[list[str], list[str]]:
-    """Split the components of a path before the first component with a wildcard."""
+    """Split a list of path components in two. The second list begins with the first component that
+    contains a wildcard."""
     at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return parts[:at], parts[at:]
 
@@ -387,7 +390,7 @@ def _joined(into: str, name: str) -> str:
 
 
 def _sweep(into: str, todo: Sequence[_Item]) -> None:
-    """Remove stale temporary files of killed batches next to the outputs of jobs."""
+    """Remove the temporary files that killed batches left next to the outputs in `todo`."""
     if is_url(into):
         return
     outputs = {os.path.split(task.destination) for _, task in todo}
@@ -451,8 +454,7 @@ def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) 
 
 
 def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
-    """Yield groups of jobs. A worker runs each group in one call. A group contains many small
-    jobs."""
+    """Yield groups of jobs. A worker runs each group in one call. Small jobs share a group."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
     group: list[_Item] = []
     size = 0
@@ -548,7 +550,8 @@ def _planned(work: Work, task: Task) -> Conversion:
 
 
 def _for_folder(task: Task, act: Callable[[str], None]) -> None:
-    """Call `act` with the local folder of an output. Raises OutputError if `act` fails."""
+    """If the output of a task is local, call `act` with the folder of the output. Raises
+    OutputError if `act` fails."""
     folder = os.path.dirname(task.destination)
     try:
         if not is_url(folder):
@@ -558,7 +561,7 @@ def _for_folder(task: Task, act: Callable[[str], None]) -> None:
 
 
 def _beside(path: str) -> str:
-    """Return an unused path in the same folder, with the same suffix."""
+    """Return an unused path in the folder of `path`, with the suffix of `path`."""
     start = max(path.rfind("/"), path.rfind(os.sep)) + 1
     # File names have at most 255 bytes.
     return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"
@@ -596,7 +599,7 @@ def same(plan: Plan, destination: str) -> bool:
 
 
 class JobRecord(NamedTuple):
-    """A finished job: its output, its digest, and the mark of the output when it was written."""
+    """A finished job: its output, its digest, and the mark that the output had after the job."""
 
     output: str
     job: str

@@ -64,7 +64,7 @@ class Paired(NamedTuple):
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
-        """Compare both files. In the result, A and B are in the order of the caller."""
+        """Compare both files. In the result, A and B are the arguments `a` and `b` of `paired`."""
         found = compare_with_original(
             selected(self.gguf, matches),
             selected(self.original, matches),
@@ -81,7 +81,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # name pairs would contain only names of the original
+            matching=Matching(),  # both names of a pair would be names of the original
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 
@@ -261,7 +261,8 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
 
 
 def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
-    """Convert a Hugging Face checkpoint to the names in a GGUF file, with the reversed recipe."""
+    """Apply the reversed recipe to a Hugging Face checkpoint. The result has the tensor names of
+    the GGUF file `skeleton`."""
     name = gguf.recipe_name(skeleton, known())
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)

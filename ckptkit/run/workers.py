@@ -57,7 +57,7 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
 
 
 class Pool(Executor):
-    """An executor that has a number of workers and can stop running calls."""
+    """An executor that also reports its number of workers and can end the running calls."""
 
     def workers(self) -> int:
         raise NotImplementedError

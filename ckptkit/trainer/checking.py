@@ -34,9 +34,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """The machine that runs the checks. `device` is its first GPU, or the CPU without a GPU.
+    """The machine that runs the checks.
 
-    Checkpoints saved on its GPUs are copied to the folder `fixtures`.
+    `device` is the first GPU. If the machine has no GPU, `device` is the CPU. If `fixtures` is a
+    folder, checks copy checkpoints saved on a GPU to this folder.
     """
 
     gpus: int
@@ -53,7 +54,7 @@ class GpuMachine:
         return ("cuda:0", "cuda:1") if self.gpus > 1 else ("cpu", "cpu")
 
     def needs(self, gpus: int) -> None:
-        """Raise NotHere if the machine has fewer GPUs."""
+        """Raise NotHere if the machine has fewer than `gpus` GPUs."""
         if self.gpus < gpus:
             raise NotHere(f"needs {plural(gpus, 'GPU')}, but this machine has {self.gpus}")
 
@@ -91,8 +92,7 @@ def require(condition: bool, otherwise: str) -> None:
 
 
 class Witness:
-    """Record the devices of all outputs of layers that run in the ``with`` block, in all
-    threads."""
+    """If a layer runs in the ``with`` block, in any thread, record the devices of its outputs."""
 
     def __init__(self) -> None:
         self.devices: set[str] = set()
@@ -155,7 +155,8 @@ def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts
 def run_limited(
     check: DeviceCheck, on: GpuMachine, folder: Path, limit: float = LIMIT
 ) -> CheckResult:
-    """Run a check in a new process. After `limit` seconds, kill this process and its children."""
+    """Run a check in a new process. After `limit` seconds, kill the new process and its
+    children."""
     started, answer = monotonic(), folder.with_suffix(".json")
     child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
     child.start()

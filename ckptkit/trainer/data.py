@@ -68,14 +68,17 @@ def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
 
 
 def _reads(scores: Tensor, texts: Tensor) -> Tensor:
-    """Return 1 for each line whose best path, without repetitions and blanks, is its target."""
+    """Return 1 for each line that the model reads correctly, and 0 for all other lines.
+
+    A line is read correctly if its best path, without repetitions and blanks, equals its target.
+    """
     best = scores.argmax(2).cpu()
     read = [[symbol - 1 for symbol in row.unique_consecutive().tolist() if symbol] for row in best]
     return torch.tensor([float(a == b) for a, b in zip(read, texts.tolist(), strict=True)])
 
 
 def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of elements of each output that have the same sign as the target."""
+    """For each output, return the fraction of elements whose sign equals the sign in the target."""
     return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
 
 

@@ -1,8 +1,8 @@
 """Report a run: a line per epoch, metrics, a plot, the memory of each step, shapes.
 
 On the CPU, activations are the bytes that autograd keeps for the backward pass. Saved-tensor hooks
-count each storage once, without parameters. The peak is the sum of activations, parameters,
-gradients and optimizer state.
+count each storage once, and do not count parameters. The peak is the sum of activations,
+parameters, gradients and optimizer state.
 
 On a GPU, activations are the bytes that the forward pass leaves allocated. The allocator of each
 device reports peak and reserved bytes. Used bytes are the bytes that nvidia-smi shows. The first
@@ -111,7 +111,8 @@ def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
 
 
 def _earlier(run: Run, files: RunFiles) -> list[dict[str, Any]]:
-    """Return the finished epochs before a resumed run, from its metrics file."""
+    """Read the metrics file of a resumed run. Return the rows of the epochs finished before the run
+    was resumed."""
     if not (files.resume and files.plot and files.metrics and files.metrics.is_file()):
         return []
     rows = (json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines())
@@ -320,7 +321,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def shapes_traced(run: Run, print_line: Print, requested: bool = True) -> Iterator[None]:
-    """Print the shapes of inputs and outputs, inside and outside the wrapper. Print no line
+    """Print the shapes of the inputs and outputs of the model, and of its wrapper. Print no line
     twice."""
     if not requested:
         yield

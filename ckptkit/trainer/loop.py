@@ -30,8 +30,10 @@ from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 
 
 class Step(NamedTuple):
-    """One optimizer step: the image numbers of this process in each micro-batch, and the number of
-    `images` of all processes.
+    """One optimizer step.
+
+    `micro_batches` contains the numbers of the images of this process. `images` is the number of
+    images of all processes.
     """
 
     micro_batches: list[Tensor]
@@ -62,7 +64,7 @@ def train(
     """Train, save to `out`, and return the accuracy on the test set.
 
     `log` prints a line. `bar` wraps the steps and shows progress. Raises CkptkitError if the config
-    cannot run, and Stopped after a SIGTERM, once the checkpoint is saved.
+    cannot run. After a SIGTERM, saves the checkpoint and raises Stopped.
     """
     files = files or RunFiles()
     with switches_restored(), _explained(config), parallel.group(config) as group:
@@ -115,9 +117,9 @@ def train_epoch(
 ) -> float:
     """Train one epoch. Return the mean loss.
 
-    The loss of each micro-batch is weighted by its size. So the gradient equals the gradient of the
-    complete batch over all processes, even if the last batch is smaller. After a stop request,
-    ``run.step`` is greater than 0.
+    The loss of each micro-batch is weighted by its size. So the accumulated gradient equals the
+    gradient of one batch with the images of all processes, even if the last batch is smaller. After
+    a stop request, ``run.step`` is greater than 0.
     """
     config, group, device = run.config, run.group, run.group.device
     steps = batches(run)[run.step :]
@@ -168,8 +170,8 @@ def batches(run: Run) -> list[Step]:
 
     With ``--sampler hand``, each of N processes takes every Nth image of a batch. If the last
     micro-batch has fewer images than processes, drop the micro-batch. DistributedSampler repeats
-    some images, so that all processes have the same number. Its order depends on the seed and the
-    epoch.
+    some images, so that all processes have equally many images. The order of DistributedSampler
+    depends on the seed and the epoch.
     """
     config, rank, world = run.config, run.group.rank, run.group.world
     size, images = config.batch_size, len(run.data.train[0])
@@ -252,7 +254,8 @@ def _explained(config: Config) -> Iterator[None]:
             ways.append("use --segments 4")
         if config.model == "densenet" and not config.memory_efficient:
             ways.append("use --memory-efficient")
-        # The first two sentences report that the memory is full, and how much torch needed.
+        # The first two sentences of the error report that the memory is full, and how much memory
+        # torch needed.
         what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",

@@ -31,8 +31,8 @@ from ckptkit.trainer.config import Config, RequestError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Models without a deterministic backward pass on GPUs, and the nondeterministic operation. Source:
-# documentation of torch.use_deterministic_algorithms.
+# Maps each model without a deterministic backward pass on GPUs to its nondeterministic operation.
+# Source: documentation of torch.use_deterministic_algorithms.
 NONDETERMINISTIC = {"generator": "backward pass of ReflectionPad2d", "crnn": "CTC loss"}
 
 
@@ -178,7 +178,7 @@ def join(device: torch.device, devices: int, is_sharded: bool = False) -> None:
 
 
 def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
-    """Wrap the model for all devices. Call the result with a complete batch."""
+    """Wrap the model for all devices. The result takes a complete batch."""
     if config.sync_batch_norm:
         layers: Any = nn.SyncBatchNorm  # SyncBatchNorm has no type annotations
         # convert_sync_batchnorm replaces the layers of the model in place.
@@ -222,7 +222,9 @@ def shard(model: nn.Module, config: Config, group: ProcessGroup) -> None:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model to shard: its children, and the items of lists and sequences.
+    """Yield the blocks of a model that FSDP shards.
+
+    A block is a child of the model. If a child is a list or sequence, its items are blocks instead.
 
     FSDP gathers the parameters of a block when the block is called. Lists and sequences are not
     called: the model loops over their items or recomputes segments. Recurrent layers cannot be
@@ -265,8 +267,8 @@ def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None
 def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
     """Copy the buffers of rank 0 (running statistics of BatchNorm) to all processes.
 
-    DDP does this before each forward pass, so buffers differ after the last forward pass. FSDP
-    never copies buffers.
+    DDP copies buffers before each forward pass, so buffers differ again after the last forward
+    pass. FSDP never copies buffers.
     """
     for buffer in model.buffers():
         buffer.copy_(group.of_rank_0(buffer))
@@ -302,8 +304,8 @@ class Replicated(nn.DataParallel[nn.Module]):
             return super().forward(*inputs, **kwargs)
         chunks = (tensor.chunk(self.simulated, self.dim) for tensor in inputs)
         first, *others = zip(*chunks, strict=True)
-        # As on GPUs, each replica starts with the buffers from before the step, and only the buffer
-        # updates of the first replica (BatchNorm statistics) are kept.
+        # As on GPUs, each replica starts with the buffers from before the step. Only the first
+        # replica updates the buffers of the model (BatchNorm statistics).
         buffers = [
             {name: buffer.clone() for name, buffer in self.module.named_buffers()} for _ in others
         ]
@@ -347,8 +349,8 @@ def split_loss(loss: Loss) -> Callable[[Tensor | list[Tensor], Tensor], Tensor]:
     """Return a loss that accepts a list of outputs, and computes the loss of each output on its
     device.
 
-    `loss` is the mean over a batch. Kernels on different devices run concurrently, because calls
-    only queue them.
+    `loss` is the mean over a batch. Kernels on different devices run concurrently, because a call
+    only queues its kernels.
     """
 
     def on_each_device(outputs: Tensor | list[Tensor], targets: Tensor) -> Tensor:

@@ -81,10 +81,11 @@ def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[
 
 
 def description(path: Path) -> dict[str, str]:
-    """Map each path in a file to a description of its value: a tensor, a string or a type.
+    """Map each path in a file to a description of the value at this path.
 
-    The description of a tensor contains the tag and the layout in the file. Storages are numbered
-    in the order of the file.
+    The description of a tensor contains the tag and the layout in the file. A string describes
+    itself. The description of any other value is its type. Storages are numbered in the order of
+    the file.
     """
     found: dict[str, str] = {}
     numbers: dict[int, int] = {}

@@ -95,8 +95,8 @@ def names() -> list[str]:
 def load(name: str, options: RuleOptions | None = None) -> Recipe:
     """Load the built-in recipe `name`, or the recipe in the file `name`.
 
-    `options` contains the sizes, the configuration and the direction for its rules. Raises
-    UsageError.
+    `options` contains the sizes, the configuration and the direction for the rules of the recipe.
+    Raises UsageError.
     """
     options = options or RuleOptions()
     if name in names():
@@ -188,7 +188,7 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
 
 
 class _WrongError(ValueError):
-    """A recipe is malformed. The message names the wrong part."""
+    """A recipe is malformed. The message names the invalid part of the recipe."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -262,9 +262,11 @@ def _by_architecture(checkpoint: Checkpoint, options: RuleOptions) -> Checkpoint
 def with_gguf_config(
     checkpoint: Checkpoint, architectures: Sequence[str], options: RuleOptions
 ) -> Checkpoint:
-    """Add a config.json to a GGUF checkpoint, made from its metadata or given by `--config`.
+    """Add a config.json to a GGUF checkpoint.
 
-    Raises UnsupportedError if its architecture is not one of `architectures`.
+    If `--config` is given, use this configuration. Otherwise, make the config.json from the
+    metadata of the checkpoint. Raises UnsupportedError if the architecture of the checkpoint is not
+    one of `architectures`.
     """
     from ckptkit.run.recipes import gguf
 
@@ -477,10 +479,12 @@ TABLES = {"megatron-llama": MEGATRON_LLAMA}
 
 
 def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptions) -> Checkpoint:
-    """Add a config.json to a checkpoint, made from its training arguments or given by `--config`.
+    """Add a config.json to a checkpoint.
 
-    If the checkpoint has no training arguments, return it unchanged. Raises UnsupportedError if the
-    arguments belong to another kind of model, or if an argument is missing.
+    If `--config` is given, use this configuration. Otherwise, make the config.json from the
+    training arguments in the checkpoint. If the checkpoint has no training arguments, return it
+    unchanged. Raises UnsupportedError if the arguments belong to another kind of model, or if an
+    argument is missing.
     """
     given = options.config() if callable(options.config) else options.config
     if given is not None:

@@ -1,9 +1,9 @@
 """Select the recipe for a GGUF architecture, and make config.json from GGUF metadata.
 
 The metadata keys are from llama.cpp (``gguf-py/gguf/constants.py``). The mapping from keys to
-fields is from transformers (``integrations/ggml.py``). transformers does not read BERT, DeepSeek
-and scaled rotary embeddings. For these models, the mapping is the inverse of
-``convert_hf_to_gguf.py`` of llama.cpp.
+fields is from transformers (``integrations/ggml.py``). transformers does not read GGUF files of
+BERT and DeepSeek, or of models with scaled rotary embeddings. For these models, the mapping is the
+inverse of ``convert_hf_to_gguf.py`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def architecture(checkpoint: Checkpoint) -> str | None:
 
 
 def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
-    """Return the recipe for a GGUF file, one of `known`. Raises UnsupportedError if no recipe
-    fits."""
+    """Return the name of the recipe for a GGUF file. The name is one of `known`. Raises
+    UnsupportedError if no recipe fits."""
     found = architecture(checkpoint)
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     kind = root.get("general.type", "model")
@@ -216,7 +216,7 @@ UNKNOWN = {
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the fields of config.json for transformers, and notes.
+    """Return a dict with the fields of config.json for transformers, and a list of notes.
 
     For an architecture that is not in MODELS, return None instead of fields. Raises
     UnsupportedError if a metadata value is a list because layers differ. Each model class stores
@@ -355,13 +355,15 @@ def _latent_attention(
 def _rope_scaling(
     values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return ``rope_scaling`` or None, and the names of scaling factors that it does not contain.
+    """Return the dict ``rope_scaling`` (or None), and a list of names.
+
+    The list contains the tensors and metadata keys with a scaling that ``rope_scaling`` lacks.
 
     - Phi-3 with a long context: the file contains two lists of factors.
     - Llama 3.1: the file contains factors that were computed from four numbers. If the four numbers
       of the released models produce the same factors, the result contains these numbers.
     - DeepSeek with ``yarn``: the file contains only ``mscale_all_dim``. ``mscale`` gets the same
-    value, as in the released models.
+      value, as in the released models.
     """
     factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
     unread = [name for name in SCALING if name in weights and name not in factors]
@@ -376,7 +378,7 @@ def _rope_scaling(
     original = scaling.get("original_context_length")
     made: dict[str, Any] | None = None
     if all(both):
-        # transformers computes the factor of attention from the lengths, as the converter did.
+        # transformers computes the attention factor from the context lengths, as the converter did.
         used |= {"attn_factor"}
         made = {"type": "longrope", "long_factor": both[0], "short_factor": both[1]}
     elif freqs is not None:
