@@ -145,7 +145,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     return iter(()) if format.check is None else format.check(probe)
 
 
-# Maximum size of a damaged file that `recoverable` recovers in memory to test a command.
+# `recoverable` tests a command only on a damaged file of at most this size in bytes.
 TRIED = 64 << 20
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
@@ -213,7 +213,7 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
 
 
 def writable() -> Iterator[Format]:
-    """Return the formats that can be written."""
+    """Return the formats that ckptkit can write."""
     return (format for format in FORMATS if format.layout is not None)
 
 
@@ -238,7 +238,8 @@ def for_writing(
     """Choose the format of the output `path`.
 
     If `name` is given, use the format called `name`. If `name` is None, use the format of the
-    suffix of `path`. If the suffix belongs to no format, use the input's format, called `keep`.
+    suffix of `path`. If the suffix belongs to no format, use the input's format. `keep` is the name
+    of the input's format.
 
     If `shards` is true, the format must write a folder of shards (by default safetensors). Raises
     UsageError if ckptkit cannot write the format.
@@ -277,7 +278,7 @@ def in_folder(name: str) -> str | None:
 
 
 def of_suffix(path: str | os.PathLike[str]) -> Format | None:
-    """Return the writable format to which the suffix of a path belongs, or None."""
+    """Return the format that ckptkit writes for the suffix of a path, or None."""
     lower = os.fspath(path).lower()
     return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
 
@@ -300,7 +301,7 @@ def named(name: str, suffixes: Sequence[str]) -> str:
 
 
 def _stem(name: str, suffixes: Iterable[str]) -> str:
-    """Return `name` without the longest of `suffixes` that it ends in."""
+    """Remove the suffix from `name`. If several of `suffixes` match, remove the longest suffix."""
     longest = max((each for each in suffixes if name.lower().endswith(each)), key=len, default="")
     stem = name[: len(name) - len(longest)]
     return name if not stem or stem.endswith("/") else stem

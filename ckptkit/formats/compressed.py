@@ -50,8 +50,8 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """Read the checkpoint inside a compressed file or tar file.
 
-    Raises LimitError if the decompressed file is too large. Also raises the errors of the inner
-    format.
+    Raises LimitError if the decompressed file is too large. Also raises the errors that `read` of
+    the inner format raises.
     """
     method = method_of(probe.head)
     checkpoint = formats.read(_inside(probe), probe.options)
@@ -61,7 +61,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the checksummed byte ranges of the checkpoint inside. Raises the errors of `read`."""
+    """Yield the checksummed byte ranges of the inner checkpoint. Raises the errors of `read`."""
     return formats.check(Probe(_inside(probe)))
 
 
@@ -90,7 +90,7 @@ def _inside(probe: Probe) -> ByteSource:
 
 
 def _member(archive: ByteSource) -> ByteSource:
-    """Return the only checkpoint in a tar file, chosen by `folder.best` as in a folder."""
+    """Find the only checkpoint in a tar file by file names, as in a folder."""
     files = {
         name: each.data
         for name, each in read_members(archive, here=True).items()
@@ -237,7 +237,10 @@ def _output(machine: Any, data: bytes) -> Iterator[bytes]:
 
 
 def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
-    """Return at most `most` decompressed bytes, and the error that stopped decompression."""
+    """Return at most `most` decompressed bytes, and an error or None.
+
+    The error is the error that stopped decompression.
+    """
     found: list[bytes] = []
     failure = _collect(source, method, most, found.append)
     return b"".join(found), failure

@@ -2,7 +2,7 @@
 
     .metadata                  lists the entries, and the file and offset of each chunk
     __<rank>_<n>.distcp        contains chunks of tensors, and values that are not tensors
-    meta.pt                    a torch.save file with all other entries, written by Lightning
+    meta.pt                    written by Lightning: a torch.save file with all other entries
 
 :mod:`dcp_metadata` describes ``.metadata``. If the ranks save without collectives, each rank writes
 a separate ``__<rank>.metadata`` instead. HuggingFaceStorageWriter writes no metadata file, only
@@ -10,8 +10,8 @@ a separate ``__<rank>.metadata`` instead. HuggingFaceStorageWriter writes no met
 ``.metadata.tmp``.
 
 torch flattens a nested state_dict before saving. `read` restores the nesting. Like torch's
-`dcp_to_torch_save`, `read` returns dicts, lists, and CPU tensors assembled from their chunks. All
-other values are returned as saved.
+`dcp_to_torch_save`, `read` returns dicts, lists, and CPU tensors assembled from their chunks.
+`read` returns all other values as saved.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class ItemFiles:
             end = start = -1
             for place in sorted(held):
                 Section(file, place.offset, place.length)  # raises if the file is too short
-                # The metadata gives all tensors of a safetensors file the offset of that file.
+                # In the metadata, all tensors of a safetensors file have the offset of that file.
                 shared = place.offset == start and not self.is_archive(place)
                 if place.offset < end and not shared:
                     raise CorruptError(
@@ -212,7 +212,7 @@ class ItemFiles:
 
     @contextmanager
     def reading(self, name: str, place: Place) -> Iterator[None]:
-        """Add the item and its file to errors raised in the body of the `with` statement."""
+        """Add `name` and `place` to errors raised in the body of the `with` statement."""
         try:
             yield
         except CkptkitError as error:
@@ -409,10 +409,10 @@ def _places(index: DcpIndex) -> Iterator[Place]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the byte ranges to verify, and the defects, of every item whose file exists.
+    """For every item whose file exists, yield the byte ranges to verify, and the defects.
 
     A torch.save archive has a CRC-32 for each record. A safetensors file has no checksums. Raises
-    the errors of the metadata.
+    the errors of `ItemFiles.index`.
     """
     folder = _folder_of(probe)
     files = ItemFiles(folder)
@@ -566,7 +566,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """Add `by` to the checksum numbers of an archive. Earlier archives use the lower numbers."""
+    """Add `by` to the number of each checksum in an archive.
+
+    Earlier archives use the lower numbers.
+    """
     for segment in segments:
         if isinstance(segment, Checksummed):
             yield Checksummed(segment.extent, segment.number + by)
@@ -641,7 +644,7 @@ def matches_shard(probe: Probe) -> bool:
 
 
 def read_shard(probe: Probe) -> Checkpoint:
-    """Raise UnsupportedError, with the command that converts the whole folder as the hint."""
+    """Raise UnsupportedError. The hint contains the command that converts the whole folder."""
     part = part_of(probe)
     missing = "" if part.folder else "; its folder has no .metadata with the offsets of tensors"
     raise part.refusal(f"its tensors cannot be read alone{missing}")

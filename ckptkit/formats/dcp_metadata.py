@@ -121,10 +121,9 @@ def is_metadata(name: str) -> bool:
 def read_metadata(source: ByteSource) -> DcpIndex:
     """Read a `.metadata` file.
 
-    Raises UnsafeGlobalError if the pickle names a function of torch or numpy that is not
-    allowlisted, or anything of Python's standard library that is not allowlisted. Also raises
-    AmbiguousError, CorruptError, FormatError, UnsupportedError, LimitError, and the errors of
-    `unpickle`.
+    Raises UnsafeGlobalError if the pickle contains a name that no harmless checkpoint contains (see
+    `is_foreign`). Also raises AmbiguousError, CorruptError, FormatError, UnsupportedError,
+    LimitError, and the errors of `unpickle`.
     """
     pickled = unpickle(source)
     if pickled.stop != source.size:
@@ -164,7 +163,7 @@ def read_metadata(source: ByteSource) -> DcpIndex:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Raise UnsafeGlobalError for a name of Python or torch that is not allowlisted.
+    """Raise UnsafeGlobalError if `names` contains a name that `read_metadata` refuses.
 
     Return a warning that lists the classes of other packages.
     """
@@ -312,9 +311,9 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
 def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     """Merge the metadata files of all ranks. Each tensor gets the chunks of all ranks.
 
-    If several ranks saved a value with the same name, keep the value of the first rank. The ranks'
-    values may differ unless they are replicated. Raises AmbiguousError if ranks describe a tensor
-    differently.
+    If several ranks saved a value with the same name, keep the value of the first rank. Values that
+    are not replicated may differ from rank to rank. Raises AmbiguousError if ranks describe a
+    tensor differently.
     """
     if len(ranks) == 1:
         return ranks[0]

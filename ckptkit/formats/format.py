@@ -134,7 +134,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class LazyByName(Lazy):
-    """A lazy function that returns None if the file name has none of the endings."""
+    """A Lazy function that returns None if the file name has none of the suffixes `endings`."""
 
     endings: tuple[str, ...]
 
@@ -176,7 +176,7 @@ class Format:
     loaded_by_torch: bool = False  # torch.load or torch.jit.load reads files of this format
     layout: Callable[[Checkpoint, Options], Plan] | None = None
     readable: bool = True
-    # The format is recognized from the list of files in a folder. Web servers do not list files.
+    # ckptkit recognizes the format by the list of files in a folder. Web servers do not list files.
     listed: bool = False
     shards: bool = False  # `layout` writes a folder of files of at most `shard_size`
     # When the format stores the whole tree: "always", "asked" (with --all), "nested" (always, but
@@ -190,7 +190,8 @@ class Format:
     rewrite_as: str | None = None
     distributed: bool = False  # several ranks wrote the files
     chooses: bool = False  # `read` reads a checkpoint of another format inside the file or folder
-    # Description in a diagnosis, if torch.load rejects the file or needs an argument.
+    # `ckptkit doctor` calls the file by this noun if torch.load rejects the file or needs an
+    # argument.
     noun: str = ""
     unwritten: str = ""  # if `layout` is None: the program that writes this format
     torch_error: str = ""  # error of torch.load (with weights_only=True, if loaded_by_torch)

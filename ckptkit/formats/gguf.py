@@ -447,7 +447,7 @@ def _of(header: GgufHeader) -> str:
 def _files(
     first: GgufHeader, found: re.Match[str] | None, place: tuple[Folder, str] | None
 ) -> list[GgufHeader]:
-    """Return the headers of all files of a split model. `first` is the header of one file."""
+    """Return the headers of all files of a split model. One of these headers is `first`."""
     count = first.values.get("split.count")
     if found is None or place is None:
         raise UnsupportedError(

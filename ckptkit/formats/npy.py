@@ -1,4 +1,4 @@
-"""Read numpy's file of one array (.npy). Read and write its archive of named arrays (.npz).
+"""Read numpy files of one array (.npy). Read and write numpy archives of named arrays (.npz).
 
     93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | elements
 

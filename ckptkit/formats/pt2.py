@@ -83,7 +83,7 @@ def read(probe: Probe) -> Checkpoint:
 
     The tree of a model is ``{"state_dict": {...}, "constants": {...}}``. If there are several
     models, the root maps model names to these trees. Raises FormatError, CorruptError,
-    UnsupportedError, and the errors of zip archives.
+    UnsupportedError, and the errors of `read_directory`.
     """
     directory = probe.zip
     assert directory is not None
@@ -221,7 +221,7 @@ def read_baselines(probe: Probe) -> Checkpoint:
     """Read policy.pth. A warning names the other members.
 
     Raises UnsupportedError if policy.pth is compressed. Raises FormatError if policy.pth is not a
-    torch.save file. Also raises the errors of the torch.save formats.
+    torch.save file. Also raises the errors of `torch_zip.read` and `torch_legacy.read`.
     """
     archive = probe.zip
     assert archive is not None

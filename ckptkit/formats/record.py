@@ -61,9 +61,9 @@ from ckptkit.formats.strict_json import decode, dump, encode, is_plain, is_utf8
 from ckptkit.pickles.judge import refused_by_weights_only
 
 RESERVED = "ckptkit"
-FRAMEWORK = "format"  # the hub's key for the framework: pt
+FRAMEWORK = "format"  # metadata key for the framework on the Hugging Face hub; the value is "pt"
 VERSION = 1
-# Marks a checkpoint that was read from a file with its complete tree, not only with its weights.
+# Marks a checkpoint whose file contained the complete tree, not only the weights.
 WHOLE = object()
 
 
@@ -86,8 +86,8 @@ def restore(
     """Restore the state_dict, or the complete tree, from `tensors` and `metadata`.
 
     `index` is true if the metadata comes from an index of shards, not from a single file. The
-    returned metadata keeps the recorded values. If the record is unreadable, the returned metadata
-    keeps the record, and `warnings` contains the reason.
+    returned metadata contains the field ``values`` of the record. If the record is unreadable, the
+    returned metadata keeps the record, and `warnings` contains the reason.
     """
     try:
         fields = _parse(metadata)
@@ -369,7 +369,7 @@ def refuse_tensors(
     """Raise TensorError if a format cannot store all tensors.
 
     `obstacle` returns the reason why the format cannot store a tensor, or None. `hint` returns the
-    hint of the error for the reasons by tensor name.
+    hint of the error. The argument of `hint` maps tensor names to reasons.
     """
     reasons = {name: why for name, each in tensors.items() if (why := obstacle(name, each))}
     if reasons:

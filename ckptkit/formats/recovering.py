@@ -35,7 +35,8 @@ UNVERIFIED = (
     f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps the tensors inside the file, "
     "even if their bytes are shifted"
 )
-_ZEROS = 512  # minimum number of zeros at the end of a file that suggests an interrupted save
+# If a file ends with at least this number of zeros, the save was probably interrupted.
+_ZEROS = 512
 _STEP = 1 << 20
 
 Why = Callable[[Storage], str | None]  # returns why a storage is lost, or None if it is intact
@@ -185,7 +186,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     If the size does not match, bytes are missing or inserted at an unknown position, and all
     tensors may be shifted. If the file ends in many zeros, the save may have been interrupted, and
     tensors in the zeros are lost. If `unverified` is true, recover all tensors whose bytes are
-    inside the file. Raises the errors of the header.
+    inside the file. Raises the errors of `read_header`.
     """
     if probe.is_folder or not matches(probe):
         return None

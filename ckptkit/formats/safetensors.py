@@ -359,10 +359,10 @@ _RANK = {code: rank for rank, code in enumerate(_CODES)}
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a file of the weights.
 
-    `__metadata__` stores other values if possible. The notes of the plan name the values that are
-    dropped. Raises TensorError if safetensors cannot store a tensor. Raises LimitError if the
-    header is too large for readers. If ``options.objects`` is "error", raises UnsafeGlobalError for
-    objects.
+    If possible, `__metadata__` stores the values outside the weights. The notes of the plan name
+    the values that are dropped. Raises TensorError if safetensors cannot store a tensor. Raises
+    LimitError if the header is too large for readers. If ``options.objects`` is "error", raises
+    UnsafeGlobalError for objects.
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
@@ -555,7 +555,8 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
 # Editing in place
 
 
-# Maximum number of bytes that an in-place edit may move. To move more bytes, a copy is faster.
+# Maximum number of bytes that an in-place edit may move. If more bytes would move, ckptkit writes a
+# copy, because a copy is faster.
 _MOVED = 16 << 20
 _ALIGNMENT = 8  # bytes
 _BREAKS = Edit(0, b"\xff" * 8)  # an impossible length, so that readers refuse a half-edited file

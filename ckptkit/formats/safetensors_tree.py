@@ -297,7 +297,9 @@ class Read(NamedTuple):
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """Return the tree that the statements create. Its tensors are the entries of a header.
+    """Return the tree that the statements create.
+
+    `entries` maps names of header entries to tensors.
 
     Raises subclasses of InputError.
     """
@@ -532,7 +534,10 @@ class StoredTree:
         return name
 
     def _tied(self, root: Node) -> Iterator[tuple[str, str]]:
-        """Yield each further name of a tensor that is a header entry, and the entry's name."""
+        """Yield the further names of header entries that have several names in the tree.
+
+        Each item is (further name, name of the header entry).
+        """
         for name, tensor in _named_tensors(root):
             if id(tensor.storage) in self._entries and name not in self.tensors and is_utf8(name):
                 kept = self._entries[id(tensor.storage)].name
@@ -562,7 +567,7 @@ def _view(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the tensor, for each tensor that has bytes."""
+    """For each tensor that has bytes, yield the path and the tensor."""
     for path, node in walk(root):
         tensor = as_tensor(node)
         if tensor is not None and tensor.storage is not None:

@@ -6,10 +6,10 @@
 `read` raises the first defect. `findings` yields all defects.
 
 The index must contain a ``weight_map``. The ``weight_map`` maps each tensor name to the file name
-of a shard in the folder of the index. A shard may contain a tensor that the ``weight_map`` omits
-only if this tensor is tied to a listed tensor. ``total_size`` is the number of bytes of all
-tensors. A shared storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit reads
-strings in ``metadata`` like the strings in ``__metadata__`` of a safetensors file.
+of a shard in the folder of the index. If the ``weight_map`` omits a tensor of a shard, this tensor
+must be tied to a listed tensor. ``total_size`` is the number of bytes of all tensors. A shared
+storage counts once. If ``total_size`` is wrong, ckptkit warns. ckptkit reads strings in
+``metadata`` like the strings in ``__metadata__`` of a safetensors file.
 
 Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist, with
 numbers from 0 or from 1 on. Two shards must not contain the same tensor name.
@@ -236,7 +236,8 @@ class _Shards:
         processor's cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
-        runs: list[tuple[str, int]] = []  # file name and length of each run of names in one file
+        # For each sequence of names in the same file: the file name, and the number of names.
+        runs: list[tuple[str, int]] = []
         for file, run in groupby(places.items(), itemgetter(1)):
             known = len(names[file])
             names[file] += map(itemgetter(0), run)
@@ -259,7 +260,10 @@ class _Shards:
         return root
 
     def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
-        """Drop the names that no shard contains. Refuse a name if its shard could be read."""
+        """Drop the names that no shard contains.
+
+        Call `refuse` if the shard of a name could be read.
+        """
         for name in [name for name in places if root[name] is _ABSENT]:
             del root[name]
             file = places[name]

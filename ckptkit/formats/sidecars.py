@@ -47,7 +47,9 @@ class Sidecars(NamedTuple):
 
 
 def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
-    """Return the files to copy from the folder of a model, except the files called `made`.
+    """Return the files to copy from the folder of a model.
+
+    `made` contains the names of files to skip.
 
     Return no files if the folder contains no configuration.
     """
@@ -99,8 +101,8 @@ def of_weights(checkpoint: Checkpoint) -> str | None:
 def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
     """Return a config.json with the dtype `new`, and the list of changes.
 
-    In the dict of a submodel (``text_config``), change the dtype only if it is `old` or the dtype
-    of the complete model. Return a file with a ``quantization_config`` unchanged.
+    In the dict of a submodel (``text_config``), change the dtype only if this dtype is `old` or the
+    dtype of the complete model. If the file has a ``quantization_config``, return `text` unchanged.
     """
     try:
         config: Any = json.loads(text)

@@ -35,7 +35,7 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
-_PART = 1 << 18  # minimum size in bytes of a part, which contains a few thousand entries
+_PART = 1 << 18  # minimum size of a part in bytes; a part contains a few thousand entries
 _BETWEEN = re.compile(rb'\}, ?"')  # the end of an entry, and the quote before the next name
 
 Found = TypeVar("Found")
@@ -64,15 +64,14 @@ def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
     """Parse an object like `parse`, but in parts, in half the time and with less memory.
 
     Yield each part, and the number of strings in its JSON text. Names count as strings. If two
-    entries of a part have the same name, the part silently contains only the last entry. The caller
-    detects such entries:
+    entries of a part have the same name, the part silently contains only the last entry. To
+    detect such entries, the caller counts the strings in the parsed part. If this count is equal to
+    the yielded number, no name was repeated in the part. The caller compares the names of different
+    parts separately.
 
-    * The caller counts the strings in the parsed part and compares this count with the yielded
-      number. If the numbers are equal, no name was repeated in the part. The caller compares the
-      names of different parts separately.
-    * The parts together contain exactly the entries of the object, and each part is a non-empty
-      object. If a part boundary falls inside a string or an entry, the part is invalid JSON. For
-      invalid JSON, `parse_parts` raises FormatError, even if `parse` accepts the complete text.
+    Each part is a non-empty object. The parts together contain exactly the entries of the object.
+    If a part boundary falls inside a string or an entry, the part is invalid JSON. In this case,
+    `parse_parts` raises FormatError, even if `parse` accepts the complete text.
     """
     _check_size(data, what)
     for part in _parts(data):

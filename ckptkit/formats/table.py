@@ -1,4 +1,4 @@
-"""The list of formats. The first call of a function of a format imports the format's module.
+"""The list of formats. The first call of a format's function imports the format's module.
 
 The first format that matches reads the file. The order of the list has these reasons:
 

@@ -210,7 +210,7 @@ def _number(field: bytes) -> int:
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
     """Return the size of the data.
 
-    A record may contain only sizes that are too large for the header.
+    A record may contain the size only if the size is too large for the header.
     """
     if (text := records.get(b"size")) is None:
         return header.size

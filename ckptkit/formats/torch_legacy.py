@@ -29,7 +29,7 @@ torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/s
                * a pickle: (key, location, class)
                * int64 number of elements, bytes of the elements
                The last pickle lists views of storages:
-               [(key of the view, key of the storage, offset in elements, elements), ...]
+               [(key of the view, key of the storage, offset and size in elements), ...]
 
 All numbers are little-endian. The records have no alignment and no checksums. Keys are memory
 addresses. The storage of an empty tensor is None. torch 2.13 still reads such files, but not with
@@ -393,7 +393,10 @@ class _TarRecord:
         return count
 
     def entries(self) -> Iterator[tuple[Node, Node, Node]]:
-        """Yield the pickled triple at the start of each entry."""
+        """Yield the pickled tuple at the start of each entry.
+
+        The tuple is (key, storage key, class) for tensors, and (key, location, class) for storages.
+        """
         for _ in range(self.count()):
             entry = self.pickle().root
             if not isinstance(entry, tuple) or len(entry) != 3:
@@ -521,7 +524,7 @@ def _decimal(node: Node) -> str:
 
 
 def _nothing(made: Node) -> TypedStorage:
-    """Return an empty storage for a tensor without a storage. The dtype is that of its class."""
+    """Return an empty storage with the dtype of the tensor class `made`."""
     name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
     dtype: DType | None = BY_STORAGE.get(name)
     return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)

@@ -12,13 +12,13 @@
 <top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
 caffe2/serialize.)
 
-Every torch since 1.6 reads the files that ckptkit writes. torch 2.1 and later can memory-map them.
-<top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in pickle order, version, and
-ckptkit.json. ckptkit does not write .format_version: with this record, torch would compute the
-offsets of storages instead of looking them up. A copied storage keeps its checksum.
+Every torch since 1.6 reads the files that ckptkit writes. torch 2.1 and later can memory-map these
+files. <top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in pickle order,
+version, and ckptkit.json. ckptkit does not write .format_version: with this record, torch would
+compute the offsets of storages instead of looking them up. A copied storage keeps its checksum.
 
-torch ignores ckptkit.json. The record ckptkit.json contains the metadata of a checkpoint: the
-strings in the ``__metadata__`` of a safetensors file, and the source code in a legacy stream.
+torch ignores ckptkit.json. The record ckptkit.json contains the metadata of a checkpoint, such as
+the strings in the ``__metadata__`` of a safetensors file, or the source code in a legacy stream.
 
 An in-place edit writes a new pickle and a new directory, and moves no storage:
 
@@ -31,8 +31,8 @@ If the old data.pkl is the last member, for example after an earlier edit, the n
 overwrites it. Otherwise, the old data.pkl stays in the directory under a name of equal length,
 because readers refuse members that the directory does not list. An unused storage also stays in the
 directory. ``.format_version`` is renamed, because with this record torch would compute the offsets
-of storages from the pickle. Every torch since 1.6 loads the result, memory-mapped or not.
-(torch/serialization.py, `_get_offset`.)
+of storages from the pickle. Every torch since 1.6 loads the result. torch 2.1 and later can also
+memory-map the result. (torch/serialization.py, `_get_offset`.)
 
 An unpacked archive is a folder that contains the records as files, without checksums. People keep
 such folders under version control, or unpack an archive with unzip. The input is the folder or its
@@ -381,7 +381,8 @@ def parse_metadata(data: bytes) -> dict[str, str]:
 # Editing in place
 
 
-# Reads the lengths of name, extra fields and comment, at byte 28 of a directory entry.
+# Reads three numbers at byte 28 of a directory entry: the lengths of name, extra fields and
+# comment.
 _LENGTHS = struct.Struct("<HHH").unpack_from
 _NAME, _LOCAL_NAME = 46, 30  # offsets of the name in a directory entry and in a local header
 

@@ -217,7 +217,8 @@ class SalvagedDirectory:
 
     def __init__(self, at: int = 0) -> None:
         self.at = self.stop = at  # offsets of the first entry, and of the end of the last entry
-        self.start = at  # offset of the directory in the end record, or `at` without an end record
+        # Offset of the directory according to the end record. `at` if there is no end record.
+        self.start = at
         self.entries: dict[str, list[Claim]] = {}
         self._order: list[tuple[int, str]] = []
 
@@ -317,7 +318,10 @@ class _DamagedArchive:
         self.directories.sort(key=self._agreement, reverse=True)
 
     def _agreement(self, directory: SalvagedDirectory) -> int:
-        """Count the members whose header or data descriptor has the CRC of the directory."""
+        """Count the members whose entry in `directory` has the right CRC.
+
+        The right CRC is the CRC in the local header or data descriptor.
+        """
         return sum(
             (place := self._place(header, None, entry.size or 0)) is not None
             and place.crc == entry.crc
@@ -393,7 +397,7 @@ class _DamagedArchive:
                     yield Claim(name, at, start, at, entry.method, None, None, None, False)
 
     def _place(self, header: Claim, entry: Claim | None, size: int) -> RecordPlace | None:
-        """Return the location of the bytes after a header, or None if it cannot be right."""
+        """Return the location of the bytes after a header, or None if the sizes are impossible."""
         method, stored = (entry or header).method, (entry or header).stored
         if method != DEFLATED:
             stored = size if entry is not None or stored in (None, size) else None
@@ -441,8 +445,8 @@ class _DamagedArchive:
     def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool:
         """Return whether the expected header or entry follows a stored member.
 
-        `order` maps each storage to the next storage. If neither `order` nor the directory contains
-        the next member, this member must not be a storage.
+        `order` maps each storage to the next storage. If the expected member is unknown, the member
+        that follows must not be a storage.
         """
         end = self._end(place, size)
         if end is None:
@@ -752,8 +756,8 @@ class _DamagedArchive:
     def _end_of_save(self) -> int:
         """Return the offset before which all members come from one save, or 0 if unproven.
 
-        The returned offset is that of torch's serialization id. This id consists of 20 digits, and
-        20 digits of a hash of the CRCs of all members before the id. (c10::hash_combine;
+        The returned offset is that of torch's serialization id. This id consists of 40 digits. The
+        last 20 digits are a hash of the CRCs of all members before the id. (c10::hash_combine;
         caffe2/serialize's inline_container.cc, writeSerializationId.)
         """
         total = 0

@@ -104,7 +104,7 @@ CONSTANTS = "CONSTANTS"
 def read(probe: Probe) -> Checkpoint:
     """Read the module and its constants.
 
-    Raises FormatError, AmbiguousError, and the errors of zip archives.
+    Raises FormatError, AmbiguousError, and the errors of `read_directory`.
     """
     directory = probe.zip
     assert directory is not None
@@ -279,7 +279,10 @@ class Declared:
         return self.base == "Module"
 
     def part(self, name: str) -> str | None:
-        """Return the dict of ``nn.Module`` for the tensor called `name`, or None."""
+        """Return "_parameters" or "_buffers" for the tensor called `name`.
+
+        Return None if `name` is not a parameter or buffer.
+        """
         if name in self.parameters:
             return "_parameters"
         is_buffer = self.buffers is None or name in self.buffers

@@ -98,7 +98,8 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"MZ", "a program or library (Windows)", _OTHER),
     (0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _OTHER),
 )
-# Protocol buffers have no signature. If the first byte is possible, the file name decides.
+# Protocol buffers have no signature. If the first byte can begin a protocol buffer, the file name
+# decides.
 _PROTOBUF = {
     ".onnx": (
         "an ONNX model",
@@ -369,7 +370,7 @@ def member(
 
 
 def program(name: str, data: bytes) -> Program:
-    """Return the number of functions in the code of a program, and the file operators it calls."""
+    """Return the number of functions and the file operators in the code of a program."""
     files = {found.group().decode() for found in _FILES.finditer(data)}
     return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
 
@@ -383,7 +384,8 @@ def check(probe: Probe) -> Iterator[CheckedPart]:
 def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
     """Yield the non-empty members of an archive.
 
-    If the archive is part of a folder, `file` is the name of its file, and `item` its position.
+    If a file of a folder contains the archive, `file` is the name of this file. `item` is a prefix
+    of the members' descriptions, such as ``at byte 1,024: ``.
     """
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:

@@ -420,7 +420,7 @@ class StoredMember(NamedTuple):
 
 
 class ZipEntry(NamedTuple):
-    """The directory entry of any other member. Offsets and sizes are in bytes."""
+    """The directory entry of a member that is not a StoredMember. All offsets are in bytes."""
 
     offset: int  # offset of the local header
     stored: int  # number of bytes in the file

@@ -36,7 +36,7 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L").pack
 _END64 = struct.Struct("<4sQ2H2L4Q").pack
 _LOCATOR = struct.Struct("<4sLQL").pack
 _END = struct.Struct("<4s4H2LH").pack
-END_BYTES = 22  # size of the end record, by which readers find the directory
+END_BYTES = 22  # size of the end record without a comment
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offsets of the CRC in a local header and a directory entry
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
@@ -78,8 +78,8 @@ class _Text:
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Return the segments of a zip file that contains `members`, in order.
 
-    If `crc` of a member is None, the number of its checksum in the plan is the position of the
-    member in `members`.
+    If `crc` of a member is None, the content becomes a `Checksummed` segment. The number of this
+    segment is the position of the member in `members`.
     """
     segments: list[Segment] = []
     text, directory = _Text(), _Text()
@@ -114,7 +114,7 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a member at `offset`, including its local header, and its entry."""
+    """Return a member at `offset` (local header and content), and the member's directory entry."""
     raw, crc = name.encode(), zlib.crc32(content)
     header = _local_header(raw, offset, len(content), crc)
     return header + content, _central_entry(raw, offset, len(content), crc)

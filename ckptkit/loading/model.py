@@ -123,7 +123,7 @@ _NUMBERS = ("float", "int", "bool")  # torch casts between these kinds of dtypes
 
 
 def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
-    """Fill the contiguous parameters and buffers of `model`. Return the names of filled tensors.
+    """Copy `nodes` to the contiguous parameters and buffers of `model`. Return the copied names.
 
     Modules with their own `_load_from_state_dict` are skipped. If a parameter has several names,
     the tensor with the last name is copied, as in torch. If parameters partly overlap in memory,
@@ -192,8 +192,8 @@ class LoadReport:
     ``unexpected`` contains names in the file. All other attributes contain names in the model.
     ``stripped`` is the prefix that was removed from the names in the file, and ``added`` the prefix
     that was added. ``mismatched`` maps a name to the shape in the file and the shape in the model.
-    ``narrowed`` maps a name to a description of values that the cast to the model's dtype would
-    lose by more than rounding.
+    If a cast to the model's dtype would lose more than precision, ``narrowed`` maps the name to a
+    description of the loss.
     """
 
     loaded: tuple[str, ...]
@@ -324,7 +324,8 @@ def _of_peft(
     """Rename the tensors of an adapter to the names in a peft model.
 
     Return the renamed adapter, and the entries of the model's state_dict that the adapter can fill.
-    An adapter file of peft does not contain the base model, or the adapter's name in its keys.
+    An adapter file of peft does not contain the base model. The keys in the file do not contain the
+    adapter's name.
 
     Source: set_peft_model_state_dict in utils/save_and_load.py of peft 0.21.2.
     """

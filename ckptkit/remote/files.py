@@ -180,7 +180,7 @@ class RemoteFolder(Folder):
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
 
     def take(self, name: str, source: ByteSource) -> None:
-        """Return `source` from later calls of `open` for the file `name`."""
+        """Register `source` as the file `name`, so that later calls of `open` return `source`."""
         self._open[name] = source
 
     def list(self) -> list[str]:

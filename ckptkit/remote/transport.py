@@ -121,8 +121,8 @@ class Transport(ABC):
 class Http(Transport):
     """A file on an HTTP server.
 
-    Raises InputError if the file is large and the server does not support byte ranges. Raises the
-    errors of :func:`refused` for other responses.
+    Raises InputError if the file is large and the server does not support byte ranges. For any
+    other unusable response, raises the error that :func:`refused` returns.
     """
 
     compares_answers = True

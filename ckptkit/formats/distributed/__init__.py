@@ -44,7 +44,10 @@ def _layout(probe: Probe) -> ModuleType | None:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Return the complete checkpoint, merged from all ranks. Raises the errors of the layout."""
+    """Return the complete checkpoint, merged from all ranks.
+
+    Raises the errors of the layout module.
+    """
     layout = _layout(probe)
     assert layout is not None
     found: Checkpoint = layout.read(probe, PARALLEL.name)

@@ -154,7 +154,7 @@ class Model:
         for name, same in self.states.names(SHARED).items():
             if isinstance(same, str) and same in found:
                 found[name] = _alias(found[same])
-        # The other entries of `module` are aliases of a parameter, frozen parameters of stage 1, or
+        # The other entries of `module` are frozen parameters of stage 1, aliases of parameters, or
         # values that are not tensors.
         tensors = {name: as_tensor(node) for name, node in module.items()}
         known = {_place(each): name for name in found if (each := tensors.get(name)) is not None}
@@ -184,7 +184,7 @@ class Model:
         return OrderedMapping(((name, found[name]) for name in order if name in found), state)
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        """Return a buffer. Convert 16-bit floats to float32, as DeepSpeed's own script does."""
+        """Convert a buffer of 16-bit floats to float32, as DeepSpeed's own script does."""
         storage, half = tensor.storage, tensor.dtype.kind == "float" and tensor.dtype.bits == 16
         if not half or storage is None or tensor.layout != "strided" or storage.nbytes % 2:
             return self.on_cpu(tensor)

@@ -1,4 +1,4 @@
-"""Read flat parameters: the optimizer of FSDP1 from ``optimizer.state_dict()``, and fairscale.
+"""Read flat parameters: FSDP1 optimizers saved by ``optimizer.state_dict()``, and fairscale files.
 
 The optimizer of FSDP1 contains shards of parameters, without names or shapes:
 
@@ -223,7 +223,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """Split the optimizer state of an FSDP unit. Yield (parameter name, value)."""
+    """Split the optimizer state of an FSDP unit. Yield each parameter's name and value."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -425,7 +425,7 @@ def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str
 
 
 def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
-    """Return the parameters that one flat parameter contains, by name."""
+    """Split a flat parameter. Return the original parameters by name."""
     names, shapes, sizes, _ = backing
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(

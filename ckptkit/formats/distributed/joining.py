@@ -29,7 +29,7 @@ SHOWN = 80  # maximum length of a name in a message
 
 
 class Replica(NamedTuple):
-    """A tensor in one file, and the tensor in another file that must be equal."""
+    """A tensor in one file, and its replica in another file. The two tensors must be equal."""
 
     name: str
     first: Tensor
@@ -56,7 +56,8 @@ class Copies:
     def same(self, copy: Replica, *, always: bool = True) -> bool | None:
         """Return whether two replicas are equal. Return None if the replicas were not compared.
 
-        If checksums are missing, `always` compares the bytes of tensors of any size.
+        If checksums are missing, compare the bytes. If `always` is true, ignore the byte limit of
+        the policy.
         """
         found = _by_checksum(copy.first, copy.other)
         if found is None and not always:
@@ -91,7 +92,10 @@ class Copies:
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about replicas that differ, were not compared, or do not exist."""
+        """Yield a warning if replicas differ, and a warning if replicas were not compared.
+
+        If the policy is ``check``, also yield a warning if no two ranks have the same tensor.
+        """
         if self.policy == CHECK and not (self.equal or self.passed):
             yield (
                 "no two ranks have the same tensor: ckptkit cannot verify that the files are of "

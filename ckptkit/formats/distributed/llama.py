@@ -50,7 +50,8 @@ from ckptkit.formats.table import LLAMA_PARTS
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
 PARAMS = "params.json"
-EMBEDDING = "llama.embedding_cut"  # metadata key: dimension along which the embedding was split
+# Metadata key of the dimension along which the embedding was split.
+EMBEDDING = "llama.embedding_cut"
 _BYTES = 1 << 20  # maximum size of params.json
 _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\."
 
@@ -89,7 +90,7 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder contains any shard except the first."""
+    """Return whether the folder contains a shard with a number above 00."""
     found = set(filter(NAME.fullmatch, probe.names))
     return bool(found - {"consolidated.00.pth"})
 
@@ -116,7 +117,8 @@ def read(probe: Probe, format: str) -> Checkpoint:
     count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))
     check_grid(parts, {TP: count}, {TP: "consolidated"})
     embedding = as_tensor(first.get("tok_embeddings.weight"))
-    # If a shard of the embedding has `dim` columns, the embedding is split along its rows.
+    # If a shard of the embedding has `dim` columns, the embedding is split along its first
+    # dimension.
     by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
     merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
     _check_totals(merged.tensors, params)
@@ -216,7 +218,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
     # Split the embedding along the same dimension as in the input. If this dimension is unknown,
-    # infer it from vocab_size: -1 in Llama 1 and 2, and 100,000 or more since Llama 3.
+    # infer the version from vocab_size: -1 in Llama 1 and 2, and 100,000 or more since Llama 3.
     recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
     by_rows = recorded != "1"
     if recorded not in ("0", "1"):

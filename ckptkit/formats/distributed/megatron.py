@@ -64,7 +64,7 @@ _FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
-_SPLIT = "distrib_optim.pt"  # file of the distributed optimizer, in the same folder
+_SPLIT = "distrib_optim.pt"  # file of the distributed optimizer in the folder of a rank
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
 WORD = "embedding.word_embeddings.weight"
@@ -118,7 +118,7 @@ class Arguments:
     version: float
 
     def number(self, *names: str) -> int | None:
-        """Return the first of these arguments that is a positive integer, otherwise None."""
+        """Return the first positive integer among the arguments `names`, or None."""
         for name in names:
             found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
@@ -139,7 +139,7 @@ class Arguments:
 
     @property
     def fused(self) -> str:
-        """Return the line that describes how fused query, key and value rows are split.
+        """Return the layout line for the fused rows of query, key and value.
 
         The line depends on the file's checkpoint_version.
         """

@@ -1,7 +1,7 @@
 """Parse DTensors and ShardedTensors in a rank's file. Supports the pickles of torch 2.1 to 2.15.
 
-To create either class, a pickle calls ``_rebuild_wrapper_subclass`` with the dtype and shape of the
-complete tensor. The states of the objects are:
+To create an object of either class, a pickle calls ``_rebuild_wrapper_subclass`` with the dtype and
+shape of the complete tensor. The states of the objects are:
 
 * DTensor: {"_local_tensor": tensor, "_spec": DTensorSpec(mesh, placements, shard_order...)}.
 * ShardedTensor: (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag).
@@ -526,10 +526,7 @@ _NAMES = {
 
 
 def parallelism(pieces: Iterable[Piece]) -> str:
-    """Return the kinds of parallelism that sharded these tensors.
-
-    For example, return "FSDP and tensor parallelism".
-    """
+    """Return the kinds of parallelism that sharded `pieces` ("FSDP and tensor parallelism")."""
     # Keys are (name of the mesh dimension, its position counted from the end).
     laid: dict[tuple[str, int], set[Placement]] = {}
     found: dict[str, None] = {}

@@ -7,7 +7,7 @@ A file is from a single rank in any of these cases:
 * The file contains the metadata of a fairscale shard.
 * Projections are narrower than the model.
 
-All other rank files are recognized by their names. Examples are layers of a DeepSpeed pipeline,
+ckptkit recognizes all other rank files by their names. Examples are layers of a DeepSpeed pipeline,
 partitions of ZeRO, and optimizers of FSDP.
 
 Sources of the refused layouts:
@@ -238,7 +238,7 @@ def _llama(root: Node, path: str) -> PartOf | None:
 
 
 def _named(root: Node, path: str) -> PartOf | None:
-    """Describe a single rank's file by the file name. Used if the contents show no rank."""
+    """Describe a file whose name contains a rank. Used if the contents show no rank."""
     name = os.path.basename(path)
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):

@@ -206,8 +206,9 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
 
     A SubparamShape describes fused parameters: patterns, a shape, and ``partition_dim``, the
     dimension that is split. The shape contains a tuple at this dimension, with the size of each
-    fused parameter. In place of the tuple, the shape may contain the number of fused parameters of
-    equal size. ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
+    fused parameter. If all fused parameters have the same size, the shape may contain their number
+    in place of the tuple. ``sub_param_shard_widths`` contains the width of each fused parameter on
+    each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
@@ -257,7 +258,7 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Compile the regular expressions in a list, so that they match complete names.
+    """Compile a list of regular expressions. Each matches all names that begin with its pattern.
 
     Raises UnsupportedError for expressions that could take very long to match.
     """

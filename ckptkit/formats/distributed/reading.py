@@ -281,17 +281,17 @@ class RankGroup(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """Return the file name of a rank, padded with zeros like the other names."""
+        """Return the file name of rank `number`, with as many leading zeros as the other names."""
         around = len(self.pattern) - len(_HOLE)
         width = min(len(name) - around for name in self.files.values())
         return self.pattern.replace(_HOLE, str(number).zfill(width))
 
 
 def groups(names: Iterable[str]) -> list[RankGroup]:
-    """Return the groups of rank files among `names`. Names that contain "rank" come first.
+    """Return the groups of rank files among `names`.
 
-    A name is in at most one group. In a name without "rank", the rank is the number that has the
-    most values in the folder.
+    Groups of names with the word "rank" come first. A name is in at most one group. In a name
+    without "rank", the rank is the number that has the most values in the folder.
     """
     certain: dict[str, dict[int, str]] = {}
     others: dict[str, dict[int, str]] = {}

@@ -1,4 +1,4 @@
-"""Describe a parallel layout as a table. Each row maps tensor names to how the tensors were split.
+"""Describe a parallel layout as a table. Each row describes how some tensors were split.
 
 A row consists of a pattern for names and one of these instructions:
 
@@ -16,8 +16,8 @@ applies the line in reverse. The first row that matches a name is used. If no ro
 ckptkit raises an error.
 
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
-and shapes on all ranks match. If all shards of a tensor are equal, the tensor was not split. If its
-row contains a line, the table is wrong, and :func:`merge` raises an error.
+and shapes on all ranks match. If all shards of a tensor are equal although its row contains a line,
+the table is wrong. In this case, :func:`merge` raises an error, unless all elements are equal.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
 
 
 def cut_in_ratio(*sizes: int) -> str:
-    """Return the line for tensors of several blocks ([q; k; v]) that are split along the rows.
+    """Return the line for tensors of several blocks ([q; k; v]).
+
+    Each block is split along dimension 0.
 
     `sizes` contains the relative size of each block.
     """
@@ -134,7 +136,7 @@ class Offset:
 class ParallelLayout:
     """The rows of a layout, the numbers to replace in names, and pairs of equal tensors.
 
-    In each pair of `copies`, the first tensor must equal the second, and is dropped.
+    In each pair of `copies`, the two tensors must be equal. The first tensor is dropped.
     """
 
     rules: tuple[LayoutRow, ...]
@@ -444,7 +446,9 @@ def _whole(
                 f"{name!r}: {message}",
                 hint="the files are of different saves, or were split in another way",
             ) from error
-    shape = (*made.shape,)  # a new tuple, because a pickle refers to a tuple that it already stores
+    # Copy the cached tuple. Otherwise, a pickle would store the same shape of a later tensor as a
+    # reference.
+    shape = (*made.shape,)
     return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
 
 

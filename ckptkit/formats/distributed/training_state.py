@@ -33,8 +33,8 @@ _OTHERS = ("trainer_state.json", "training_args.bin")  # never read
 def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
     """If `take` is true, add each training-state file in the folder as an entry of the checkpoint.
 
-    If `take` is false, add a warning that names these files. If a file
-    cannot be read, raises a CkptkitError with the name of the file.
+    If `take` is false, add a warning that names these files. If a file cannot be read, raises a
+    CkptkitError with the name of the file.
     """
     try:
         names = folder.list()

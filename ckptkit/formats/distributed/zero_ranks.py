@@ -124,10 +124,10 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
 class RankFiles:
     """The files of a training state by rank.
 
-    ``models`` maps ranks to the model files of stage 3. The only model file of stages 0 to 2 has
-    the rank -1. ``optims`` maps ranks to optimizer files. The constructor raises UnsupportedError
-    if there are several model-parallel ranks. With `merged`, the constructor sets ``parallel``
-    instead, and omits files of all model-parallel ranks except rank 0.
+    ``models`` maps ranks to the model files of stage 3. In stages 0 to 2, ``models`` contains a
+    single file, under the key -1. ``optims`` maps ranks to optimizer files. The constructor raises
+    UnsupportedError if there are several model-parallel ranks. If `merged` is true, the constructor
+    instead sets ``parallel``, and keeps only the files of model-parallel rank 0.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -283,7 +283,8 @@ class ZeroRank:
             )
         if set(fields.integers(COUNT)) != {self.count}:
             raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as for rank 0")
-        stages = fields.integers(STAGE) if STAGE in fields else []  # bf16_optimizer.py writes none
+        # The files of DeepSpeed's bf16_optimizer.py contain no stage.
+        stages = fields.integers(STAGE) if STAGE in fields else []
         if any((stage == 3) != self.stage_3 for stage in stages):
             raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but it has {self.key}")
         flats = fields.tensors(self.key)
@@ -389,8 +390,9 @@ class ZeroRank:
     ) -> dict[int, tuple[FlatRow, ...]]:
         """Return the concatenated flat tensors (FlatRow) of each group.
 
-        `parts` contains a list of tensors for each rank, by group. If the tensor of a group is
-        missing on a rank, the group is omitted. In stage 3, all groups are omitted.
+        `parts` contains a list for each rank. The list contains a tensor or None for each group. If
+        a rank lacks the tensor of a group, the result lacks this group. In stage 3, the result is
+        then empty.
         """
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         rows = [
