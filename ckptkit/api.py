@@ -466,7 +466,7 @@ def _publish(
     if others is not None:
         files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
         plan = replace(plan, files=files, notes=notes)
-    from ckptkit.publish.preflight import DamageError  # only needed for writing
+    from ckptkit.publish.preflight import DamageError  # not needed to read files
     from ckptkit.publish.publish import publish
 
     try:

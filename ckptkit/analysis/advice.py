@@ -17,8 +17,10 @@ MIN_UNUSED = 1 << 20  # minimum number of unused bytes for a hint
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Return a hint with a command for each problem, such as unused bytes or a ``module.``
-    prefix."""
+    """Return one hint for each problem, such as unused bytes or a ``module.`` prefix.
+
+    Most hints contain a command that solves the problem.
+    """
     if summary.part is not None:
         return (summary.part.hint,)
     # If unpickling the file would run code, the commands need --objects drop.
@@ -30,7 +32,7 @@ def advise(summary: Summary) -> tuple[str, ...]:
 
 
 def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
-    """Yield hints to rename keys, change devices, drop unused bytes, or dequantize."""
+    """Yield hints: commands to rename keys, change devices, drop unused bytes, or dequantize."""
     path, names = summary.path, [row.name for row in summary.rows if row.name is not None]
     if found := wrappers(names):
         count = sum(name.startswith(found[0]) for name in names)
@@ -68,8 +70,10 @@ def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
 
 
 def wrappers(names: Sequence[str]) -> list[str]:
-    """Return the prefixes of wrappers (such as ``module.``) in more than half of the names. The
-    outermost prefix is the first."""
+    """If more than half of the names start with the prefix of a wrapper, return the prefix.
+
+    An example is ``module.``. If the prefixes are nested, return the outermost prefix first.
+    """
     found: list[str] = []
     while len(found) < MAX_WRAPPERS and (prefix := _common(names)):
         found.append(prefix)

@@ -115,7 +115,7 @@ def _is_plain(row: TensorRow) -> bool:
 
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
-    """Return the object QUANTIZATION of the JSON schema for a quantized weight."""
+    """Describe a quantized weight as the object QUANTIZATION of the JSON schema."""
     return {
         "weight": group.name,
         "family": group.family,
@@ -253,8 +253,10 @@ def tables(
 def _items(
     rows: Iterable[TensorRow], title: str | None
 ) -> Iterator[tuple[str, tuple[Hashable, ...], int]]:
-    """Yield (name, values, bytes) of each tensor. Tensors with equal values can be folded into one
-    row."""
+    """Yield (name, values of its facts, number of bytes) for each tensor.
+
+    Tensors whose facts have equal values can be folded into one row.
+    """
     known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
     for row in rows:
         name, _, tensor, _, nbytes, *_ = row
@@ -299,9 +301,10 @@ def fold_pairs(
 ) -> list[tuple[Folded, Folded]]:
     """Fold pairs of names into rows.
 
-    A pair is (name, other name, value). Two pairs are folded if their values are equal and if the
-    two names of each pair have the same distance between their indices. Return a list of (row for
-    the names, row for the other names). To get one row for each pair, pass `unfolded` as `rows_of`.
+    A pair is (name, other name, value). Two pairs are folded if their values are equal, and if the
+    indices of the two names have the same difference in both pairs. For example, (a.0, b.1) and
+    (a.1, b.2) are folded. Return a list of (row for the names, row for the other names). To get one
+    row for each pair, pass `unfolded` as `rows_of`.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:

@@ -69,7 +69,7 @@ def _is_text(name: str) -> bool:
 
 
 def _counts(pattern: re.Pattern[str], tensors: Tensors) -> list[int]:
-    """Return the number of different indices for each prefix that `pattern` matches."""
+    """Count the different indices after each prefix that `pattern` matches. Return the counts."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)
@@ -128,7 +128,7 @@ def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
         ("self_attn.q_proj.weight", heads),
         ("self_attn.k_proj.weight", keys),
     ):
-        allowed = (count * size, 2 * count * size)  # an output gate doubles the rows
+        allowed = (count * size, 2 * count * size)  # an output gate doubles the count
         rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
         wrong = [f"{n} rows (head size {size}) in {name}" for n, name in rows if n not in allowed]
         if rows:
@@ -162,8 +162,8 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 class _ConfigRow(NamedTuple):
     """A field of a diffusers configuration, and the names of the tensors or modules to compare.
 
-    * If `dim` is given, `names` is the name of a tensor, or a suffix of names that starts with a
-      dot. The size of dimension `dim` must equal the field times `factor`.
+    * If `dim` is given, `names` is the name of a tensor. If `names` starts with a dot, it is a
+      suffix of tensor names. The size of dimension `dim` must equal the field times `factor`.
     * If `dim` is None, `names` is a prefix. The number of modules below the prefix must equal the
       field. If the field is a list, the number of modules must equal the length of the list.
     """
@@ -267,7 +267,7 @@ def _row(row: _ConfigRow, value: object, tensors: Tensors) -> Iterator[Compared]
 
 
 def _channels(value: object, tensors: Tensors) -> Iterator[Compared]:
-    """Compare block_out_channels with the tensors. The order of up blocks is reversed."""
+    """Compare block_out_channels with the tensors. Up blocks have the channels in reverse order."""
     if not isinstance(value, list):
         return
     for name, tensor in tensors.items():

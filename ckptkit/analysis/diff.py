@@ -83,7 +83,7 @@ class Entry(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """The numbers of tensors and parameters that `load_state_dict(strict=False)` ignores silently.
+    """Counts of the tensors that `load_state_dict(strict=False)` silently does not load.
 
     - `skipped`: number of tensors in the file that `load_state_dict` ignores
     - `parameters`: number of elements of the skipped tensors
@@ -115,7 +115,7 @@ class Diff:
     - `advice`: hints with commands
     - `silent`: the effects of ``strict=False``, or None if B is not a model
     - `modules`: the structure of the modules, for views that fold names
-    - `explanations`: for a GGUF file and its original, the quantization of each changed tensor
+    - `explanations`: for a GGUF file and its original, maps each changed key to an Explanation
 
     The keys in `renamed` and `reshaped` are also in `unexpected` and `missing`. The dtypes of a
     GGUF file and its original are not compared.
@@ -321,7 +321,7 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
-            # If a tolerance is given, `_difference` raises a TensorError and never returns one.
+            # If a tolerance is given, `_difference` raises the TensorError instead of returning it.
             assert not isinstance(difference, TensorError)
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
@@ -351,8 +351,8 @@ def _difference(
 ) -> Difference | TensorError | None:
     """Return the difference of the values, or None if the values are equal.
 
-    If the values cannot be compared, return a TensorError. If a tolerance is given, raise this
-    error.
+    If the values cannot be compared, return a TensorError. If a tolerance is given, raise
+    the TensorError instead.
     """
     try:
         return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
@@ -510,8 +510,8 @@ def compare_checkpoints(
 ) -> Diff:
     """Compare the weights of two checkpoints. With `everything`, compare all other entries too.
 
-    Other entries, such as optimizers and settings, are compared if their paths are equal. If both
-    checkpoints have no weights, all entries are compared. `matches` selects keys and paths. See
+    Other entries, such as optimizers and settings, are compared if their paths are equal. If
+    neither checkpoint has weights, all entries are compared. `matches` selects keys and paths. See
     :func:`compare` for the other arguments. ``uncompared`` of the result describes the data that
     was not compared.
     """
@@ -568,10 +568,10 @@ def compare_checkpoints(
 
 
 def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
-    """If the checkpoints are adapters, add their different ranks, alphas and targets to the result.
+    """If both checkpoints are adapters, add their different ranks, alphas and targets to `found`.
 
-    If only one checkpoint is an adapter, the hint is the command that compares the adapter with a
-    model.
+    If only one checkpoint is an adapter, add a hint. The hint contains the command that compares
+    the adapter with the other checkpoint.
     """
     ours, theirs = adapter_of(a), adapter_of(b)
     if ours is not None and theirs is not None:
@@ -634,8 +634,7 @@ def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
 
 
 def _beside(ours: Rest, theirs: Rest) -> str:
-    """Return the root entries outside the weights with counts, such as ``optimizer (24
-    tensors)``."""
+    """List the root entries outside the weights, such as ``optimizer (24 tensors)``."""
     counts: dict[str, list[set[str]]] = {}
     for side in (ours, theirs):
         for number, paths in enumerate((list(side.tensors), list(side.values), list(side.objects))):

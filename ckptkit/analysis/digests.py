@@ -2,7 +2,7 @@ r"""Compute digests of tensors, read and write manifests, and check the CRC-32 o
 
 A digest does not depend on the file format. The SHA-256 of a tensor is computed over its elements
 in contiguous, row-major, little-endian order. The id of a tensor is the SHA-256 of an ASCII line
-and the same elements. The line is the dtype in torch's notation, a space, the sizes joined by
+and the elements. The line is the dtype in torch's notation, a space, the sizes joined by
 commas, and a newline::
 
     (printf 'float32 16,3,3,3\n'; cat elements.bin) | sha256sum
@@ -316,7 +316,7 @@ _NOTHING = Range(Memory(b""), 0, 0)
 
 
 class PartPiece(NamedTuple):
-    """The bytes `start` to `stop` of a file part with the index `number`."""
+    """The bytes from `start` to `stop` of the file part with index `number`."""
 
     number: int
     extent: Extent

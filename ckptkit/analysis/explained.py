@@ -48,14 +48,14 @@ LIMITS = {
     "Q1_0": 1.2,
 }  # fmt: skip
 COMPUTED = 1e-6  # maximum relative rounding error of float32 arithmetic
-SAMPLES = 8  # number of sampled rows to search for
+SAMPLES = 8  # number of rows of a GGUF tensor to search in the original
 REORDERED = 8  # maximum number of tensors to search for permuted rows
 
 
 class Origin(NamedTuple):
-    """The GGUF types and names of the source tensors of a tensor.
+    """The GGUF tensors from which a tensor of the original is restored: their types and names.
 
-    ``computed`` is the expression that computes the tensor from the source tensors.
+    ``computed`` is the expression that computes the tensor from the GGUF tensors.
     """
 
     types: tuple[str, ...]
@@ -64,7 +64,7 @@ class Origin(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """The maximum relative error of the GGUF types and the expression."""
+        """The maximum relative error that the GGUF types and the expression can cause."""
         computed = COMPUTED if self.computed else 0.0
         return max((*(LIMITS.get(each, 0.0) for each in self.types), computed))
 
@@ -130,11 +130,13 @@ def compare_with_original(
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
-    """Return the difference between a GGUF tensor A and a tensor B of the original, or None.
+    """Return the difference between a GGUF tensor `a` and a tensor `b` of the original.
 
-    If A is not quantized, B is first rounded to the dtype of A. If llama.cpp computed the tensor
-    during the conversion, the computation was in float16 or float32. If the result in float16
-    differs, compute B again in float32.
+    If the tensors are equal, return None. If they cannot be compared, return a TensorError.
+
+    If `a` is not quantized, `b` is first rounded to the dtype of `a`. If llama.cpp computed the
+    tensor during the conversion, the computation was in float16 or float32. If the result in
+    float16 differs, compute `b` again in float32.
     """
     try:
         if origin.limit > COMPUTED:
@@ -156,8 +158,8 @@ def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorErro
 
 
 def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference | None:
-    """Return the difference between A and `record`. `record` contains elements of `dtype` in the
-    shape of B."""
+    """Return the difference between `a` and `record`. `record` contains elements of `dtype` in the
+    shape of `b`."""
     if dtype != b.dtype or dtype != a.dtype:
         if dtype != a.dtype:
             record = cast_record(record, dtype, a.dtype, big_endian=False)
@@ -167,7 +169,7 @@ def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference 
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Return True if B contains all sampled rows of A, and at least one row is at another position.
+    """Return True if `b` contains all sampled rows of `a`, but not all at equal positions.
 
     Two rows count as equal if their difference is small.
     """

@@ -42,9 +42,9 @@ def file(
 ) -> Json:
     """Return the object FILE of the JSON schema of `inspect`.
 
-    The lists in the object are iterators. `digests` contains the SHA-256 of each row. If globs
-    selected the rows, `is_selection` is true, and the object also contains the totals of the
-    selection.
+    The lists in the object are iterators. `digests` contains the SHA-256 of the elements of each
+    row. If globs selected the rows, `is_selection` is true, and the object also contains the totals
+    of the selection.
     """
     tensors: Iterator[Json] = map(columns.as_json, rows)
     if digests is not None:

@@ -32,8 +32,8 @@ from typing import NamedTuple, TypeVar
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, without
 
-# Patterns for the numbers in names, from strict to loose: a number between dots (``layers.3``), any
-# number (``layer_3``), and no number.
+# Patterns that find the numbers in names. INDICES finds only numbers between dots (``layers.3``),
+# NUMBERS finds all numbers (``layer_3``), and NONE finds no number.
 INDICES, NUMBERS, NONE = (
     re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
 )
@@ -115,15 +115,15 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # maximum characters of a component, and components of a name, to compare
+LONGEST = 64  # maximum number of components, and of characters in one, to compare
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
 def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
     """Return the similarity of two names, given as path components, from 0 to 1.
 
-    The similarity is 1 - (edit distance / length of the longer name). To replace a component costs
-    (1 - similarity of the two components).
+    The similarity is 1 - (edit distance / length of the longer name). The cost of replacing a
+    component is 1 - (similarity of the old and the new component).
     """
     ours, theirs = ours[:LONGEST], theirs[:LONGEST]
     row = [float(n) for n in range(len(theirs) + 1)]
@@ -139,8 +139,11 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 def _alike(one: str, other: str) -> float:
     """Return the similarity of two path components, such as ``q`` and ``query``.
 
-    The similarity is the mean of two numbers. The first number is the edit similarity. The second
-    number is the largest fraction that the common prefix is of the shorter of two words.
+    The similarity is the mean of two numbers:
+
+    - 1 - (edit distance / length of the longer component)
+    - for the two words with the most similar beginning, (length of their common prefix) / (length
+      of the shorter word)
     """
     if one == other:
         return 1.0
@@ -168,7 +171,7 @@ def _distance(one: str, other: str) -> int:
 PAIRS = 4_096  # maximum number of pairs of families with a common suffix
 COMPARED = 10_000  # maximum number of rules for which `similarity` is computed
 WORK = 3_000_000  # maximum number of name lookups
-DEEPEST = 24  # maximum number of path components of a suffix
+DEEPEST = 24  # maximum number of path components in a suffix
 MARGIN = 0.05  # minimum lead in similarity over a competing rule
 
 
@@ -249,8 +252,10 @@ class _Matcher:
         self._comparisons = COMPARISONS
 
     def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        """Return the pairs of the unpaired names of two families. Of the two possible dicts from
-        `renamings`, use the dict with the most pairs."""
+        """Pair the unpaired names of two families. Return the pairs as a dict.
+
+        Of the two dicts from `renamings`, use the dict with more pairs.
+        """
         old, new = self.old, self.new
         ways = [
             {
@@ -493,7 +498,7 @@ Kinds = Mapping[str, Kind]
 Shapes = Mapping[str, "Shape | None"]  # None for unknown shapes
 
 SAMPLE = 500  # number of sampled names in the search for prefixes
-PREFIXES = 16  # maximum number of prefixes of each side to try
+PREFIXES = 16  # maximum number of prefixes to try on each side
 
 CERTAIN = "torch"  # torch.nn.utils.parametrizations renamed the key
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
@@ -591,11 +596,11 @@ def fits(ours: Shape | None, theirs: Shape | None) -> bool:
 
 
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
-    """Return the prefix change after which the most names of the file are names of the model.
+    """Return the prefix change that turns the most names of the file into names of the model.
 
-    The prefix change does not change names in `common` and names that both sides have. A prefix
-    change that replaces a prefix applies to all names. The prefix change never makes two names
-    equal. If no prefix change is better than all others, both prefixes in the result are empty.
+    The prefix change does not change names in `common` or names that both sides have. If it
+    replaces a prefix, all names of the file start with this prefix. It never makes two names equal.
+    If no prefix change is better than all others, both prefixes in the result are empty.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]
@@ -620,9 +625,9 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Prefix
 
 
 def _is_harmless(way: PrefixChange, ours: Shapes, common: AbstractSet[str]) -> bool:
-    """Return True if the change `way` does not change common names or make two names equal.
+    """Return True if `way` changes no common name and does not make two names equal.
 
-    A change that replaces a prefix must apply to all names.
+    If `way` replaces a prefix, all names of the file must start with this prefix.
     """
     if any(way(name) != name for name in common):
         return False

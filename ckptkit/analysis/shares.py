@@ -126,7 +126,10 @@ def _below(branch: Branch, label: str) -> Branch:
 
 
 def joined(branch: Branch) -> Branch:
-    """Return `branch`, or the first branch below it, that is a tensor or has several children."""
+    """Skip branches that are not a tensor and have only one child.
+
+    Return the first branch, from `branch` downwards, that is not skipped.
+    """
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch

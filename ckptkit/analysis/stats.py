@@ -199,8 +199,11 @@ def _nbytes(task: Task) -> int:
 
 
 def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
-    """Yield (number, row, part) for each part of each tensor. For an empty tensor, the part is
-    None. For a tensor without numbers, the part is the reason."""
+    """Yield (number, row, part) for each part of each tensor.
+
+    For an empty tensor, the part is None. If a tensor cannot be read as numbers, the part is a
+    string with the reason.
+    """
     for number, row in rows:
         try:
             parts = list(tallies.parts(row.tensor))
@@ -242,8 +245,10 @@ def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
 def chosen(
     checkpoint: Checkpoint, globs: Sequence[str], everything: bool = False
 ) -> list[summary.TensorRow]:
-    """Return the weights that match the globs. If the checkpoint has no weights, return all tensors
-    that match the globs."""
+    """Return the weights whose names match the globs.
+
+    With `everything`, or if the checkpoint has no weights, return all tensors that match the globs.
+    """
     rows = summary.summarize(checkpoint).rows
     weights = [] if everything else [row for row in rows if row.name is not None]
     return summary.matching(weights or rows, globs)

@@ -461,7 +461,7 @@ class _Survey:
         """Add the rows of a tensor subclass, or the row of a shard of a distributed tensor.
 
         The rows of inner tensors follow the row of the tensor subclass. The number of bytes of the
-        tensor subclass is the sum for the inner tensors.
+        tensor subclass is the sum of the bytes of the inner tensors.
         """
         assert node.tensor is not None
         piece = None

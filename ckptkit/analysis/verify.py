@@ -118,7 +118,7 @@ class _Verifier:
         self.tensors: list[tuple[str, Tensor]] = []
         self.findings: list[Defect] = []
         self.remarks: list[str] = []
-        self.damaged = True  # `check_bytes` sets False for intact bytes
+        self.damaged = True  # `check_bytes` sets this to False if the bytes are intact
         self.records = self.nbytes = self.unsummed = 0
 
     def check_bytes(self) -> Checkpoint | None:

@@ -63,7 +63,7 @@ def of_checkpoint(
     """Return the report of `inspect` without warnings and hints. `rows` contains the tensors to
     show.
 
-    If `flat` is false, one row represents each entry with training state.
+    If `flat` is false, each entry with training state is one row.
     """
     state: list[str] = []
     if not flat and summary.weights and len(rows) == len(summary.rows):
@@ -236,7 +236,7 @@ def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
 
 
 def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
-    """Yield (label, values) with the shortest paths first. A list is one row, such as
+    """Yield (label, values) for each row, the shortest paths first. A list is one row, such as
     ``betas.{0..1}``."""
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
@@ -370,7 +370,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
 
 
 def entries(found: Diff) -> Table:
-    """Return the table of values, other than tensors, that differ."""
+    """Return the table of differences between values that are not tensors."""
     cells = []
     for path, a, b in found.entries:
         texts = ["(absent)" if text is None else cut(text) for text in (a, b)]

@@ -5,8 +5,8 @@ rounded to the dtype of the base once, unless the formula rounds more often.
 
 Up to rank 128, matrix products of NumPy and torch are bit-identical, because both libraries sum in
 order with fused multiply-add. For higher ranks, this module multiplies with torch, like peft. For a
-matrix of one row or column, both libraries use another routine, whose results have other bits. If
-the last tile would have a single row, this row becomes part of the previous tile.
+matrix of one row or column, both libraries use another routine, and the results differ in their
+bits. If the last tile would have a single row, this row becomes part of the previous tile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
 class Operand(NamedTuple):
-    """An input matrix. ``number`` is its index among the inputs after the matrix of the base."""
+    """An input matrix. Number 0 is the first input after the matrix of the base."""
 
     number: int
     dtype: str
@@ -99,8 +99,8 @@ Term: TypeAlias = Operand | Combined
 class Formula:
     """The formula of a weight update.
 
-    ``term`` is the update, None for no update. It is multiplied by ``scale`` and divided by
-    ``divisor``.
+    ``term`` is the update, or None if there is no update. The update is multiplied by ``scale`` and
+    divided by ``divisor``.
 
     If ``rounding`` is ``once``, only the sum of weight and update is rounded.
     If ``rounding`` is ``twice``, the update is rounded before the addition too.
@@ -217,7 +217,7 @@ class _TileWork:
         return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
 
     def sum(self, top: int, end: int, reader: Reader, change: Array | None) -> Array:
-        """Return the rows `top` to `end` of the weight plus `change`, which is overwritten."""
+        """Return the weight plus `change` for the rows `top` to `end`. Overwrite `change`."""
         weight = self.weight(top, end, reader)
         if change is None:
             return weight.copy()

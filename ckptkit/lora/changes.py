@@ -1,8 +1,8 @@
 """Convert a module of an adapter to the formula and operands of its weight update.
 
-`problems` finds the reasons why an adapter cannot be merged, and a next step for each reason. It
-finds problems of the adapter itself. `ckptkit.lora.merge` finds problems of the adapter and its
-base. `lora merge` raises the first problem. `lora check` lists all problems.
+`problems` finds the reasons why an adapter cannot be merged, and a next step for each reason.
+`problems` finds problems of the adapter itself. `ckptkit.lora.merge` finds problems of the adapter
+and its base. `lora merge` raises the first problem. `lora check` lists all problems.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptkit.lora.reading import CONFIG, Adapter, Module, expression, matches, t
 _Spec: TypeAlias = str | tuple[str, Any, Any]  # a role, or how two matrices are combined
 
 # The update of each kind of module. If a role ends in ', the matrix is transposed. If a kind has
-# several updates, the first applies whose roles all exist in the module. The sources are
+# several updates, ckptkit uses the first whose roles all exist in the module. The sources are
 # `get_delta_weight` of each tuner in peft, and `get_weight` of LyCORIS.
 _UPDATES: tuple[tuple[str, _Spec], ...] = (
     ("lora", ("@", "B", "A")),
@@ -80,7 +80,7 @@ class ModuleChange:
         )
 
     def added(self, base: Tensor, first: int, origin: Tensor | None = None) -> Tensor:
-        """Return the matrix `base` plus the update from row `first` on.
+        """Return the matrix `base` plus some rows of the update, beginning with row `first`.
 
         If `origin` is not None, the norms are those of `origin` plus the update.
         """

@@ -79,13 +79,13 @@ def convert_lora(
     """Write an adapter in another layout.
 
     `to` is ``peft``, ``diffusers``, ``kohya`` or ``comfy``. For ``peft``, the output is a folder.
-    Underscores in kohya's names can represent dots. The names of `base` show which underscores do.
-    `component` selects one component of a pipeline. For an adapter of peft, `component` names the
-    component that the adapter changes. `alpha` is the alpha of adapters without a scale. With
+    Underscores in kohya's names can represent dots. The names of `base` show which underscores are
+    dots. `component` selects one component of a pipeline. For an adapter of peft, `component` names
+    the component that the adapter changes. `alpha` is the alpha of adapters without a scale. With
     `bake`, ckptkit multiplies the scale into the factors, for programs that ignore scales.
 
     Raises UnsupportedError if the layout cannot store the adapter, and AmbiguousError for ambiguous
-    names. After these errors, nothing is written.
+    names. In these cases, `convert_lora` writes nothing.
     """
     if to not in LAYOUTS:
         raise UsageError(f"to {to!r} is not one of {some(LAYOUTS)}")
@@ -424,7 +424,7 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
 
 
 def _number(module: Module) -> float:
-    """Return the alpha for the scale of a module. Return the stored alpha if the scale is equal."""
+    """Return an alpha that results in the scale of the module, preferably the stored alpha."""
     rank, scale, alpha = module.rank or 0, module.scale or 0.0, module.alpha
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 
@@ -525,6 +525,6 @@ def _most(values: Any, default: float) -> Any:
 
 
 def tensor_of(values: Any, dtype: DType) -> Tensor:
-    """Convert a NumPy float array to a tensor of `dtype`, which rounds the elements."""
+    """Convert a NumPy float array to a tensor. Round the elements to `dtype`."""
     data = bytes(encode(values.reshape(-1), dtype))
     return made_of(Range(Memory(data), 0, len(data)), dtype, tuple(map(int, values.shape)))

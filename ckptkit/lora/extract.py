@@ -86,7 +86,10 @@ class ExtractReport:
         return sqrt(self.rest / self.norm) if self.norm else 0.0
 
     def best(self, name: str, svd: tuple[Array, Array, Array], most: int, norm: float) -> Any:
-        """Return B and A of the best approximation. `norm` is the squared norm of the change."""
+        """Return B and A of the best approximation with at most rank `most`.
+
+        `svd` contains U, S and V. `norm` is the squared norm of the difference.
+        """
         import numpy as np
 
         left, values, right = svd
@@ -137,7 +140,7 @@ class _Difference:
         return total
 
     def svd(self, rank: int) -> tuple[Array, Array, Array]:
-        """Return the `rank` largest singular values, or more, and their singular vectors."""
+        """Return U, S and V for at least the `rank` largest singular values."""
         import numpy as np
 
         sizes = as_matrix(self.new.shape)
@@ -304,9 +307,9 @@ def resize_lora(
 ) -> ExtractReport:
     """Write an adapter whose updates have at most rank `rank`.
 
-    The layout and dtypes stay the same.
-    Each weight update ``s B A`` becomes its best approximation of that rank, with the scale 1.
-    Raises UnsupportedError for adapters other than plain LoRA.
+    The layout and dtypes stay the same. Each weight update ``s B A`` becomes its best approximation
+    with at most this rank. The scale becomes 1. Raises UnsupportedError for adapters other than
+    plain LoRA.
     """
     import_numpy()
     import numpy as np

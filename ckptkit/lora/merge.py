@@ -53,7 +53,7 @@ from ckptkit.lora.changes import (
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
 from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
 
-# Models for which transformers sets `is_transposed`, because matrices of experts are [in, out]
+# Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
@@ -380,7 +380,7 @@ class MergePlan:
             raise _misfit(module, (change.rows, change.columns), shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
-        """Find the matrices that a LoRA for the parameter of all experts changes.
+        """Find the matrices that a LoRA changes. The LoRA belongs to a parameter of all experts.
 
         Return False if the base does not have these matrices.
         """

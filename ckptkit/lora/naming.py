@@ -253,7 +253,7 @@ def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 class BaseNames:
     """The names of a base, for finding the modules of an adapter.
 
-    `components` lists the components of the adapter. If only one of these is a text encoder, the
+    `components` lists the components of the adapter. If only one component is a text encoder, the
     modules of the text encoder in the base may lack a prefix. ``modules`` maps each module and
     parameter to its tensor. ``experts`` maps each fused parameter of all experts to the matrices of
     each expert.
@@ -286,7 +286,7 @@ class BaseNames:
     ) -> tuple[Placed, ...]:
         """Return the tensors that a module changes. Return () if the base lacks the module.
 
-        `path` is the name of the module. `shape` is the shape of its update. If `underscores` is
+        `path` is the name of the module. `shape` is the shape of the update. If `underscores` is
         True, the dots in `path` are underscores, like in kohya. For a peft adapter, `component` is
         None. Raises AmbiguousError if several tensors are possible.
         """
@@ -371,10 +371,10 @@ class BaseNames:
         """Return the best renames of the prefix of a module.
 
         If the base has the module, return an empty rename. Otherwise compare the module with all
-        modules of the base. The best matches have the longest common suffix. Among these, the best
-        matches have the most common components before the suffix. A rename never changes a layer
-        index. It also requires a common component in the two prefixes, because a vision tower must
-        not match the language model.
+        modules of the base. The best matches have the longest common suffix. Among these
+        matches, the best have the most components in common before the suffix. A rename never
+        changes a layer index. A rename also requires a common component in the two prefixes,
+        because a vision tower must not match the language model.
         """
         if path in self.experts or self.find(None, path, (1, 1)):
             return [_EXACT]
@@ -396,7 +396,7 @@ class BaseNames:
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Return the name in the base for a name in the adapter, after renaming the longest prefix."""
+    """Return the name in the base for a name in the adapter. Rename the longest matching prefix."""
     fitting = [each for each in renames if path.startswith(each.old)]
     best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
     return best.new + path.removeprefix(best.old)

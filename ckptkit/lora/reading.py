@@ -195,7 +195,10 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
 
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
-    """Return the adapter in a checkpoint. Return None if the adapter is not readable."""
+    """Return the adapter in a checkpoint.
+
+    Return None if the checkpoint is not an adapter, or if the adapter cannot be read.
+    """
     try:
         return _read(checkpoint, None) if is_adapter(checkpoint) else None
     except CkptkitError:

@@ -3,7 +3,8 @@
 The work consists of independent tasks. Each task contains consecutive segments, and the offset of
 the first segment in the output file. There are three ways to write a segment:
 
-- The kernel copies a long range if its offset within a file system block is equal in both files.
+- The kernel copies a long range if its offset within a file system block is equal in the input file
+  and in the output file.
   Some file systems share the blocks and copy nothing.
 - Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
   would not be faster, and the checksum is computed in the same pass.
@@ -51,7 +52,7 @@ SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes per kernel copy
 BLOCK = 4 << 10  # bytes of a file system block
 
-# Error codes of copy_file_range for two files between which the kernel cannot copy.
+# copy_file_range fails with these codes if the kernel cannot copy from one file to the other.
 _NOT_HERE = {
     *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
     *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
@@ -93,8 +94,8 @@ class WriteTask(NamedTuple):
     def is_copied(self, segment: Segment, place: int) -> bool:
         """Return True if the kernel should copy a segment to the offset `place` of the output.
 
-        The kernel is only fast if the offset within a file system block is equal in both files.
-        Otherwise, the kernel copies page by page, with two writes per page.
+        The kernel is only fast if the offset within a file system block is equal in the source and
+        in the output. Otherwise, the kernel copies page by page, with two writes per page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -111,7 +112,10 @@ class TaskResult(NamedTuple):
 
 
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
-    """Split a task into tasks of about `size` bytes. Placeholders stay unfilled."""
+    """Split a task into tasks of about `size` bytes.
+
+    The tasks write placeholders without their checksums.
+    """
     from ckptkit.compute.strided_read import blocks
 
     batch: list[Segment] = []
@@ -345,8 +349,8 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """Read the bytes of all `Checksummed` segments. Return a dict from checksum numbers to
-    CRC-32s."""
+    """Read the bytes of all `Checksummed` segments. Return a dict that maps the number of each
+    checksum to the CRC-32."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Checksummed):
@@ -363,8 +367,8 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class ReadAhead:
-    """A read-ahead buffer for short ranges. The buffer grows while each range follows the previous
-    range."""
+    """A read-ahead buffer for short ranges. As long as each range begins soon after the previous
+    range, the buffer grows."""
 
     def __init__(self) -> None:
         self._source: ByteSource | None = None
@@ -373,7 +377,10 @@ class ReadAhead:
         self._size = NEARBY
 
     def read(self, source: ByteSource, offset: int, length: int) -> bytes:
-        """Return `length` bytes of `source` at `offset`. Add only these bytes to checksums."""
+        """Return `length` bytes of `source` at `offset`.
+
+        Update the checksums with these bytes, not with the bytes that are read ahead.
+        """
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
             follows = source is self._source and 0 <= at <= len(self._data) + self._size
@@ -390,7 +397,10 @@ class ReadAhead:
 
 
 def combined(sums: Iterable[Sum]) -> dict[int, int]:
-    """Combine the CRC-32s of consecutive bytes. Return one CRC-32 for each checksum number."""
+    """Combine the CRC-32s of consecutive bytes that belong to the same checksum.
+
+    Return a dict that maps the number of each checksum to the CRC-32.
+    """
     found: dict[int, int] = {}
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc

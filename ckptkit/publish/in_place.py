@@ -1,4 +1,4 @@
-"""Edit a file in place, crash-safely. During an edit, the file is invalid, and ckptkit can tell.
+"""Edit a file in place, crash-safely. ckptkit detects and restores half-edited files.
 
 The steps of an edit are:
 
@@ -110,9 +110,9 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
     """Apply `patch` to the file `patch.base`. `changes` override `options`.
 
     With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
-    the end. With ``dry_run``, only the checks before writing run. Raises InputChangedError if the
-    file changed after it was read. If a write fails, `apply` restores the file and raises
-    OutputError or VerifyError.
+    the end. With ``dry_run``, `apply` only makes the checks and writes nothing. Raises
+    InputChangedError if the file changed after it was read. If a write fails, `apply` restores the
+    file and raises OutputError or VerifyError.
     """
     return apply_all((patch,), options.changed(changes))
 
@@ -403,8 +403,9 @@ _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 class JournalSpan(NamedTuple):
     """The bytes at `offset` before and after the edit.
 
-    If the file ends earlier, ``old`` or ``new`` is shorter. If ``places`` is not empty, the bytes
-    are scattered. ``places`` then contains the positions of the bytes after `offset`, as in `Edit`.
+    If the file grows or shrinks, ``old`` and ``new`` can have different lengths. If ``places`` is
+    not empty, the bytes are scattered. ``places`` then contains the positions of the bytes after
+    `offset`, as in `Edit`.
     """
 
     offset: int

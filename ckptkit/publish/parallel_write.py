@@ -49,11 +49,11 @@ def execute(
     """Write the files. The files must exist and be empty.
 
     Return one dict for each file. The dict maps the number of each checksum to a CRC-32. Also
-    return the runs of `ReadSums`, the checksums of the bytes that were read.
+    return the runs of `ReadSums`, which contain the checksums of the bytes that were read.
 
-    Without an executor, threads are used for large amounts of data to compute, download or read. If
-    `fork` is true, forked processes can replace the threads. After all tasks have ended, errors of
-    reading and writing are raised.
+    Without an executor, several threads write the files if many bytes must be computed, downloaded
+    or read. If `fork` is true, forked processes can replace the threads. If a task fails, `execute`
+    raises the error after all tasks have ended.
     """
     if executor is not None:
         done = _spread(files, TASK, partial(_by_executor, executor), progress)
@@ -72,10 +72,10 @@ def execute(
 
 
 def _work_of(file: WriteTask) -> int:
-    """Return the number of bytes in a file that threads write faster than the kernel.
+    """Return the number of bytes that ckptkit must compute, download or read to write a file.
 
-    If a complete tensor must be in memory, return a large negative number, so only one thread is
-    used.
+    Several threads speed up this work, but not a copy by the kernel. If a complete tensor must be
+    in memory, return a large negative number, so that `execute` uses only one thread.
     """
     work, place = 0, 0
     for segment in file.segments:

@@ -195,7 +195,8 @@ def referenced(plan: Plan) -> int:
     """Return the number of different bytes that the plan reads.
 
     For compressed data, count the inflated bytes. For quantized weights, count the dequantized
-    bytes. Every dequantized element needs bits in the file, so a small file cannot contain many.
+    bytes. Every dequantized element needs bits in the file, so a small file cannot contain many of
+    these elements.
     """
     ranges: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
@@ -240,7 +241,7 @@ def free(path: str) -> int:
 
 Run = Sequence[int]  # (index of the source, offset, length, CRC-32)
 
-_PIECE = 64 << 20  # maximum bytes per task that a thread reads again
+_PIECE = 64 << 20  # maximum number of bytes that one task reads again
 _ROUNDING = 1e-9  # tolerance for rounding errors
 _HEADER = 4 << 10  # maximum bytes of the header of an array
 
@@ -292,8 +293,10 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 
 
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
-    """Return the identity of each source that contains a member to check. The indices of sources in
-    `Run` refer to this order."""
+    """Return the identity of each source that contains a member to check.
+
+    A `Run` contains the index of its source in this tuple.
+    """
     return tuple(dict.fromkeys(check.source.identity for check in found))
 
 

@@ -14,8 +14,8 @@ temporary file is
     .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
 The context is a checksum of the boot id and the PID namespace, because a process id is unique only
-within one boot and one PID namespace. A later run that writes the same output removes temporary
-files of the same context whose process no longer exists. Temporary files of other machines, other
+within one boot and one PID namespace. A later run with the same output removes a temporary file if
+the context is the same and the process no longer exists. Temporary files of other machines, other
 containers or earlier boots are only reported.
 """
 
@@ -97,11 +97,12 @@ def publish(
     flushed to disk even without ``durable``. `origin` is the file or folder from which the plan was
     made. Without `replace_source`, the output cannot replace `origin`, even if the plan reads no
     bytes of `origin`. If the destination is a URL, see :mod:`upload`. ``progress`` is always called
-    in this process, not in worker processes. With ``dry_run``, only the checks before writing run.
+    in this process, not in worker processes. With ``dry_run``, `publish` only makes the checks and
+    writes nothing.
 
     Raises OutputExistsError, UsageError and LimitError before the first byte is written. Raises
-    OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input.
-    After an error, the destination is unchanged.
+    OutputError, InputChangedError, VerifyError and DamageError. If the input cannot be read, raises
+    a CkptkitError. After an error, the destination is unchanged.
     """
     given, options = os.fspath(destination), options.changed(changes)
     size, sources = plan.size, plan.sources()
@@ -176,8 +177,8 @@ class _Temporary:
         """Create empty files that only the current user can access. Return the mode for the final
         output.
 
-        If the group cannot read a local input, the mode denies access to the group. The same
-        applies to all other users.
+        If the group cannot read a local input, the mode denies access to the group. If other users
+        cannot read a local input, the mode denies access to other users.
         """
         if self.is_folder:
             os.mkdir(self.path)
@@ -329,7 +330,7 @@ def sync_folder(path: str) -> None:
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
-    """Rename the temporary file to `path`. Return the names of temporary files that are left.
+    """Rename the temporary file to `path`. Return the names of temporary files that remain.
 
     Without `force`, raises OutputExistsError if another process has created the destination.
     """

@@ -37,12 +37,12 @@ UPLOADS = 3  # maximum number of files to upload in parallel
 
 
 def upload(plan: Plan, url: str, options: Options) -> None:
-    """Write the file of `plan` to `url`, or the files of `plan` below `url`. With ``dry_run``, only
-    the checks run.
+    """Write the file of `plan` to `url`, or the files of `plan` below `url`. With ``dry_run``,
+    `upload` only makes the checks.
 
     Raises UsageError and OutputExistsError before the first byte is sent. Raises OutputError,
-    InputChangedError, DamageError and the errors of reading the input. After an error, `url` is
-    unchanged, unless the remote file system fails to remove written files.
+    InputChangedError and DamageError. If the input cannot be read, raises a CkptkitError. After an
+    error, `url` is unchanged, unless the remote file system fails to remove written files.
     """
     name = shown_url(url)
     if options.verify:

@@ -24,7 +24,7 @@ DROPPED = (
 _DENSE_SINCE = (0, 18)
 _ROTATED = "its weights are rotated (transform_config), so they cannot be used alone"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
-_MX = g.MX._replace(product_dtype="bfloat16")  # bfloat16 even if the target dtype is different
+_MX = g.MX._replace(product_dtype="bfloat16")  # compute products in bfloat16 for any target dtype
 
 
 def schemes(view: TensorView) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def _integers(
 
 
 def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
-    """Return how codes are packed in int32 elements, or the reason why this is unknown.
+    """Return how codes are packed in int32 elements, or the reason why the packing is unknown.
 
     `words` is the number of int32 elements in a row. The packing follows from `words` and the
     configuration.

@@ -30,7 +30,7 @@ METHODS_OF = (
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
 )  # fmt: skip
-# Last name components of tensors that only quantized inference uses. No weight needs these tensors.
+# Only quantized inference uses tensors whose names end in one of these components.
 SERVING = frozenset(
     {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
 )
@@ -108,7 +108,10 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
 def _incomplete(
     view: TensorView, float8: list[str], taken: set[str], marked: list[str]
 ) -> Iterator[QuantizedWeight]:
-    """Yield a refused group for each weight without a scale, and each scale without a weight."""
+    """Find weights without a scale, and scales without a weight. Yield a group for each of these.
+
+    The group contains the reason why ckptkit cannot dequantize the weight.
+    """
     is_configured = view.method in _CONFIGURED if float8 or marked else False
     family = view.method if view.method not in ("", "fp8") else "fp8-block"
     for name in float8 if is_configured else ():

@@ -153,7 +153,7 @@ COMFY = (
 
 
 class UnreadMethod(NamedTuple):
-    """An unsupported method: the names of its tensors, and the library that reads them.
+    """An unsupported method: the names of its tensors, and the library that reads these tensors.
 
     ``codes`` and ``companions`` are last components of tensor names. A weight needs all companions.
     ``dtypes`` lists the possible dtypes of the codes. The empty tuple allows any dtype.
@@ -194,7 +194,7 @@ OTHERS = (
     ),
     UnreadMethod("BitNet", "weight", ("weight_scale",), "transformers", ("uint8",)),
 )
-# Values of quant_method in lower case that ckptkit does not support, with any tensors.
+# Maps unsupported values of quant_method, in lower case, to the names of quantization methods.
 METHODS = {
     "aqlm": "AQLM", "eetq": "EETQ", "vptq": "VPTQ", "higgs": "HIGGS", "spqr": "SpQR",
     "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "fpquant": "FP-Quant",

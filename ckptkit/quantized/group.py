@@ -247,7 +247,10 @@ class TensorView:
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """The entry ``quantization_config`` of config.json, or else hf_quant_config.json."""
+        """The entry ``quantization_config`` of config.json.
+
+        If this entry is missing, return the entry ``quantization`` of hf_quant_config.json.
+        """
         found = quantization_of(self.config)
         if found:
             return found

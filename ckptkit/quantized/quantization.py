@@ -104,7 +104,7 @@ class Quantization:
         return replace(self, groups=tuple(groups))
 
     def touching(self, names: Iterable[str]) -> Iterator[QuantizedWeight]:
-        """Yield the groups that contain the tensors `names`, without duplicates."""
+        """Yield the groups that contain any of the tensors `names`. Yield each group once."""
         seen = {
             id(group): group for name in names if (group := self.by_member.get(name)) is not None
         }

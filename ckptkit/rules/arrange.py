@@ -260,9 +260,9 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Return the index of a variable that determines `values`. Prefer variables with labels.
+        """Find a variable that determines `values`. Prefer variables with labels.
 
-        Return None if there is no such variable.
+        Return its index in `words.gathered`, or None if no variable determines `values`.
         """
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):

@@ -31,9 +31,9 @@ _CLASSES = (
 class Moved:
     """A conversion of tensors in the files to tensors of the model.
 
-    For each pattern of the converter, ``old`` contains names in the files. ``new`` contains names
-    in the model. Each of the ``operations`` is (name, parameters). If there are no operations, the
-    conversion renames one tensor.
+    ``old`` contains the names in the files, as one tuple for each pattern of the converter. ``new``
+    contains the names in the model. Each of the ``operations`` is (name, parameters). If there are
+    no operations, the conversion renames one tensor.
     """
 
     old: tuple[tuple[str, ...], ...]
@@ -274,7 +274,7 @@ def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
 
 
 def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
-    """Apply the rules, and the reversed rules, to the layouts. Yield a message for differences."""
+    """Apply the rules and the reversed rules to the layouts. Yield a message for wrong results."""
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
@@ -476,10 +476,9 @@ def _alike(names: Sequence[str]) -> int:
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
-    """Return one rule with variables for all pairs of an old and a new name in a family.
+    """Return one rule for all pairs. Variables in the rule replace the numbers in the names.
 
-    If the old and the new name of a pair contain different numbers, return a separate rule for each
-    pair.
+    If such a rule is impossible, return one rule for each pair.
     """
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]

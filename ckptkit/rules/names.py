@@ -65,8 +65,8 @@ class Settings:
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
         """Return the value of a size, and a name for the place that gives the value.
 
-        The first of these places that gives a value is used: arguments, rule, step, recipe. Return
-        None if no place gives a value.
+        The places are searched in this order: arguments, rule, step, recipe. Return None if no
+        place gives a value.
         """
         if word in self.args:
             return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
@@ -259,7 +259,7 @@ _LONGEST = 18  # maximum number of digits of a number in a name
 
 
 class Steps:
-    """Counts down the steps that remain for matching `names` names."""
+    """Limits the number of steps that matching `names` names may take."""
 
     def __init__(self, names: int) -> None:
         self.allowed = self.left = LIMITS.rule_steps + 64 * names
@@ -306,8 +306,8 @@ class Pattern:
     def may_match(self, family: str) -> bool:
         """Return False if no key of a family can match.
 
-        The keys of a family differ only in their numbers. `family` is such a key with 0 in place of
-        each number.
+        The keys of a family differ only in their numbers. `family` is one of these keys, with 0
+        in place of each number.
         """
         return family.startswith(self._begin) and family.endswith(self._end)
 
@@ -351,7 +351,10 @@ class Pattern:
     def _choices(
         self, index: Index, key: str, number: int, at: int, steps: Steps
     ) -> Iterator[tuple[Value, int]]:
-        """Yield (value, end of the value in the key) of a variable at position `at` of the key."""
+        """Yield (value, end) for each possible value of a variable at position `at` of the key.
+
+        `end` is the position in the key after the value.
+        """
         if index.kind in (STAR, STARS):
             yield from self._texts(index, key, number, at)
         elif index.labels is None:

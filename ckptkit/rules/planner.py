@@ -384,9 +384,10 @@ def _caught(
     outcome: RulesOutcome,
     planning: Planning,
 ) -> NotReversibleError | None:
-    """Return the error for the first target that the wrong reversed rule would match.
+    """Return an error if a reversed rule would match the wrong key. Otherwise, return None.
 
-    Return None if there is no such target.
+    For each target, the first reversed rule that matches must be the rule that made the target. No
+    reversed rule may match a kept key.
     """
     for name, target in outcome.targets.items():
         match = planning.first(name)

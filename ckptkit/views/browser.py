@@ -125,8 +125,8 @@ class ValuePanel:
 def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
     """Read the first elements of a slice, in at most ROWS rows and `columns` columns.
 
-    For a slice with at most COUNTED elements, also compute statistics. Raises errors of reading,
-    and UsageError for an `index` that is invalid for the shape of the tensor.
+    For a slice with at most COUNTED elements, also compute statistics. Raises CkptkitError if
+    the tensor cannot be read, and UsageError if `index` is invalid for the shape of the tensor.
     """
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)

@@ -89,7 +89,7 @@ def _weights(ck: Checkpoint) -> list[TensorRow]:
 
 
 def _others(ck: Checkpoint) -> list[tuple[str, str]]:
-    """Return the key and a short description of each root entry, without the weights."""
+    """List the root entries without the weights. Return (key, short description) for each entry."""
     try:
         weights = ck.selection
     except CkptkitError:  # the heading shows this error

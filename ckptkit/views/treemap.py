@@ -225,7 +225,7 @@ def arranged(
 
 
 WIDTH, HEIGHT = 800.0, 450.0  # size of the map in 1/100 inch
-# Ten colors similar to those of Tableau, which color-blind people can distinguish
+# Ten colors, similar to the palette of Tableau. Color-blind people can distinguish the colors.
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
     "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#b5cf6b",
