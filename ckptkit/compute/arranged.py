@@ -8,8 +8,8 @@ these bytes by the simplest of the following extents:
 * one strided view,
 * or an array that several strided copies fill.
 
-If the source of a rearrangement is the result of another rearrangement, ckptkit combines both.
-Several rearrangements therefore read each byte only once.
+If the source of a rearrangement is the result of another rearrangement, ckptkit combines both
+rearrangements. Several rearrangements therefore read each byte only once.
 
 A tensor may have more elements than its storage, because of stride 0 or overlapping windows. A file
 of a kilobyte can describe a tensor of terabytes. Computations therefore read a repeated element
@@ -56,8 +56,8 @@ from ckptkit.core.text import flatten
 
 # A tensor of at most this number of bytes may be much larger than its storage.
 SMALL = 1 << 20
-# A copy that reads several runs of contiguous bytes becomes separate byte ranges only if each run
-# has at least this number of bytes.
+# ckptkit splits a copy into byte ranges only if each run of contiguous bytes has at least this
+# number of bytes.
 RUN = 128 << 10
 RUNS = 50_000  # maximum number of byte ranges that make up one tensor
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
@@ -389,7 +389,7 @@ def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
 
 
 class Allowance:
-    """Limits the total number of bytes by which tensors exceed their storages."""
+    """Limits how far the total size of tensors may exceed the size of their storages."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free

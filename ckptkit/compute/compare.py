@@ -113,7 +113,10 @@ class _Measure:
         self.squares = self.others = self.product = self.moved = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add `x`, elements of the first tensor, and `y`, the same elements of the second tensor.
+        """Add some elements of both tensors to the sums.
+
+        `x` contains elements of the first tensor. `y` contains the elements at the same positions
+        of the second tensor.
 
         Both arrays have the same dtype. If the elements are equal, pass the same array as `x` and
         `y`. The sums have the dtype of the elements. If the squares overflow or underflow in

@@ -1,8 +1,8 @@
 """Dequantize weights that consist of codes and scales, and quantized torch tensors.
 
-The output is computed in tiles that fit the cache of a core. :mod:`packing` contains the formula.
-Each step of the formula processes a complete tile, in place. If scales are bytes, a table contains
-the result for each pair of a scale and a code.
+The output is computed in tiles that fit the cache of a core. :mod:`packing` contains the formula
+for an element. Each step of the formula processes a complete tile, in place. If scales are bytes, a
+table contains the result for each pair of a scale and a code.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Dequantize(Operation):
 
 
 def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
-    """Yield, in order, rectangles that contain the elements from `first` to `last`.
+    """Yield rectangles in order. All rectangles together contain the elements `first` to `last`.
 
-    Each result is a pair (position of the first element, rectangle). A rectangle consists of
-    complete rows, or is a part of one row.
+    Each item is a pair: the position of the rectangle's first element, and the rectangle. A
+    rectangle consists of complete rows, or is a part of one row.
     """
     rows, columns = blocks.rows, blocks.columns
     tall = 1 << (max(1, TILE // max(1, columns)).bit_length() - 1)  # a power of two
@@ -372,7 +372,10 @@ class TabledDequantizer(Dequantizer):
         return found
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill `made` with the elements of a rectangle. Rows of the input are columns of `made`."""
+        """Fill `made` with the elements of a rectangle.
+
+        The input contains the transposed rectangle.
+        """
         import numpy as np
 
         data = self.codes.band(span.batch, span.top // 2, span.bottom // 2)[span.left : span.right]
@@ -424,7 +427,7 @@ class TorchDequantize(Operation):
     ATen/native/quantized.
 
     For tensors with one scale, `parameters` are the scale and the zero point. The scale is rounded
-    to float32. The zero point is subtracted as a 32-bit integer, with overflow.
+    to float32. The zero point is subtracted as a 32-bit integer, and may overflow.
 
     For tensors with one scale per channel, the second input contains the scales, and the third
     input contains the zero points. `parameters` are the dtypes of the scales and the zero points,

@@ -1,6 +1,6 @@
 """New rows for a matrix: zeros, the mean of its rows, or random numbers.
 
-The random numbers have the mean and standard deviation of the matrix.
+The random numbers of a column have the mean and standard deviation of this column.
 """
 
 from __future__ import annotations

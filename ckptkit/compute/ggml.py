@@ -2,8 +2,8 @@
 
 A block of 32 to 256 elements contains codes of 1 to 8 bits. The codes are divided into groups. Each
 group has a scale and, for some types, a minimum. A decoder maps blocks to int8 codes, scales and
-minimums. An element is ``code * scale - minimum``. Each float32 operation is rounded separately, in
-the order of ggml's C code without fused multiply-add.
+minimums. An element is ``code * scale - minimum``. Each float32 operation is rounded separately.
+The order of the operations is that of ggml's C code, compiled without fused multiply-add.
 
 For speed, the decoders make few passes over memory:
 
@@ -117,7 +117,8 @@ def _computed(
         if numbers is not None:
             width = codes.size // numbers.size
             groups = numbers.reshape(-1)[begin // width : (begin + out.size) // width]
-            # np.repeat is faster than broadcasting, which starts a loop for each group.
+            # np.repeat is faster than broadcasting, because broadcasting starts a loop for each
+            # group.
             how(out, np.repeat(groups, width), out=out)
     return out
 
@@ -202,7 +203,7 @@ def _less(codes: Array, number: int) -> Array:
 
 @cache
 def _bits() -> Array:
-    """Return a table that maps a byte to a word. Each byte of the word is a bit, lowest first."""
+    """Return a table that maps a byte to a word. Byte number i of the word is bit number i."""
     import numpy as np
 
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
@@ -356,7 +357,8 @@ def _q2_0(b: Array) -> Parts:
     return _less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)
 
 
-# K types: 256 elements per block, with a scale for each 16 or 32 elements. Some have minimums.
+# K types: 256 elements per block, with a scale for each 16 or 32 elements. Some K types have
+# minimums.
 
 
 def _q2_k(b: Array) -> Parts:
@@ -382,7 +384,10 @@ def _q3_k(b: Array) -> Parts:
 
 
 def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
-    """Return the 8 scales and the 8 minimums of Q4_K and Q5_K, which a block stores in 12 bytes."""
+    """Return the 8 scales and the 8 minimums of each block of Q4_K or Q5_K.
+
+    A block stores these 16 numbers in 12 bytes.
+    """
     import numpy as np
 
     first, second, third = np.ascontiguousarray(b.view("<u4")[:, 1:4].T)

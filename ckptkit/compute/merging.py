@@ -36,7 +36,7 @@ OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
 SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (see `densities`)
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
 _COLLINEAR = 0.9995  # for a larger cosine, slerp interpolates linearly
-_SMALLEST = 1e-7  # differences are not rescaled if the sum of their magnitudes is smaller
+_SMALLEST = 1e-7  # if the sum of the magnitudes is below this number, differences are not rescaled
 # Number of elements per step. The elements fit the caches. The numpy calls are long enough that
 # threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
@@ -62,9 +62,9 @@ class _Kept(NamedTuple):
 class Merge(Operation):
     """Merges the elements of all inputs by `method`, and rounds to `dtype` at each step.
 
-    ``weights`` and ``densities`` contain a number for each input except the base. ``scale`` is a
-    factor of the sum of the differences. For slerp, ``scale`` is the share of the second input. For
-    dare-ties and dare-linear, ``seed`` selects the differences to keep.
+    ``weights`` and ``densities`` contain a number for each input except the base. The sum of the
+    differences is multiplied by ``scale``. For slerp, ``scale`` is the share of the second input.
+    For dare-ties and dare-linear, ``seed`` selects the differences to keep.
     """
 
     method: str
@@ -76,7 +76,8 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    # Of several equal differences, the operation keeps the first. It must therefore read in order.
+    # If only some of several equal differences are kept, the operation keeps the first of these.
+    # Therefore it must read the elements in order.
     seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -188,10 +189,10 @@ class Merge(Operation):
     def _differences(
         self, extent: Derived, *, is_rounded: bool = True
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield blocks of the base, and the differences between the other inputs and the base.
+        """Yield pairs: a block of the base, and the differences to the base.
 
-        The differences are an array of shape (inputs, elements). Each array of differences
-        overwrites the previous array.
+        The differences are an array of shape (inputs, elements). The array has one row for each
+        input except the base. Each array of differences overwrites the previous array.
         """
         import numpy as np
 
@@ -220,7 +221,8 @@ class Merge(Operation):
         """Yield the sum of the base and the kept differences."""
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
-        taken = [0] * len(weights)  # number of ties that were kept for each input
+        # For each input, the number of kept differences of magnitude `least`.
+        taken = [0] * len(weights)
         chances = self._chances()
         # Half of a bfloat16 number is a bfloat16 number, except for subnormal numbers.
         is_exact = self.dtype == "bfloat16" and set(weights) == {1} and len(weights) <= 2
@@ -287,8 +289,8 @@ class Merge(Operation):
     def _thin(self, change: Array, keep: _Kept, taken: int) -> int:
         """Replace small differences by 0 and scale the other differences, in place.
 
-        `taken` is the number of ties that earlier calls kept. Return the number of ties that this
-        call keeps.
+        A tie is a difference whose magnitude is exactly ``keep.least``. `taken` is the number of
+        ties that earlier calls kept. Return the number of ties that this call keeps.
         """
         import numpy as np
 
@@ -462,7 +464,7 @@ class _MagnitudeSearch:
 
     @property
     def least(self) -> float:
-        """The smallest magnitude of the elements to keep, after the search has ended."""
+        """The smallest magnitude among the elements to keep. Valid after the search has ended."""
         return self._magnitude(self.interval[0])
 
     @property
@@ -477,14 +479,15 @@ class _MagnitudeSearch:
     def guess(self, sampled: Array, length: int) -> None:
         """Narrow the interval with a sample of rounded values.
 
-        `length` is the number of all elements. If the guess is wrong, one more pass is necessary.
+        `length` is the number of all elements. If the narrowed interval does not contain the wanted
+        magnitude, the search needs another pass.
         """
         import numpy as np
 
         codes = self._codes(sampled)
         place = int(len(codes) * (1 - self.goal / length))
-        # The margin is at least three standard deviations of the number of sampled codes below the
-        # true limit.
+        # `place` estimates how many codes in the sample are below the wanted code. The margin is at
+        # least three standard deviations of this estimate.
         margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
@@ -520,7 +523,7 @@ class _MagnitudeSearch:
             self.waiting.clear()
 
     def narrow(self) -> None:
-        """Narrow the interval to the bin that contains the goal."""
+        """Narrow the interval to the bin that contains the wanted code."""
         import numpy as np
 
         if self.is_done:

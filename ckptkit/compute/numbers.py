@@ -8,9 +8,9 @@ first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on
 
 A number above the range of an 8-bit type becomes
 
-* the largest number of ``float8_e4m3fn``,
+* the largest number in ``float8_e4m3fn``,
 * infinity in ``float8_e5m2``,
-* NaN in the two ``fnuz`` types, which have neither infinities nor a negative zero.
+* NaN in the two ``fnuz`` types, because these types have no infinities.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
 @lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype called `name` of ml_dtypes. numpy has no such dtype."""
+    """Return the dtype `name` from ml_dtypes, because numpy has no such dtype."""
     import ml_dtypes
     import numpy as np
 

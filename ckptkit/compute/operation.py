@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Pieces = Iterator[Piece]
 
-# If the output of a non-seekable operation has at most this number of bytes, it stays in memory.
+# Maximum number of bytes of an output that stays in memory, if its operation is not seekable.
 HELD = 64 << 20
 PIECE = 4 << 20  # number of bytes per block; divisible by every element size
 # Number of bytes per read of a local file. Input and results must fit the caches. The numpy calls
@@ -242,7 +242,7 @@ class Reader:
             buffer[:] = self(at, len(buffer))
 
     def rows(self, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
-        """Fill row number n with the bytes from offset ``at + n * pitch``, for each row.
+        """Fill all rows. The bytes of row number n start at offset ``at + n * pitch``.
 
         All rows have the same length.
         """

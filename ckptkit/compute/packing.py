@@ -60,7 +60,7 @@ class Numbers:
 
     If ``shared`` is set, one batch of scales applies to all batches of the weight. `combine` is
     ``multiply`` or ``divide``. The product of the previous arrays is multiplied or divided by these
-    scales. Then the float32 number `add` is added, which is the offset of nested scales.
+    scales. Then the float32 number `add`, the offset of nested scales, is added.
     """
 
     input: int
@@ -138,7 +138,7 @@ class Blocks:
     signed: bool = False
     offset: int = 0
     zero: ZeroPoint | Numbers | None = None
-    # Number of the input that contains the block of each column. 0 means that blocks are in order.
+    # Index of the input that maps each column to its block. 0 means that blocks are in order.
     index: int = 0
     bias: Numbers | None = None
     subtract_bias: bool = False
@@ -261,7 +261,7 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """Return the bytes with the codes of a rectangle, and the number of codes to skip."""
+        """Return the bytes with the codes of a rectangle, and the number of codes to skip first."""
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
@@ -546,10 +546,10 @@ def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
 
 
 def places(start: int, stop: int, fine: int, coarse: int) -> Array:
-    """Return, for each small block in a range of elements, the number of the large block.
+    """Return an array: for each small block in a range, the index of the large block around it.
 
-    The first large block of the range has the number 0. A small block has `fine` elements, and a
-    large block has `coarse` elements.
+    The range is from element `start` to `stop`. The first large block of the range has the index 0.
+    A small block has `fine` elements, and a large block has `coarse` elements.
     """
     import numpy as np
 
@@ -559,11 +559,11 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
 
 
 def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, index: Any) -> None:
-    """Call `how` with each element of a rectangle and the number of its block, in place.
+    """Combine each element of a rectangle with the scale of its block, in place.
 
-    `how` is a numpy function such as `np.multiply`. `part` contains the numbers of the blocks that
-    overlap the rectangle. If `index` maps columns to blocks, `part` contains the numbers of all
-    columns of blocks.
+    `how` is a numpy function such as `np.multiply`. `part` contains the scales of the blocks that
+    overlap the rectangle. It may contain zero points or biases instead. If `index` maps columns to
+    blocks, `part` contains the scales of all columns of blocks.
     """
     import numpy as np
 

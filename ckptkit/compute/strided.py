@@ -83,7 +83,7 @@ def is_dense(copy: StridedCopy) -> bool:
 
 
 def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the positions in source and target of each combination of indices of `dims`."""
+    """For each combination of indices of `dims`, yield the positions in source and target."""
     if not dims:
         yield copy.start, copy.place
         return
@@ -195,7 +195,7 @@ class Axes:
 
 @lru_cache(64)  # cached, because the layers of a model have equal shapes and copies
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
-    """Return the shape of an array in which each copy fills a box, and the boxes.
+    """Return the shape of an array in which each copy fills a box. Also return these boxes.
 
     Return None if no such array exists. The copies must be in normal form (:func:`normal`). The
     strides of the boxes are the strides in the sources.

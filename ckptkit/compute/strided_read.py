@@ -39,7 +39,7 @@ BOX = 1 << 20  # number of input bytes per box; a box must fit the cache
 # Maximum length of a gap that is read. To read a gap of this length takes as long as to start
 # another box.
 CALL = 64 << 10
-EXACT = 512  # minimum number of contiguous bytes that are read without the gaps between them
+EXACT = 512  # minimum number of bytes of a run that is read without the gaps between runs
 ROW = 1 << 10  # minimum number of bytes of a row that is read directly into the output
 LINE = 1024  # number of bytes of each row that a box of a transpose contains, if possible
 MANY = 128  # minimum number of boxes for which larger tiles are faster
@@ -85,9 +85,10 @@ class Arrange(Operation):
         return _tiles(shape, parts, self.itemsize, limit, start, stop)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield ends of tiles that are at least `size` bytes apart.
+        """Yield the ends of parts of at least `size` bytes. Only the last part may be smaller.
 
-        Tasks that compute complete tiles do not read the same bytes.
+        Each part consists of complete tiles. Tasks that compute complete tiles do not read the same
+        bytes.
         """
         if extent.length < 2 * size:
             yield extent.length
@@ -313,9 +314,9 @@ def _transpose_into(target: Array, rows: Array) -> None:
     """Copy rows into an array whose columns are contiguous.
 
     If elements are single bytes, the function transposes groups of four columns as 32-bit numbers.
-    Then the function extracts one byte of each number after another. Compared with a copy of single
-    bytes, this method takes 33 % less time (measured).
-    The numpy calls are few and large, because threads wait for each other between calls.
+    Then the function extracts the first bytes of all numbers, then the second bytes, and so on.
+    Compared with a copy of single bytes, this method takes 33 % less time (measured). The numpy
+    calls are few and large, because threads wait for each other between calls.
     """
     import numpy as np
 
@@ -443,7 +444,8 @@ def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
     """Return the rows at which blocks begin and end.
 
     If possible, these rows are at page boundaries of the file. If two blocks share a page, the
-    operating system must read the page first, which takes 12 % more time (measured).
+    operating system must read the page before it writes the page. This takes 12 % more time
+    (measured).
     """
     unit = _rows_of_page(matrix)
     is_whole = height == matrix.rows or height % unit

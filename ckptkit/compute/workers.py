@@ -74,8 +74,8 @@ def in_any_order(
     """Call `function` for all items, in one thread per processor.
 
     `in_any_order` discards the results and has less overhead than `ordered`. The calling thread is
-    one of the threads. If there is little work, it does all of it. If a call fails, no other call
-    starts, and `in_any_order` waits until the running calls end.
+    one of the threads. If there is little work, only the calling thread works. If a call fails, no
+    other call starts, and `in_any_order` waits until the running calls end.
     """
     waiting = iter(items)  # all threads take their next item from this iterator
 

@@ -49,7 +49,7 @@ def _is_pair(value: object) -> bool:
 
 
 def device(name: str, value: object) -> object:
-    """Return a device: a string or a torch.device."""
+    """Return `value`: the name of a device, or a torch.device."""
     if not isinstance(value, str) and type(value).__name__ != "device":
         raise wrong(name, "a name such as 'cpu' or a torch.device", value)
     return value
@@ -65,7 +65,7 @@ def mapping(name: str, value: object) -> Mapping[Any, Any]:
 
 
 def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
-    """Return a mapping of old to new names, or a function that renames."""
+    """Return `value`: a mapping from old to new names, or a function that returns a new name."""
     return value if callable(value) else mapping(name, value)
 
 

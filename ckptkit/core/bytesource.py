@@ -1,4 +1,4 @@
-"""Byte sources (a local file, memory, a folder of files), ranges of their bytes, and CRC-32s.
+"""Byte sources (such as a local file or memory), folders, ranges of bytes, and CRC-32s.
 
 A source has a size, an identity and a method `read`. A `Range` is a byte range of a source. A
 `Derived` is a sequence of bytes that an operation computes from other bytes. The type `Extent` is
@@ -10,10 +10,9 @@ returns fewer bytes, but access to a memory map would kill the process. Only ten
 `ckptkit.load` returns are memory-mapped. ckptkit opens only regular files, and no file outside the
 folder of the checkpoint. While an edit in place is incomplete, a journal exists beside the file.
 
-Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (installed with the
-extra `speed`) exceeds 20 GB/s. Inside the context manager `reading`, every source adds the bytes
-that a thread reads to the checksums of that thread. Checksums of the input therefore need no second
-pass.
+Python's zlib computes CRC-32s at 1 to 4 GB/s. ISA-L (installed with the extra `speed`) exceeds 20
+GB/s. Inside the context manager `reading`, ckptkit updates checksums of the input while it reads
+the input. The checksums therefore need no second pass. Each thread has separate checksums.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ Identity = tuple[int | str, ...]
 
 
 _BUFFERS = 1024  # maximum number of buffers in one preadv call (IOV_MAX of Linux and macOS)
-_NO_RESERVE = 0x4000  # value of MAP_NORESERVE on Linux, which only Python 3.13 and later define
+_NO_RESERVE = 0x4000  # value of MAP_NORESERVE on Linux; Python defines this name since 3.13
 
 
 def identity_of(info: os.stat_result) -> Identity:
     """Return the identity of a local file.
 
-    The last item is the ctime. The ctime changes with the bytes, but also through chmod and link.
+    The identity ends with the ctime. A write to the file changes the ctime. So do chmod and link.
     """
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
@@ -76,7 +75,7 @@ READING = _Thread()
 
 
 class Member(NamedTuple):
-    """`length` contiguous bytes of a file, such as a zip member.
+    """A zip member or another part of a file: `length` contiguous bytes.
 
     The file contains the CRC-32 of these bytes.
 
@@ -112,7 +111,7 @@ class ByteSource(ABC):
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`.
 
-        Raises TruncatedError if the source ends before the last of these bytes.
+        Raises TruncatedError if the source ends before ``offset + length``.
         """
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -129,7 +128,7 @@ class ByteSource(ABC):
             offset += len(buffer)
 
     def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffer number n with the bytes from `offset + n * step`, for each buffer."""
+        """Fill all buffers. The bytes of buffer number n start at ``offset + n * step``."""
         for buffer in buffers:
             self.read_into(offset, buffer)
             offset += step
@@ -532,7 +531,7 @@ class Operation:
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
         """Yield the bytes of `extent` from `start` to `stop`.
 
-        ``extent.operation`` is the object whose method is called.
+        ``extent.operation`` is this operation.
         """
         raise NotImplementedError
 
@@ -611,9 +610,9 @@ def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
 
 
 def leaves(extent: Extent) -> Iterator[Range]:
-    """Yield all byte ranges of files that are needed to compute `extent`.
+    """Yield the byte ranges that ckptkit reads from files to compute `extent`.
 
-    If a file is inside an archive, yield the ranges of the archive.
+    If a file is inside an archive, yield ranges of the archive.
     """
     if isinstance(extent, Derived):
         for each in extent.inputs:
@@ -659,7 +658,8 @@ class Pending:
 # CRC-32
 
 
-LARGE = 64 << 10  # minimum number of bytes for which ISA-L saves time in spite of its import
+# Minimum number of bytes for which ISA-L saves time, although its import takes time.
+LARGE = 64 << 10
 
 Data = bytes | bytearray | memoryview
 
@@ -688,9 +688,9 @@ def crc32_combine(first: int, second: int, size: int) -> int:
     `first` and `second` are the CRC-32s of the byte strings. `size` is the length of the second
     byte string.
 
-    A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. `size` more bytes
-    multiply the polynomial by x**(8 size). If `second` is the CRC-32 of the concatenation, this
-    function returns the CRC-32 of the second byte string.
+    A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. Appending `size`
+    bytes multiplies the polynomial by x**(8 size). The inverse works too: if `second` is the CRC-32
+    of the concatenation, the result is the CRC-32 of the second byte string.
     """
     return _multiply(_power(8 * size), first) ^ second
 
@@ -742,7 +742,7 @@ class ReadSums:
 
 @contextmanager
 def reading(sums: ReadSums | None) -> Iterator[None]:
-    """Add the bytes that this thread reads inside the block to the checksums `sums`."""
+    """Inside the block, update the checksums `sums` with all bytes that this thread reads."""
     before, READING.sums = READING.sums, sums
     try:
         yield
@@ -787,7 +787,10 @@ def open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def check_is_name(path: str) -> None:
-    """Raise UsageError if `path` is "-", for commands that cannot write to standard output."""
+    """Raise UsageError if `path` is "-".
+
+    Commands that cannot write to standard output call this function.
+    """
     if path == STREAM:
         raise UsageError(
             "cannot write this output to standard output",

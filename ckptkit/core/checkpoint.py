@@ -89,8 +89,8 @@ class Checkpoint:
     * ``root``: the tree.
     * ``extras``: strings that the file stores outside the tree (safetensors' ``__metadata__``).
     * ``globals``: all classes and functions that occur in the pickles of the file.
-    * ``logical``: the dequantized tensors of the tree, each with its quantized weight.
-    * ``companions``: names and bytes of files that belong into the folder of the weights.
+    * ``logical``: maps the id of each dequantized tensor to the tensor and its quantized weight.
+    * ``companions``: names and bytes of files that belong in the folder of the weights.
 
     Source:
 
@@ -100,7 +100,7 @@ class Checkpoint:
     * ``part_only``: True to accept a single rank's file.
     * ``part``: the rank or shard in the file, or None if the file seems complete.
     * ``folder``: the folder that the caller named, if the source is a file in this folder.
-    * ``beside``: the entries that were separate files in this folder.
+    * ``beside``: the entries that were separate files in the folder of the weights.
     * ``about``: a description of the layout of a folder.
     * ``words``: the command-line options that a command needs to read the same folder.
 

@@ -190,7 +190,10 @@ def parse(given: DTypeLike) -> DType:
 
 
 def _name(given: object) -> str:
-    """Return the name of a type from a name, a torch.dtype, a numpy.dtype or a numpy class."""
+    """Return the name of the type `given`.
+
+    `given` is a name, a torch.dtype, a numpy.dtype or a numpy class.
+    """
     if isinstance(given, (str, DType)):
         return str(given)
     origin = (given if isinstance(given, type) else type(given)).__module__.partition(".")[0]

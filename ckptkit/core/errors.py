@@ -21,9 +21,9 @@ class CkptkitError(Exception):
     """Base class of every error that ckptkit raises on purpose.
 
     ``where`` is the file and ``hint`` is the advice. Callers may set both attributes while the
-    exception propagates. In a hint, ``{where}`` becomes the file, and ``{new}`` becomes a name for
-    a new file beside it. ``code`` identifies the failure for programs. The default is the ``code``
-    of the class.
+    exception propagates. In a hint, ckptkit replaces ``{where}`` with the name of the file, and
+    ``{new}`` with the name of an output file. ``code`` identifies the failure for programs. The
+    default is the ``code`` of the class.
     """
 
     exit_code = 3
@@ -81,9 +81,10 @@ class CkptkitError(Exception):
 
 
 def _filled(hint: str, where: str | None) -> str:
-    """Return the hint with `where` and a new file name inserted.
+    """Insert `where` and a new file name into the hint, and return the hint.
 
-    If `where` is unknown, return commands without file names, such as `inspect`.
+    If `where` is unknown, shorten each command in the hint: `ckptkit inspect {where}` becomes
+    `inspect`.
     """
     if "{where}" not in hint:
         return hint
@@ -303,7 +304,7 @@ def foreseen(error: BaseException) -> BaseException:
 
 # Stable codes of warnings that other code looks for.
 ADAPTER = "adapter"  # a note that names the merged adapter
-DELTA = "delta"  # the file contains only the frames of a delta, but no weights
+DELTA = "delta"  # the file contains only a delta, but no weights
 LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it
 NO_CHECKSUM = "no-checksum"  # ckptkit cannot verify some storages, because they have no checksum
 NO_VERSION = "no-version"  # torch rejects the zip file, because it contains no version

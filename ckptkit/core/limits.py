@@ -1,8 +1,9 @@
 """Limits that keep a hostile or damaged file from exhausting memory and time.
 
 Each limit is far above the needs of real checkpoints. A field named ``..._bytes`` is a number of
-bytes. Every other field is a count. An environment variable can change a limit when ckptkit is
-imported, such as ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
+bytes. Every other field is a count. An environment variable such as
+``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824`` changes a limit. ckptkit reads these variables when it is
+imported.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Limits:
     zip_directory_bytes: int = 256 << 20
     # Size of a zip member other than a storage, and of a byte string in a pickle.
     record_bytes: int = 256 << 20
-    # Decompressed size of all zip members except storages. INFLATED times the size of the file is
-    # allowed in addition.
+    # Decompressed size of all zip members except storages. In addition, ckptkit allows INFLATED
+    # times the size of the file.
     inflated_free: int = 8 << 20
-    # Decompressed size of a gzip or zstd file. UNPACKED times the compressed size is allowed in
-    # addition.
+    # Decompressed size of a gzip or zstd file. In addition, ckptkit allows UNPACKED times the
+    # compressed size.
     unpacked_free: int = 1 << 30
     inflate_ratio: int = 1_100  # decompressed bytes per compressed byte; deflate reaches 1,032
     tar_members: int = 10_000

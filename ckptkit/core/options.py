@@ -69,7 +69,7 @@ class Options:
     * ``allow_expand``: allow an output that is many times larger than its source.
     * ``executor``: a concurrent.futures.Executor for the tasks. The workers of the executor must
       have access to the same files.
-    * ``fork``: allow forked processes for computed bytes.
+    * ``fork``: allow ckptkit to compute bytes in forked processes.
     * ``progress``: a function with two arguments: the number of bytes written since the last call,
       and the total number of bytes.
     """

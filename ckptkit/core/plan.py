@@ -26,7 +26,7 @@ from ckptkit.core.text import plural
 class Checksummed(NamedTuple):
     """Bytes that are included in the CRC-32 with the index `number`.
 
-    All bytes of one CRC-32 are consecutive in the output file.
+    All bytes that a CRC-32 covers are consecutive in the output file.
     """
 
     extent: Extent
@@ -69,7 +69,8 @@ class OutputFile:
     """One output file, with its segments in order.
 
     `name` is the path of the file inside the output folder, with slashes. If the output is a single
-    file, `name` is "". If `keeps_sums` is set, each Range keeps the checksum of its source.
+    file, `name` is "". If `keeps_sums` is set, the output contains the same checksum of each Range
+    as the source.
     """
 
     name: str

@@ -119,8 +119,7 @@ class Tensor:
     def over(self, storage: Storage) -> Tensor:
         """Return this tensor with another storage of the same length.
 
-        This method does not validate the new tensor, because a file may contain 100,000 tensors of
-        a few shapes.
+        For speed, this method does not validate the new tensor. A file may contain 100,000 tensors.
         """
         made: Any = object.__new__(Tensor)
         made.storage, made.dtype, made.shape = storage, self.dtype, self.shape
@@ -145,7 +144,8 @@ class Tensor:
     def __getitem__(self, index: object) -> Array:
         """Read the elements that `index` selects: integers, slices, ``...`` and None, as in numpy.
 
-        Only the bytes of these elements, and gaps below 64 KiB between them, are read.
+        ckptkit reads only the bytes of these elements, and gaps of less than 64 KiB between
+        elements.
         """
         found: Array = hooks.call("elements", self, index)
         return found
@@ -230,7 +230,7 @@ class Tensor:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Start and length, in bytes, of the range of the storage that contains all elements."""
+        """The byte range of the elements in the storage: a pair (start, length)."""
         if 0 in self.shape:
             return 0, 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))

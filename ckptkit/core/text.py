@@ -1,9 +1,9 @@
 """Functions that format text: counts, lists of names, sizes, escapes, suggestions, URLs.
 
-If names differ only in an index, `fold` joins them into one line, ``layers.{0..31}.attn.weight``.
-An index is a number between two dots. Each folded line lists the exact indices of its names. `fold`
-joins lines along one index at a time, from the last index to the first. Two lines are joined only
-if all other columns of these lines are equal.
+If names differ only in an index, `fold` joins these names into one line such as
+``layers.{0..31}.attn.weight``. An index is a number between two dots. Each folded line lists the
+exact indices of its names. `fold` joins lines along one index at a time, from the last index to the
+first. Two lines are joined only if all other columns of these lines are equal.
 """
 
 from __future__ import annotations

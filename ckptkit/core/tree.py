@@ -8,8 +8,8 @@ Tensor or TypedStorage.
 The functions of this module do not recurse, because a file may nest values to any depth. `walk`
 raises LimitError if a file exceeds the maximum depth.
 
-ckptkit does not hash, compare or print values of a file with Python operators, because these
-recurse. Dict keys are an exception. Readers check dict keys first.
+ckptkit does not hash, compare or print values of a file with Python operators, because Python's
+operators recurse. Dict keys are an exception. Readers check dict keys first.
 
 `rebuild` copies a tree and replaces leaves or nodes. The copy has the same shared values and cycles
 as the tree.
@@ -59,7 +59,7 @@ class Global:
 
 
 class Object:
-    """The calls in a pickle that construct a Python object other than a tensor or plain value.
+    """A Python object that is not a plain value: the calls in a pickle that construct the object.
 
     ckptkit never runs these calls. A program that loads the pickle calls ``callable`` with
     ``args``. If ``new`` is set, the program calls ``callable.__new__`` with ``args`` and
@@ -129,7 +129,7 @@ def like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> dict[Node, Nod
     )
 
 
-MODULE_VERSIONS = "_metadata"  # attribute of a state_dict that maps module paths to versions
+MODULE_VERSIONS = "_metadata"  # attribute of a state_dict: maps module paths to versions
 
 
 def attributes_of(node: Node) -> dict[Node, Node]:
@@ -165,8 +165,8 @@ class SetNode:
 class Pairs:
     """A mapping that a Python dict cannot represent.
 
-    The reason is that a key is unhashable, or that two keys are equal, or that a hostile file chose
-    keys with equal hashes. ckptkit shows such a mapping, but refuses to write it.
+    A key is unhashable, or two keys are equal, or a hostile file chose keys with equal hashes.
+    ckptkit shows such a mapping, but refuses to write it.
     """
 
     __slots__ = ("pairs", "state")

@@ -4,11 +4,12 @@ ckptkit tries these candidates in order:
 
 1. The root is the state_dict if all its values except ``_extra_state`` are tensors.
 2. An entry with a well-known name is the state_dict if most of its values are tensors.
-3. The only mapping of tensors that is not an optimizer is the state_dict.
+3. If the tree contains only one mapping of tensors other than optimizers, this mapping is the
+   state_dict.
 
-For a pickled ``nn.Module``, the state_dict consists of its parameters, buffers and submodules.
-ckptkit reads them without importing the class of the module. If the tree contains no tensors, numpy
-arrays take the place of tensors.
+For a pickled ``nn.Module``, the state_dict contains the parameters and buffers of the module and of
+all its submodules. ckptkit reads the state_dict without importing the class of the module. If the
+tree contains no tensors, numpy arrays take the place of tensors.
 """
 
 from __future__ import annotations
@@ -390,7 +391,8 @@ def read_module(node: Object) -> ModuleState | None:
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    # Names of classes, and modules with hooks, whose code could add or change entries.
+    # The names of classes, and of modules with hooks. The code of such a class or hook could add or
+    # change entries.
     classes: dict[str, None] = {}
     hooked: list[str] = []
     unread: list[str] = []
@@ -470,9 +472,9 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
     """Return the path of a module's attributes, and the attributes.
 
-    For an object that is not a module, the path and the attributes are empty. The attributes are in
-    the state of the Object. For torch.fx, they are in its first argument. Modules of torch 0.1.1
-    have no ``_modules``.
+    If the object is not a module, return an empty path and no attributes. The attributes of a
+    module are in the state of the Object. The attributes of a torch.fx module are in the first
+    argument of the Object. Modules of torch 0.1.1 have no ``_modules``.
     """
     state = node.state
     first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None

@@ -1,8 +1,8 @@
 """Make, apply, combine and verify deltas. A delta is the difference between two checkpoints.
 
 While writing the output, ckptkit computes each changed tensor from its old bytes and the delta. If
-a checksum does not match, ckptkit writes no output. This package uses core, compute, formats,
-publish and api.
+a checksum does not match, the destination remains unchanged. This package uses core, compute,
+formats, publish and api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta

@@ -81,7 +81,7 @@ def apply(
 ) -> Checkpoint:
     """Apply deltas in order to `base`, and return the resulting checkpoint.
 
-    This function reads only headers. Raises the errors of :func:`apply_delta`.
+    This function reads only headers. It raises the same errors as :func:`apply_delta`.
     """
     if not deltas:
         raise UsageError("no deltas to apply")

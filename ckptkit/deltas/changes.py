@@ -147,8 +147,9 @@ class Overwrite(Operation):
     """Replace elements of the first input. Each element has `unit` bytes.
 
     The second input contains the positions of these elements in increasing order, as unsigned
-    integers of `width` bytes. With `gaps`, the second input contains the number of unchanged
-    elements before each position instead. The third input contains the new elements.
+    integers of `width` bytes. With `gaps`, the second input contains the gap before each position
+    instead: the number of unchanged elements since the previous position. The third input contains
+    the new elements.
     """
 
     unit: int

@@ -156,7 +156,7 @@ def delta(
 def _paired(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (old tensor, new tensor) by name. For tied tensors, return only the first name.
+    """Map names to pairs (old tensor, new tensor). For tied tensors, use only the first name.
 
     Raises UsageError if the names, dtypes or shapes in `old` and `new` differ.
     """
@@ -360,8 +360,9 @@ def squash_delta(
 ) -> Made:
     """Combine consecutive `deltas` into one delta.
 
-    Without `base`, all deltas must be ``xor``. With `base`, ckptkit applies the deltas to the base
-    and computes a new delta. Raises UsageError for deltas that are not consecutive.
+    Without `base`, all deltas must have the encoding ``xor``. With `base`, ckptkit applies the
+    deltas to the base and computes a new delta. Raises UsageError for deltas that are not
+    consecutive.
     """
     found = read_all(deltas)
     if not found:

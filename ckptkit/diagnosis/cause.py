@@ -89,7 +89,7 @@ class Facts:
 
     ``path`` is the path that the user typed.
     ``devices`` lists the devices of this machine. ``devices`` is None if torch is not installed.
-    ``lacking`` lists torch classes and functions in the pickle that the installed torch lacks.
+    ``lacking`` lists torch names that the pickle needs but the installed torch lacks.
     ``ambiguous`` lists the entries that could be the weights, if several could.
     ``no_index`` is True for a folder of shards without an index file.
     ``no_version`` is True for a zip archive without the record ``version``.
@@ -101,7 +101,7 @@ class Facts:
     ``for_here`` is True if messages may mention this machine.
     ``checkpoint`` is None if ckptkit cannot read the file.
     ``container`` is the outer format, such as gzip, if the file contains a checkpoint file.
-    ``step`` is an opcode or call in the pickle that `torch.load(weights_only=True)` rejects.
+    ``step`` is an opcode or call that `torch.load(weights_only=True)` rejects in the pickle.
     """
 
     path: str

@@ -237,7 +237,7 @@ def _lacking(facts: Facts) -> Iterator[Cause]:
 def _dtypes(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for dtypes that torch does not support.
 
-    These are F6 of safetensors, and F4 with an odd number of elements per row.
+    These dtypes are F6 of safetensors, and F4 with an odd number of elements per row.
     """
     rows = [row for row in facts.summary.rows if row.tensor.dtype.name in NOT_IN_TORCH]
     names = [f"{row.label} ({row.dtype} {shape(row.tensor.shape)})" for row in rows]

@@ -517,7 +517,7 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
 
 
 def _command(facts: Facts, group: QuantizedWeight) -> str | None:
-    """Return the command that dequantizes to the dtype of the model.
+    """Return the command that dequantizes the weights. Their dtype is the default of `group`.
 
     If the input is a folder, the output of the command is a folder too.
     """

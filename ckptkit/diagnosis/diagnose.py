@@ -98,8 +98,9 @@ def examine(
 
     `options` are the options for reading. `words` are the command line options that select the
     model and the key. This function reads headers. It also verifies the tensors of local files
-    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, SeveralError
-    for a folder of several checkpoints, and the errors of remote files.
+    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, and
+    SeveralError for a folder of several checkpoints. If a remote file cannot be read, the error of
+    the read propagates.
     """
     place = open_place(path)
     with steady(place, remote=True):
@@ -151,7 +152,7 @@ def apply_fixes(
 ) -> Conversion:
     """Apply `found.fix` and write the result to `destination`, whose suffix selects the format.
 
-    Raises UsageError if no cause has a fix. Raises the errors of `convert`.
+    Raises UsageError if no cause has a fix. Also raises the errors that `convert` raises.
     """
     if found.checkpoint is not None:
         found.checkpoint.require_complete()
@@ -254,7 +255,7 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
 
 
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
-    """Remove the commands of other causes, because the commands would fail on a damaged file.
+    """Remove the commands from `causes`, because these commands would fail on a damaged file.
 
     If some tensors are intact, keep the fixes. `doctor --fix` fixes a copy of the intact tensors.
     """
@@ -304,7 +305,7 @@ def _container(place: ByteSource | Folder) -> Format | None:
 
 
 def _refused_step(checkpoint: Checkpoint) -> str | None:
-    """Return an opcode or call in the pickle that `torch.load(weights_only=True)` rejects.
+    """Return an opcode or call that `torch.load(weights_only=True)` rejects in the pickle.
 
     Return None if no opcode or call is rejected. Another check reports classes and functions that
     `torch.load` rejects.

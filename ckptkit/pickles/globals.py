@@ -1,4 +1,4 @@
-"""Evaluate the calls in pickles that make tensors and plain values. No call is executed.
+"""Evaluate the calls that make tensors and plain values in pickles. No call is executed.
 
 A reducer is a function that evaluates the calls of one class or function of torch, numpy or Python.
 The first line of a reducer's docstring is the call. torch/_utils.py, torch/_tensor.py and
@@ -148,8 +148,8 @@ def strided(
 ) -> tuple[Tensor, bool]:
     """Return the tensor that torch makes of (storage, offset, size, stride[, ...]).
 
-    Also return True for a tensor without hooks and unknown metadata. torch 0.1 to 0.3 passed four
-    arguments. In these versions, an empty size means a tensor without elements.
+    Also return whether the tensor has neither hooks nor unknown metadata. torch 0.1 to 0.3 passed
+    four arguments. In these versions, an empty size means a tensor without elements.
     """
     if dtype is None:
         raise TensorError("a tensor of an untyped storage has no dtype")
@@ -205,7 +205,7 @@ def _tensor_v3(made: Global, args: Args) -> Node:
 
 
 def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
-    """Return a copy of the tensor with this `requires_grad` and `kind`."""
+    """Return a copy of the tensor with the `requires_grad` flag `grad` and the kind `kind`."""
     return Tensor(
         tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind,
         tensor.layout,

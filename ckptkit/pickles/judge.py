@@ -588,7 +588,7 @@ def is_guarded(name: str) -> bool:
 def is_foreign(name: Global) -> bool:
     """Return True if no harmless checkpoint contains this name.
 
-    Such a name is not allowlisted. It belongs to Python, or is a function of torch or numpy.
+    Such a name is not allowlisted. The name belongs to Python, or is a function of torch or numpy.
     """
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
@@ -699,7 +699,7 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
         if named is None or not all(isinstance(key, str) for key, _ in named):
             return Judged(UNSURE, OBJECT)
         given += [value for _, value in named]
-    # Some classes evaluate a string argument as code, such as those of sympy.
+    # Some classes, such as those of sympy, evaluate a string argument as code.
     return Judged(UNSURE if any(_may_be_code(view, each) for each in given) else CLASS, OBJECT)
 
 
@@ -732,7 +732,10 @@ def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
 
 
 def _from_type(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """Judge _rebuild_from_type_v2(function, class, args, state). It calls function(*args)."""
+    """Judge the call _rebuild_from_type_v2(function, class, args, state).
+
+    The function _rebuild_from_type_v2 calls function(*args).
+    """
     called = args[0]
     made = isinstance(called, Global) and key_of(called) not in _SPECIAL
     if not made or not 3 <= len(args) <= 4 or not isinstance(args[2], tuple):

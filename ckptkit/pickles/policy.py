@@ -1,4 +1,4 @@
-"""Decide which values of a tree may be written back, and remove the others.
+"""Decide which values of a tree may be written back, and remove all other values.
 
 This module applies the rules of `ckptkit.pickles.judge` to values. `ckptkit scan` applies the same
 rules to the calls of a pickle.
@@ -52,7 +52,7 @@ def describe(callable_: Node) -> str:
 class _TreeView:
     """Gives `ckptkit.pickles.judge` access to the values of a tree. Implements `judge.View`.
 
-    The allowlist contains the category of each Object. `_judge_object` decides whether the call is
+    The allowlist determines the category of an Object. `_judge_object` decides whether the call is
     harmless.
     """
 
@@ -226,7 +226,9 @@ _JUDGED = (
 
 
 def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[Path, Node]]]:
-    """Remove the values for which `gone` returns True. Return the tree, and the removed values.
+    """Remove the values for which `gone` returns True.
+
+    Return the new tree, and (path, value) for each removed value.
 
     `gone` is called for objects, classes, functions, sets, tensors, storages, strings and byte
     strings. In a dict, the key is removed together with the value. In a list or tuple, None

@@ -1,4 +1,4 @@
-"""Read the persistent ids by which pickles of torch refer to tensor storages.
+"""Read persistent ids. In a pickle of torch, a persistent id refers to the storage of a tensor.
 
 In zip archives, a persistent id is ``('storage', class, key, location, numel)``.
 In legacy files, the persistent id also contains ``view_metadata`` as the last item.

@@ -54,7 +54,7 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Bytes inside a file that may be a separate file.
+    """Bytes inside a file. The bytes may be a separate file.
 
     If ``likely`` is True, the name of the archive member ends like that of a pickle (``.pkl``).
     """
@@ -173,8 +173,8 @@ class Traced:
 
 
 # A byte string in a pickle can contain a second pickle that calls functions. A program may load the
-# second pickle. `holds_calls` searches byte strings for such pickles. It calls `ckptkit.scanning`
-# through a hook, because the byte string may have any file format.
+# second pickle. `holds_calls` searches byte strings for such pickles. `holds_calls` calls
+# `ckptkit.scanning` through a hook, because the byte string may have any file format.
 
 # Signatures of pickles since protocol 2, and of the zip, gzip, bzip2, xz and NumPy formats
 _HEADS = (

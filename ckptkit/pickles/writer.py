@@ -1,7 +1,7 @@
 """Write a tree as a pickle of protocol 2. `torch.load(weights_only=True)` accepts its opcodes.
 
-Equal trees give equal pickles. If a tree contains the same list or tensor twice, the loaded value
-does too. The pickle stores equal strings only once. The memo does not contain sizes and strides of
+Equal trees give equal pickles. If a tree contains the same list or tensor twice, so does the loaded
+tree. The pickle stores equal strings only once. The memo does not contain sizes and strides of
 tensors, or keys of storages.
 
 The writer uses protocol 4 if the tree contains a value that protocol 2 does not support. There are
@@ -104,9 +104,9 @@ def write_pickle(
 ) -> Pickled:
     """Return the pickle of a tree.
 
-    `persistent_id` takes a storage and returns its persistent id, a tuple. It is called for each
-    use of a storage. `objects` is ``keep``, ``drop`` or ``error``. It sets the treatment of values
-    that `torch.load(weights_only=True)` rejects.
+    `persistent_id` is a function that takes a storage and returns its persistent id, a tuple.
+    `write_pickle` calls this function for each use of a storage. `objects` is ``keep``, ``drop`` or
+    ``error``: the treatment of values that `torch.load(weights_only=True)` rejects.
 
     Raises AmbiguousError for a dict with repeated or unhashable keys. Raises UnsafeGlobalError for
     a call that is not allowlisted. Raises UnsupportedError for an object that contains itself.

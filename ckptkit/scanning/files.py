@@ -1,4 +1,4 @@
-"""Scan files for code that runs when a program loads them. Scan several files in parallel."""
+"""Scan files for code that runs when a program loads the files. Scan several files in parallel."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def scan(
 ) -> FileVerdict:
     """Return a verdict: what would happen if a program loaded the file at `path`.
 
-    ckptkit runs and imports nothing. `trust` lists globs of trusted class and function names, such
-    as ``transformers.*``. Raise PathError or InputError if the file cannot be read. Malformed
-    content raises no error, but affects the verdict.
+    `scan` runs no code and imports no module. `trust` lists globs of trusted class and function
+    names, such as ``transformers.*``. Raise PathError or InputError if the file cannot be read.
+    Malformed content raises no error, but affects the verdict.
     """
     with closing(open_place(path)) as place:
         if isinstance(place, Folder):

@@ -1,8 +1,8 @@
 """Find every pickle in a file, also in places that readers of the file ignore.
 
-Programs may disagree about the format of a file. The search covers all formats that the file can
-have, and also members of archives, compressed streams, and byte strings in pickles. A limit bounds
-the number of nested files.
+Programs may disagree about the format of a file. ckptkit therefore searches for pickles in all
+formats that the file can have. ckptkit also searches members of archives, compressed streams, and
+byte strings in pickles. `LIMITS.scan_depth` limits how deep files may be nested in files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 def refused_by_weights_only(source: ByteSource) -> str | None:
-    """Return the first opcode or call of a torch.save file that weights_only=True rejects.
+    """Return the first opcode or call that weights_only=True rejects in a torch.save file.
 
     Return None if weights_only=True accepts all opcodes and calls. This function does not check
     names. Malformed content never raises an error.
@@ -252,9 +252,10 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """Return the pickles of the first format that recognizes the file.
+    """Return (pickles, None) for the first format that recognizes the file.
 
-    If no format recognizes the file, return the first error message of a reader.
+    If no format recognizes the file, return (None, message). The message is the first error message
+    of a reader, or None without an error.
     """
     refusal = None
     for format in FORMATS:
@@ -374,7 +375,7 @@ _Member = tuple[str, int, int, int | None]
 
 
 def zip_members(source: ByteSource) -> Iterator[Found]:
-    """Yield every member of a zip file that some reader would find.
+    """Yield every zip member that some reader would find in a file.
 
     This function finds two kinds of members:
 

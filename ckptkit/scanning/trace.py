@@ -8,7 +8,7 @@ an opcode differently, `Tracer` records a doubt.
 The stack of a traced pickle contains these values:
 
 * Strings, numbers, byte strings and tuples are Python values, because a pickle can compute the name
-  of a global from them.
+  of a global from such values.
 * The name of a class or function is a Global.
 * Any other value is a Sign.
 """
@@ -27,7 +27,8 @@ from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
-NESTED = 10_000  # maximum number of byte strings in a pickle that ckptkit searches for pickles
+# Maximum number of byte strings in one pickle in which ckptkit searches for other pickles.
+NESTED = 10_000
 DOUBTS = 20  # Maximum number of recorded doubts.
 MEMO = 1000  # Maximum number of calls with a cached verdict.
 SHOWN = 120  # Maximum number of characters of a call's arguments in a message.

@@ -41,9 +41,9 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-# `judge` knows the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain the names
-# that other versions of torch treat differently. The source is torch/_weights_only_unpickler.py of
-# torch 2.13, 2.14.1 and the development branch after 2.14.
+# `judge` contains the names that weights_only of torch 2.13 accepts. SINCE and UNTIL contain the
+# names that other versions of torch treat differently. The source is
+# torch/_weights_only_unpickler.py of torch 2.13, 2.14.1 and the development branch after 2.14.
 # Torch 2.15 also requires a state (BUILD after NEWOBJ) for objects of pybind11 classes that the
 # user added to the allowlist. The default allowlist contains no such class.
 SINCE = {("torch", "bcomplex32"): "2.15"}  # first version that accepts the name
@@ -197,7 +197,7 @@ class Finding(NamedTuple):
 def counts(result: object, strict: bool) -> bool:
     """Return True if the verdict of `result` is a finding.
 
-    If `strict`, every file that weights_only rejects is a finding.
+    If `strict` is True, every file that weights_only rejects is a finding.
     """
     return isinstance(result, FileVerdict) and result.verdict in (
         (HARMLESS, *FINDINGS) if strict else FINDINGS
@@ -230,7 +230,7 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield messages that name the classes and functions in a pickle that are not allowlisted."""
+    """Yield messages that name the pickle's classes and functions that are not allowlisted."""
     names = some(list(map(str, pickle.needs)), SHOWN)
     if names:
         only = "" if pickle.held else "; review the code of these classes"
