@@ -90,9 +90,9 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return as_bytes(_float16(single))
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
-        # Look up the code by the upper 16 bits of each number. The upper 16 bits contain 7 bits of
-        # mantissa, but an 8-bit code has at most 3. Therefore the last of the 16 bits can be set to
-        # 1 if the lower 16 bits are not 0.
+        # Use the upper 16 bits of each number to look up the code. The upper 16 bits contain 7 bits
+        # of mantissa, but an 8-bit code has at most 3. Therefore the last of the 16 bits can be set
+        # to 1 if the lower 16 bits are not 0.
         bits = single.view("<u4")
         halves = (bits >> 16).astype(np.uint16)
         halves |= (bits & 0xFFFF) != 0

@@ -52,7 +52,8 @@ class Options:
     * ``shard_size``: maximum size of a shard, in bytes or as "5GB". A larger tensor gets a separate
       shard. If None, the format selects the size.
     * ``ranks``: number of ranks in a model-parallel output.
-    * ``extras``: if a safetensors header cannot express a value, store the value in the metadata.
+    * ``extras``: if safetensors cannot express a value, store the value in ckptkit's own metadata
+      entry.
     * ``sidecars``: copy configuration and tokenizer files from the source folder to the output
       folder.
     * ``strict``: raise UsageError if a step is a no-op.

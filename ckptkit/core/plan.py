@@ -69,8 +69,8 @@ class OutputFile:
     """One output file, with its segments in order.
 
     `name` is the path of the file inside the output folder, with slashes. If the output is a single
-    file, `name` is "". If `keeps_sums` is set, the output contains the same checksum of each Range
-    as the source.
+    file, `name` is "". If `keeps_sums` is set, source and output contain the same checksum of each
+    Range.
     """
 
     name: str

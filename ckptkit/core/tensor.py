@@ -3,8 +3,9 @@
 A storage is a byte range with a device tag. A tensor is a strided view of a storage. Two tensors
 share memory if and only if they refer to the same Storage object. This module reads no data.
 
-The three classes are immutable, but only the type checker enforces this. Python takes 3x as long to
-construct a frozen dataclass, and a file may contain 100,000 storages and tensors.
+The three classes are immutable, but only the type checker enforces this. Frozen dataclasses would
+enforce this at run time, but Python would take 3x as long to construct the objects. A file may
+contain 100,000 storages and tensors.
 """
 
 from __future__ import annotations
