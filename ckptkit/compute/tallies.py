@@ -444,9 +444,10 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
 def _count(bins: Array) -> Array:
     """Return the number of occurrences of each bin, up to the last bin that occurs.
 
-    The function joins two bins to one 12-bit number and counts these numbers, because numpy needs
-    the same time for any number. Every second pair is counted in a separate table. With one table,
-    equal bins would be slow, because each increment would wait for the previous increment.
+    The function joins the numbers of two bins into one 12-bit number and counts these pairs,
+    because numpy counts a pair as fast as a single bin. Every second pair is counted in a separate
+    table. With one table, equal bins would be slow, because each increment would wait for the
+    previous increment.
     """
     import numpy as np
 

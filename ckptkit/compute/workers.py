@@ -157,8 +157,8 @@ def results(function: Callable[[int], R], count: int, processes: int) -> Results
     """Yield (n, function(n)) for all n below `count`, in any order, computed by forked processes.
 
     `processes` is the number of these processes. Results must be JSON values other than None. If a
-    call fails or its process is killed, this process repeats the call. If the call fails again,
-    raise its error.
+    call fails or its process is killed, the parent process repeats the call. If the call fails
+    again, raise the error of the call.
     """
     numbers, end = os.pipe()
     feed = FileIO(end, "wb")
