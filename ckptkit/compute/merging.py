@@ -479,14 +479,14 @@ class _MagnitudeSearch:
     def guess(self, sampled: Array, length: int) -> None:
         """Narrow the interval with a sample of rounded values.
 
-        `length` is the number of all elements. If the narrowed interval does not contain the wanted
-        magnitude, the search needs another pass.
+        `length` is the number of all elements. If the narrowed interval does not contain the
+        magnitude to find, the search needs another pass.
         """
         import numpy as np
 
         codes = self._codes(sampled)
         place = int(len(codes) * (1 - self.goal / length))
-        # `place` estimates how many codes in the sample are below the wanted code. The margin is at
+        # `place` estimates how many codes in the sample are below the code to find. The margin is at
         # least three standard deviations of this estimate.
         margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
@@ -523,7 +523,7 @@ class _MagnitudeSearch:
             self.waiting.clear()
 
     def narrow(self) -> None:
-        """Narrow the interval to the bin that contains the wanted code."""
+        """Narrow the interval to the bin that contains the code to find."""
         import numpy as np
 
         if self.is_done:
