@@ -486,8 +486,8 @@ class _MagnitudeSearch:
 
         codes = self._codes(sampled)
         place = int(len(codes) * (1 - self.goal / length))
-        # `place` estimates how many codes in the sample are below the code to find. The margin is at
-        # least three standard deviations of this estimate.
+        # `place` estimates how many codes in the sample are below the code to find. The margin is
+        # at least three standard deviations of this estimate.
         margin = max(len(codes) // 100, int(1.5 * len(codes) ** 0.5))
         ends = max(place - margin, 0), min(place + margin, len(codes) - 1)
         low, high = np.partition(codes, ends)[list(ends)].tolist()
