@@ -71,7 +71,10 @@ def typed_value(name: str, value: str) -> str:
 
 @contextmanager
 def on_command_line() -> Iterator[None]:
-    """Make messages inside the block name command-line options instead of Python arguments."""
+    """Write command-line options (`--all`) instead of Python arguments (`all=True`) in messages.
+
+    This applies to the messages of the ``with`` block.
+    """
     _typed.append(True)
     try:
         yield

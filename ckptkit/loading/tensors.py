@@ -68,7 +68,9 @@ class TorchTensors:
         self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._keep: list[Storage] = []  # keeps the ids in `_storages` unique
+        # References to the storages: Python could otherwise use their ids, the keys of `_storages`,
+        # for new objects.
+        self._keep: list[Storage] = []
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
         """Return the torch storage on the device that `map_location` selects.

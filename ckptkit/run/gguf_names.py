@@ -81,7 +81,7 @@ class Paired(NamedTuple):
             missing=found.unexpected,
             unexpected=found.missing,
             mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
-            matching=Matching(),  # both names of a pair would be names of the original
+            matching=Matching(),  # the tensors of the GGUF file already have the original's names
             advice=tuple(each for each in found.advice if "--write-map" not in each),
         )
 

@@ -308,7 +308,10 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Map names of sizes to sizes. Raises _WrongError for an invalid name or size."""
+    """Return the sizes of a recipe step: a dict from the name of an axis to its size.
+
+    Raises _WrongError for an invalid name or size.
+    """
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
     for word, size in given.items():
