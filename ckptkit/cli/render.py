@@ -201,7 +201,7 @@ def table(
     If `whole` is true, shorten no name and break no word. With --table, tabulate formats the table,
     even if the table is too wide for the terminal.
     """
-    if table_format:
+    if table_format and rows:
         from tabulate import tabulate  # the import costs 30 ms
 
         align = ["right" if head in right else "left" for head in headers]

@@ -190,7 +190,10 @@ class Line:
         each_argument = (p for p in self.command.params if isinstance(p, click.Argument))
         given: Words = []
         for each in (*(values.get(each.name or "") for each in each_argument), *extra):
-            given += [each] if isinstance(each, str) else each if isinstance(each, tuple) else []
+            if isinstance(each, str):
+                given.append(each)
+            elif isinstance(each, tuple):
+                given += each
         for each in given:
             own.remove(each)
         recipe = given[: self.name == "run"]

@@ -135,6 +135,11 @@ def test_a_table_of_nothing_is_nothing() -> None:
     assert list(render.table(("name",), [])) == []
 
 
+def test_a_table_of_nothing_for_a_document_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "table_format", "github")
+    assert list(render.table(("name", "size"), [], right=("size",))) == []
+
+
 def test_on_a_terminal_the_name_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
