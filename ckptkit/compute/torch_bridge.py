@@ -180,7 +180,7 @@ class _Part(NamedTuple):
 def to_torch_storage(
     storage: Storage, device: str | torch.device = "cpu", component: int = 1
 ) -> torch.UntypedStorage:
-    """Read the bytes of a storage directly into torch's memory on `device`.
+    """Read the bytes of a storage directly into torch's memory on `device`. Use several threads.
 
     If the storage is big-endian, reverse the bytes of each group of `component` bytes. `component`
     is ``DType.component`` of the tensors in the storage. Raise DeviceError if the device is missing
@@ -198,8 +198,7 @@ def to_torch_storage(
         message = f"cannot allocate {extent.length:,} bytes on {where}: {why}"
         raise DeviceError(message, hint=hint) from error
     if where.type != "meta":
-        for part in _parts(extent, memory.dtype, memory):
-            _fill(part)
+        _fill_all([*_parts(extent, memory.dtype, memory)])
     return memory.untyped_storage()
 
 
@@ -217,7 +216,7 @@ def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
     for tensor, target in pairs:
         extent = contiguous(tensor).locate()
         parts += _parts(extent, torch_dtype(tensor.dtype), target.detach().view(-1))
-    in_any_order(_fill, parts, lambda part: part.stop - part.start)
+    _fill_all(parts)
     for part in parts:  # tell autograd about the change
         torch.autograd.graph.increment_version(part.target)
 
@@ -230,6 +229,10 @@ def _parts(extent: Extent, dtype: torch.dtype, target: torch.Tensor) -> Iterator
     step = BATCH if isinstance(extent, Range) else extent.length
     for start in range(0, extent.length, step or 1):
         yield _Part(extent, start, min(start + step, extent.length), dtype, target)
+
+
+def _fill_all(parts: list[_Part]) -> None:
+    in_any_order(_fill, parts, lambda part: part.stop - part.start)
 
 
 def _fill(part: _Part) -> None:

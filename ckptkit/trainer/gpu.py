@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,6 +44,12 @@ def machine(fixtures: Path | None = None) -> GpuMachine:
     return GpuMachine(gpus, name, fixtures)
 
 
+def driver_version(text: str) -> str | None:
+    """Return the version of the NVIDIA driver that `text` names, the contents of DRIVER."""
+    found = re.search(r"\b\d{3,}(\.\d+)+\b", text)  # "... x86_64  580.159.04  Release Build ..."
+    return found and found[0]
+
+
 def versions(on: GpuMachine) -> Facts:
     """Return the versions of libraries and driver, and the GPUs with their UUIDs."""
     found: Facts = {
@@ -60,8 +67,8 @@ def versions(on: GpuMachine) -> Facts:
         found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # torch is built without nccl
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        with suppress(OSError, IndexError):  # not Linux
-            found["driver"] = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ")
+        with suppress(OSError):  # not Linux
+            found["driver"] = driver_version(DRIVER.read_text())
     for number in range(on.gpus):
         about = torch.cuda.get_device_properties(number)
         found["gpus"].append(

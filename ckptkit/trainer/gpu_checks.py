@@ -136,13 +136,13 @@ def accumulation(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S02 S10 DataParallel over two devices equals one device", gpus=2)
 def data_parallel(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "one.pth")
+    train(on, folder / "one.pth", devices=on.pair[:1])
     train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
     keys = ckptkit.load(folder / "two.pth", map_location="cpu")
     require(all(key.startswith("module.") for key in keys), "keys without module.")
     try:
         parallel.Replicated(Cnn(*NET).to(on.pair[1]), tuple(map(torch.device, on.pair)))(
-            torch.zeros(4, 3, 32, 32, device=on.device)
+            torch.zeros(4, 3, 32, 32, device=on.pair[0])
         )
     except RuntimeError as error:
         require("device_ids[0]" in str(error), str(error))  # the model is not on the first device
@@ -155,7 +155,7 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
 def small_models(on: GpuMachine, folder: Path) -> Facts:
     """Measure the time on one device and on two devices. This check cannot fail."""
     seconds = {}
-    for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
+    for kind, devices in (("none", on.pair[:1]), ("dp", on.pair)):
         train(on, folder / "warm.pth", parallel=kind, devices=devices)
         started = monotonic()
         train(on, folder / f"{kind}.pth", parallel=kind, devices=devices)
@@ -319,12 +319,12 @@ def recurrent(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S18 weights of one device in a model on two devices", gpus=2)
 def pretrained(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "one.pth")
+    train(on, folder / "one.pth", devices=on.pair[:1])
     devices = tuple(map(torch.device, on.pair))
-    wrapped = parallel.Replicated(Cnn(*NET).to(on.device), devices)
+    wrapped = parallel.Replicated(Cnn(*NET).to(devices[0]), devices)
     loaded = ckptkit.load_into(wrapped, folder / "one.pth")
     require(loaded.complete, "does not fit")
-    wrapped(torch.zeros(4, 3, 32, 32, device=on.device))
+    wrapped(torch.zeros(4, 3, 32, 32, device=devices[0]))
     return {"added": "module."}
 
 

@@ -38,6 +38,7 @@ from ckptkit.trainer.checking import (
 from ckptkit.trainer.config import Config
 from ckptkit.trainer.gpu_checks import CHECKS, SMALL
 from ckptkit.trainer.simulated import as_on_gpus, description, differences, simulated_cuda
+from tests.matrix import FOLDER
 from tests.trainer import slow_checks
 from tests.trainer.conftest import ROWS
 
@@ -94,6 +95,32 @@ def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
         "not possible here",
         "needs 2 GPUs, but this machine has 1",
     )
+
+
+@pytest.mark.parametrize("name", ["S02 S10", "S02 seconds", "S03", "S18"])
+def test_one_gpu_is_not_one_of_two_devices(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check for two devices simulates both: one on the GPU and one on the CPU cannot compute."""
+    monkeypatch.setattr(GpuMachine, "device", torch.device("meta"))
+    result = run_check(named(name), GpuMachine(1, "one"), tmp_path / "check")
+    assert (result.status, result.why, result.devices) == ("simulated", "", ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39", "535.54.03"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (a@b)\n"
+            "GCC version:  gcc version 15.2.0\n",
+            "580.159.04",
+        ),
+        ("", None),
+    ],
+)
+def test_the_version_of_the_driver(text: str, version: str | None) -> None:
+    assert gpu.driver_version(text) == version
 
 
 @pytest.fixture
@@ -334,6 +361,15 @@ def test_a_file_and_its_twin_are_told_apart_by_the_check(plain: Path, tmp_path: 
     with pytest.raises(Failed, match=r"bad\.pth differs from its simulation: optimizer"):
         gpu_checks.compare_with_twin(bad, plain, ["cuda:1"], 2)
     assert description(real)["rng.cuda"] == "list of 2"
+
+
+@pytest.mark.parametrize("form", ["bare", "wrapped", "full"])
+def test_what_a_gpu_wrote_is_what_is_simulated(form: str, tmp_path: Path) -> None:
+    """The GPU was an H200: tags, layouts, order of storages, generator states, arguments."""
+    config = replace(SMALL, devices=("cpu",), save_form=form, optimizer="adam")
+    loop.train(config, tmp_path / "cpu.pth", log=loop.silent)
+    real = FOLDER / f"cuda/none_{form}_cuda0.pth"
+    gpu_checks.compare_with_twin(real, tmp_path / "cpu.pth", ["cuda:0"], 1)
 
 
 def test_weights_that_differ_fail(tmp_path: Path) -> None:
