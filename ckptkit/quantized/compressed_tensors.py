@@ -20,15 +20,16 @@ DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
     ".input_global_scale", ".output_global_scale", ".input_scale_ub",
 )  # fmt: skip
-# Since this version, a code of 3, 5, 6 or 7 bits can extend over two int32 elements.
+# The first version of compressed-tensors in which a code can extend over two int32 elements. This
+# concerns codes of 3, 5, 6 and 7 bits.
 _DENSE_SINCE = (0, 18)
-_ROTATED = "its weights are rotated (transform_config), so they cannot be used alone"
+_ROTATED = "it is rotated (transform_config), so the dequantized weight would give wrong results"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
 _MX = g.MX._replace(product_dtype="bfloat16")  # compute products in bfloat16 for any target dtype
 
 
 def schemes(view: TensorView) -> list[dict[str, Any]]:
-    """Return the quantization schemes of the groups in the configuration."""
+    """Return the quantization scheme of each entry of ``config_groups`` in the configuration."""
     groups = view.quantization.get("config_groups")
     if not isinstance(groups, dict):
         return []
@@ -65,7 +66,7 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
     found = g.grid_for(weight.shape, scale.shape, _sizes(view, kind))
     if found is None or not g.is_scale(scale):
         return group.refused(
-            f"scales of {g.shown(scale.shape)} match no strategy of its configuration"
+            f"scales of shape {g.shown(scale.shape)} match no strategy in config.json"
         )
     grid, label = found
     more: dict[str, Any] = {"product_dtype": scale.dtype.name}
@@ -74,7 +75,8 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.flat(f"{word} {label}", grid, weight, scale, **more)
     if zero.shape != scale.shape or not is_byte:
         return group.refused(
-            f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the scales"
+            f"its zero points must be 8-bit integers and have the shape of the scales, but have "
+            f"dtype {zero.dtype} and shape {g.shown(zero.shape)}"
         )
     more["zero"] = g.numbers(2, zero, grid, dtype=zero.dtype.name)
     return group.flat(f"{word} {label}", grid, weight, scale, zero, **more)
@@ -105,7 +107,8 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     bits = last * 8 // (32 * blocks) if blocks else 0
     if scale.dtype.name != "uint8" or bits not in (4, 6) or last * 8 != bits * 32 * blocks:
         return group.refused(
-            f"codes of {g.shown(codes.shape)} do not fit scales of {g.shown(scale.shape)}"
+            f"codes of shape {g.shown(codes.shape)} do not fit scales of shape "
+            f"{g.shown(scale.shape)} and dtype {scale.dtype}"
         )
     group.family, group.shape = f"mxfp{bits}", (*codes.shape[:-1], 32 * blocks)
     if bits == 4:
@@ -117,7 +120,10 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
 def _integers(
     group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
 ) -> QuantizedWeight:
-    """Set the layout of packed integers. Dequantizing subtracts half of the range (8 for int4)."""
+    """Set the layout of packed integers.
+
+    To dequantize a code, ckptkit subtracts half of the range of codes (8 for int4).
+    """
     name = group.name
     shape, zero = view.integers(f"{name}_shape"), view.get(f"{name}_zero_point")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:
@@ -125,7 +131,7 @@ def _integers(
     group.shape = shape
     if f"{name}_g_idx" in view.tensors:
         return group.refused(
-            "its columns are reordered (weight_g_idx)",
+            "ckptkit does not support its reordered columns (weight_g_idx)",
             "compressed-tensors 0.17 reads it",
         )
     packing = _packing(view, shape[1], codes.shape[1])
@@ -134,7 +140,7 @@ def _integers(
     found = g.grid_for(shape, scale.shape, _sizes(view, "int"))
     if found is None or not g.is_scale(scale):
         return group.refused(
-            f"scales of {g.shown(scale.shape)} match no strategy of its configuration"
+            f"scales of shape {g.shown(scale.shape)} match no strategy in config.json"
         )
     (grid, label), bits = found, packing.bits
     inputs: tuple[Tensor, ...] = (codes, scale)
@@ -143,7 +149,8 @@ def _integers(
         stored = (-(-shape[0] * bits // 32), grid.columns if grid.height == 1 else 0)
         if packing.kind == "words" or zero.dtype.name != "int32" or zero.shape != stored:
             return group.refused(
-                f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the codes"
+                f"zero points of dtype {zero.dtype} and shape {g.shown(zero.shape)} do not fit "
+                f"codes of shape {g.shown(codes.shape)}"
             )
         inputs += (zero,)
         point = ZeroPoint(2, bits, grid, "down", offset=half)
@@ -178,7 +185,7 @@ def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
         found = {(form, bits) for form, bits in found if (form == "rows") == is_dense}
     if len(found) != 1:
         widths = sorted(map(str, known)) or "none"
-        return f"the bits of its codes are unknown: config.json lists {widths}"
+        return f"the number of bits per code is unknown: config.json lists {widths}"
     ((kind, bits),) = found
     return Packing(kind, bits, stride=4 * words)
 

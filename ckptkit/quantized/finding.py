@@ -57,7 +57,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
     blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
-    # These weights are recognized without config.json.
+    # GGUF weights are recognized without config.json.
     groups = [gguf.recognize(view, name) for name in blocks]
     groups += _groups(view, marked)
     taken = set(flatten(group.members for group in groups))
@@ -108,7 +108,7 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
 def _incomplete(
     view: TensorView, float8: list[str], taken: set[str], marked: list[str]
 ) -> Iterator[QuantizedWeight]:
-    """Find weights without a scale, and scales without a weight. Yield a group for each of these.
+    """Yield a group for each weight without a scale, and for each scale without a weight.
 
     The group contains the reason why ckptkit cannot dequantize the weight.
     """
@@ -123,7 +123,7 @@ def _incomplete(
             weight = name.removesuffix("_scale")
         if weight != name and name not in taken and weight not in view.tensors:
             group = QuantizedWeight(family, "fp8", weight, (), (name,))
-            yield group.refused("the file has its scale, but not the weight", g.ELSEWHERE)
+            yield group.refused("the file contains its scale, but not the weight", g.ELSEWHERE)
 
 
 def markdown() -> str:

@@ -46,8 +46,8 @@ def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
     height, width = size
     if scale.shape != g.blocks_of(shape, height, width):
         return group.refused(
-            f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of "
-            f"{height}x{width}"
+            f"scales of shape {g.shown(scale.shape)} do not fit a weight of shape {g.shown(shape)} "
+            f"with blocks of {height}x{width}"
         )
     grid = g.grid_of(shape, height, width)
     return group.flat(f"fp8 {height}x{width}", grid, weight, scale)
@@ -89,7 +89,9 @@ def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
     dropped = view.present(stem, DROPPED)
     group = QuantizedWeight("comfy", "fp8", name, weight.shape, (name, mark), dropped)
     if scale.numel != 1:
-        return group.refused(f"its scale has shape {g.shown(scale.shape)}, not one number")
+        return group.refused(
+            f"its scale must have one element, but has shape {g.shown(scale.shape)}"
+        )
     return group.flat("fp8 tensor", g.single_block(weight.shape), weight, scale, **g.IN_TARGET)
 
 
@@ -107,19 +109,21 @@ def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
     form = str(settings.get("format"))
     if "convrot" in form or settings.get("convrot") or form not in {*_BLOCKS, *_FLAT}:
         return group.refused(
-            f"its format is {form}, or it is rotated (convrot), so it cannot be used alone"
+            f"its format is {form}; ckptkit supports only {', '.join([*_BLOCKS, *_FLAT])}, and no "
+            f"rotation (convrot)"
         )
     if scale is None:
         return group.refused(f"{name}_scale is missing")
     if form in _BLOCKS:
         return group.in_blocks(_BLOCKS[form], weight, scale, view.get(f"{name}_scale_2", "float32"))
     if weight.dtype.name not in _FLAT[form]:
-        return group.refused(f"its codes have dtype {weight.dtype}")
+        return group.refused(f"its codes have dtype {weight.dtype}, but its format is {form}")
     is_integer = form == "int8_tensorwise"
     found = g.grid_for(weight.shape, scale.shape)
     if found is None or not g.is_scale(scale) or not (is_integer or scale.numel == 1):
         return group.refused(
-            f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(weight.shape)}"
+            f"scales of dtype {scale.dtype} and shape {g.shown(scale.shape)} do not fit a weight "
+            f"of shape {g.shown(weight.shape)}"
         )
     grid, label = found
     if is_integer:
@@ -155,8 +159,9 @@ COMFY = (
 class UnreadMethod(NamedTuple):
     """An unsupported method: the names of its tensors, and the library that reads these tensors.
 
-    ``codes`` and ``companions`` are last components of tensor names. A weight needs all companions.
-    ``dtypes`` lists the possible dtypes of the codes. The empty tuple allows any dtype.
+    ``codes`` and ``companions`` are last components of tensor names. ckptkit recognizes a weight
+    only if a tensor exists for each of these components. ``dtypes`` lists the possible dtypes of
+    the codes. If ``dtypes`` is empty, any dtype is possible.
     """
 
     name: str

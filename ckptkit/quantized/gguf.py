@@ -6,7 +6,7 @@ from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
 from ckptkit.core.tensor import contiguous_stride
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# Maps types that must not occur in files to the reason.
+# Maps each type that must not occur in files to the reason for this.
 _REFUSED = {
     "Q8_1": "llama.cpp uses it only for intermediate results",
     "Q8_K": "llama.cpp uses it only for intermediate results",
@@ -31,7 +31,9 @@ def recognize(view: TensorView, name: str) -> QuantizedWeight:
         return group.refused(f"{type}: {_REFUSED[type]}", f"{_AGAIN}; {others}")
     big_endian = storage is not None and storage.big_endian
     if big_endian and type not in FIELDS:
-        return group.refused(f"no program writes {type} in big-endian files", others)
+        return group.refused(
+            f"its layout is unknown: no converter writes {type} to big-endian files", others
+        )
     assert type in DECODERS and tensor.stride == contiguous_stride(tensor.shape)
     group.layout = GgmlDequantize(type, big_endian=big_endian)
     group.inputs = (tensor,)

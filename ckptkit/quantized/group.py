@@ -25,21 +25,21 @@ from ckptkit.core.tree import Node
 
 SMALL = 64 << 10  # maximum number of bytes of a tensor that a recognizer reads
 NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
-ELSEWHERE = "it may be in another shard: give the folder or the index"  # a hint
+ELSEWHERE = "the missing tensor may be in another shard: give the folder or the index"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
-# Arguments for methods that round scales and products to the target dtype.
+# Arguments of `Blocks` for quantization methods that round scales and products to the target dtype.
 IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
 
 
 class BlockForm(NamedTuple):
     """A format in which each block of `width` codes has a scale of one byte.
 
-    `stored` lists the possible dtypes of the stored scales. The bytes of a scale are decoded as
-    `dtype`, or as their stored dtype if `dtype` is "". `second` is the operation that combines a
-    second scale with the first, or "" if there is no second scale. See `Blocks` for the other
-    fields.
+    `stored` lists the possible dtypes of the scales in the file. ckptkit decodes scales as `dtype`.
+    If `dtype` is "", ckptkit decodes scales as the dtype in the file. `second` is the operation
+    that combines a second scale with the first scale, or "" if there is no second scale. See
+    `Blocks` for the other fields.
     """
 
     label: str
@@ -126,11 +126,12 @@ class QuantizedWeight:
         self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
         packing: Packing | None = None,
     ) -> QuantizedWeight:  # fmt: skip
-        """Set a layout with blocks along the rows. Refuse the weight if the scales do not match.
+        """Set a layout in which each row is divided into blocks.
 
-        The default packing stores codes in the order of the elements, with two 4-bit codes in a
-        byte. For the default packing, set ``shape`` to the shape of the stored codes before the
-        call.
+        Refuse the weight if the scales do not match. The default packing stores codes in the order
+        of the elements, with two 4-bit codes in a byte. For 4-bit codes in the default packing, the
+        method computes ``shape``. For other codes, ``shape`` must already be the shape of the
+        weight.
         """
         if packing is None:
             packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)
@@ -152,8 +153,9 @@ class QuantizedWeight:
         if not fits:
             where = " in tiles of 128x4" if form.tiled else ""
             return self.refused(
-                f"scales of {scale.dtype} {shown(scale.shape)} do not fit {shown(shape)} in blocks "
-                f"of {width}{where}" + (", or its second scale is missing" if form.second else "")
+                f"scales of dtype {scale.dtype} and shape {shown(scale.shape)} do not fit a weight "
+                f"of shape {shown(shape)} with blocks of {width}{where}"
+                + (", or its second scale is missing" if form.second else "")
             )
         if form.second and second is not None:
             scales.append(numbers(2, second, single_block(shape), combine=form.second))
@@ -218,7 +220,10 @@ class TensorView:
         return b"".join(stream(contiguous(tensor).locate()))
 
     def number(self, name: str) -> int | None:
-        """Return the only element of an integer tensor. Return None for any other tensor."""
+        """Return the element of an integer tensor with one element.
+
+        Return None for any other tensor.
+        """
         found = self.integers(name)
         return found[0] if len(found) == 1 else None
 
@@ -360,7 +365,7 @@ def grid_for(
     """Return the grid for scales of shape `scale`, and the name of the grid.
 
     There may be one scale for the tensor, one scale for each row, or one scale for each block.
-    `sizes` contains possible block sizes. Return None if the shape of the scales does not match.
+    `sizes` contains the possible block sizes (height, width). Return None if no grid matches.
     """
     if all(n == 1 for n in scale):
         return single_block(shape), "tensor"
@@ -383,7 +388,7 @@ def block_size(given: object) -> tuple[int, int] | None:
 
 
 def doubled(shape: Shape) -> Shape:
-    """Return the shape of a weight with 4-bit codes. Each stored element contains two codes."""
+    """Return the shape of the weight for an array of bytes with two codes in each byte."""
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 

@@ -18,8 +18,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-# If all bytes of the zero points are equal, this dict maps the byte to the number that must be
-# added to each zero point.
+# Without a configuration, ckptkit recognizes only zero points whose bytes are all equal. This dict
+# maps such a byte to the number that must be added to each stored zero point.
 _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
@@ -40,11 +40,12 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (mark, *view.present(stem, (".scales", ".qzeros", ".g_idx")))
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
     if codes.dtype.name != "int32" or zeros is None or zeros.dtype.name != "int32":
-        return group.refused("its codes or qzeros are not int32, or its qzeros are missing")
+        return group.refused("ckptkit requires int32 codes (qweight) and int32 qzeros")
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
     if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
         return group.refused(
-            f"qzeros of {g.shown(zeros.shape)} match no packing of 2, 3, 4 or 8 bits"
+            f"qzeros of shape {g.shown(zeros.shape)} do not fit scales of shape "
+            f"{g.shown(scales.shape)} with codes of 2, 3, 4 or 8 bits"
         )
     columns = words * 32 // bits
     group.label, group.shape = f"gptq int{bits}", (rows, columns)
@@ -65,7 +66,7 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
         width = (width or columns) if index.numel == columns else None
     if width is None:
         return group.refused(
-            f"its group_size is unknown, or does not give {groups} groups", g.NEEDS_CONFIG
+            f"its group_size is unknown, or does not result in {groups} groups", g.NEEDS_CONFIG
         )
     grid = ScaleGrid(1, width, rows, groups, "columns")
     inputs = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
@@ -93,11 +94,15 @@ def _packing(view: TensorView) -> str | None:
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
         name = form if form != "gptq" else "marlin"
-        return f"its checkpoint_format is {name}, a kernel layout"
+        return f"ckptkit does not support its checkpoint_format {name}, the layout of a GPU kernel"
     if str(config.get("pack_dtype") or "int32") != "int32":
-        return f"its pack_dtype is {config['pack_dtype']}"
+        return f"its pack_dtype is {config['pack_dtype']}, but ckptkit supports only int32"
     packing = str(config.get("packing_format") or _PACKING[0])
-    return None if packing in _PACKING else f"its packing_format is {packing}"
+    return (
+        None
+        if packing in _PACKING
+        else f"its packing_format is {packing}, but ckptkit supports only {_PACKING[0]}"
+    )
 
 
 GPTQ = QuantizationMethod(
@@ -132,17 +137,17 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     version = str(view.quantization.get("version") or "gemm").lower()
     if view.method == "awq" and version != "gemm":
         return group.refused(
-            f"its version is {version}, a kernel layout; ckptkit supports only gemm"
+            f"its version is {version}, the layout of a GPU kernel; ckptkit supports only gemm"
         )
     if scales.shape[1:] != (rows,):
         return None
     groups = scales.shape[0]
     if codes.dtype.name != "int32" or zeros is None or zeros.shape != (groups, words):
-        return group.refused("its qzeros are missing or do not fit the scales")
+        return group.refused("its codes or qzeros are not int32, or do not fit the scales")
     width = _group_size(view, columns, groups)
     if width is None:
         return group.refused(
-            f"its group_size is unknown, or does not give {groups} groups", g.NEEDS_CONFIG
+            f"its group_size is unknown, or does not result in {groups} groups", g.NEEDS_CONFIG
         )
     grid = ScaleGrid(1, width, rows, groups, "columns")
     layout = Blocks(
@@ -177,14 +182,16 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
     shape, dropped = view.integers(f"{stem}.shape"), view.present(stem, _SETTINGS)
     group = QuantizedWeight("hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, dropped)
     if view.number(f"{stem}.quant_scale") or view.number(f"{stem}.quant_zero"):
-        return group.refused("its scales or zero points are themselves quantized")
+        return group.refused("ckptkit does not support its quantized scales or zero points")
     bits, axis, size = (view.number(f"{stem}.{each}") for each in ("nbits", "axis", "group_size"))
     packing = view.text(f"{stem}.packing")
     if packing != _PACKED.get(bits or 0, "?") or view.number(f"{stem}.view_as_float"):
-        return group.refused(f"its packing is {packing!r} with {bits} bits")
+        return group.refused(
+            f"its packing is {packing!r} with {bits} bits, which ckptkit does not support"
+        )
     assert bits is not None
     if len(shape) != 2 or min(shape) <= 0 or axis not in (0, 1) or scale is None or zero is None:
-        return group.refused("its shape, axis, scale or zero is missing")
+        return group.refused("its shape, axis, scale or zero is missing or invalid")
     size = size or shape[1 - axis]
     groups = prod(shape) // size
     rows, columns = (groups, size) if axis else (size, groups)
@@ -192,7 +199,9 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
     fits = scale.numel == zero.numel == groups and groups * size == prod(shape)
     is_whole = codes.dtype.name == dtype and codes.numel == -(-rows // each) * columns
     if not (fits and is_whole and g.is_scale(scale) and scale.dtype == zero.dtype):
-        return group.refused(f"its scales or codes do not fit {g.shown(shape)} in groups of {size}")
+        return group.refused(
+            f"its scales or codes do not fit a weight of shape {g.shown(shape)} in groups of {size}"
+        )
     grid = ScaleGrid(1, size, groups, 1) if axis else ScaleGrid(size, 1, 1, groups)
     layout = Blocks(
         1, rows, columns,
@@ -235,11 +244,14 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
     absmax = view.get(f"{name}.absmax", "float32", "uint8")
     table = view.get(f"{name}.quant_map", "float32")
     if kind not in ("nf4", "fp4") or absmax is None or table is None or table.numel != 16:
-        return group.refused(f"its type is {kind!r}, or its absmax or quant_map is missing")
+        return group.refused(
+            f"ckptkit requires nf4 or fp4 with absmax and quant_map; its type is {kind!r}"
+        )
     room = weight.nbytes - -(-count // 2)
     if size <= 0 or not 0 <= room < weight.dtype.itemsize or absmax.numel != -(-count // size):
         return group.refused(
-            f"its codes or scales do not fit {g.shown(group.shape)} in blocks of {size}"
+            f"its codes or scales do not fit a weight of shape {g.shown(group.shape)} with blocks "
+            f"of {size}"
         )
     inputs = [weight, absmax, table]
     scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
@@ -252,7 +264,10 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
             return group.refused("its absmax is quantized, but the nested tensors are missing")
         assert type(wide) is int and type(offset) is float
         if nested.numel != -(-absmax.numel // wide) or codes.numel != 256:
-            return group.refused("its nested_absmax does not fit absmax")
+            return group.refused(
+                f"nested_absmax does not fit an absmax of {absmax.numel} elements in blocks of "
+                f"{wide}, or nested_quant_map does not have 256 elements"
+            )
         inputs += [nested, codes]
         grid = ScaleGrid(1, size * wide, 1, nested.numel)
         scales = [
@@ -280,14 +295,17 @@ def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
     if form != 0:
         return group.refused(f"its weight_format is {form}, but ckptkit supports only 0 (row)")
     if len(shape) != 2 or scale.shape != shape[:1]:
-        return group.refused(f"SCB of {g.shown(scale.shape)} does not fit {g.shown(shape)}")
+        return group.refused(
+            f"an SCB of shape {g.shown(scale.shape)} does not fit a weight of shape "
+            f"{g.shown(shape)}"
+        )
     grid = g.grid_of(shape, 1, shape[1])
     return group.flat("int8 row", grid, weight, scale, factor=_INT8_FACTOR)
 
 
 BITSANDBYTES = (
     QuantizationMethod(
-        "bnb-4bit", "bitsandbytes 4 bit (nf4, fp4), nested too", recognize4,
+        "bnb-4bit", "bitsandbytes 4 bit (nf4, fp4), also with nested scales", recognize4,
         marks=("bitsandbytes__nf4", "bitsandbytes__fp4"), oracle="bitsandbytes 0.50.2",
     ),
     QuantizationMethod(

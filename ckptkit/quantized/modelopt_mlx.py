@@ -34,14 +34,15 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     extra = view.present(stem, (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"))
     if extra:
         return group.refused(
-            f"{extra[0]} changes the input of the layer, so the weight cannot be used alone"
+            f"the layer also computes with {extra[0]}, so the dequantized weight alone would give "
+            f"wrong results"
         )
     if weight.dtype.name == "uint8":
         if second is None or scale.dtype.name != "float8_e4m3fn":
             return None
         if method not in ("modelopt", "modelopt_fp4"):
             group.label, group.shape = "nvfp4", g.doubled(shape)
-            return group.refused("the library that packed it is unknown", _NEEDS_CONFIG)
+            return group.refused("the library that packed its codes is unknown", _NEEDS_CONFIG)
         return group.in_blocks(_NVFP4, weight, scale, second)
     if method == "fbgemm_fp8":
         return _fbgemm(group, weight, scale)
@@ -57,7 +58,9 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
         )
     found = _fp8_grid(view, shape, scale.shape)
     if found is None:
-        return group.refused(f"scales of {g.shown(scale.shape)} match no known layout of ModelOpt")
+        return group.refused(
+            f"scales of shape {g.shown(scale.shape)} match no known layout of ModelOpt"
+        )
     return group.flat(f"fp8 {found[1]}", found[0], weight, scale, **g.IN_TARGET)
 
 
@@ -91,7 +94,8 @@ def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedW
     if scale.dtype.name == "float32" and len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
         return group.flat("fp8 column", g.grid_of(shape, shape[1], 1), weight, scale)
     return group.refused(
-        f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(shape)}"
+        f"scales of dtype {scale.dtype} and shape {g.shown(scale.shape)} do not fit a weight of "
+        f"shape {g.shown(shape)}"
     )
 
 
@@ -122,7 +126,8 @@ MODELOPT = (
 #
 # The first code is in the lowest bits of an element. The mode ``affine`` has a scale and a bias for
 # each group. The modes ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte and no biases.
-# Group size and bits are only in ``config.json``. Some layers may have separate values.
+# Only ``config.json`` contains the group size and the number of bits. A layer may have its own
+# group size and bits.
 
 
 _MODES = {  # maps each mode to (bits of a code, format of the blocks)
@@ -152,23 +157,27 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         size = form.width
     if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
         return group.refused(
-            "its group_size and bits are unknown: config.json contains none", g.NEEDS_CONFIG
+            "config.json contains no valid group_size and bits for this weight", g.NEEDS_CONFIG
         )
     words = weight.shape[-1]
     shape = (*weight.shape[:-1], words * 32 // bits)
     group.label, group.shape = f"mlx {mode} int{bits}", shape
     if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != words * 32:
         return group.refused(
-            f"scales of {g.shown(scales.shape)} do not fit {g.shown(shape)} in groups of {size}"
+            f"scales of shape {g.shown(scales.shape)} do not fit a weight of shape "
+            f"{g.shown(shape)} in groups of {size}"
         )
     if mode in _MODES:
         if scales.dtype.name != "uint8":
-            return group.refused(f"its mode is {mode}, but its scales have dtype {scales.dtype}")
+            return group.refused(
+                f"its mode {mode} requires uint8 scales, but its scales have dtype {scales.dtype}"
+            )
         return group.in_blocks(form, weight, scales, packing=Packing("flat", bits))
     bias = view.get(biases)
     if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
         return group.refused(
-            f"its mode {mode!r} is unsupported, or its biases are missing or do not fit the scales"
+            f"its mode is {mode!r}; ckptkit supports mxfp4, nvfp4, mxfp8, and affine with float "
+            f"scales and biases of the same shape"
         )
     grid = g.grid_of(shape, 1, size)
     layout = Blocks(

@@ -96,8 +96,9 @@ class Quantization:
     def foreign_to(self, names: Iterable[str]) -> Quantization:
         """Return the groups whose codes and scales do not exist in a model with these tensor names.
 
-        The codes and scales exist in the model if the last component of each part's name occurs in
-        the model. A part that has the name of the weight is not compared.
+        Codes and scales count as existing in the model if tensors of the model have the same last
+        components in their names, such as ``weight_scale``. A part with the name of the weight is
+        not compared.
         """
         endings = set(map(last_component, names))
         groups = (each for each in self.groups if not _holds(endings, each))

@@ -45,7 +45,8 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
     made = described(group, kind.name.rpartition(".")[2], data, inner)
     if made.layout is not None and made.shape != tensor.shape:
         return made.refused(
-            f"its parts have shape {g.shown(made.shape)}, but it declares {g.shown(tensor.shape)}"
+            f"its codes have shape {g.shown(made.shape)}, but the pickle declares the shape "
+            f"{g.shown(tensor.shape)}"
         )
     return made
 
@@ -82,7 +83,8 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     given = [*inner, *(key for key, value in data.items() if value is not None)]
     if any("pre_scale" in each for each in given):
         return group.refused(
-            "act_pre_scale changes the input of the layer, so the weight cannot be used alone"
+            "the layer also computes with act_pre_scale, so the dequantized weight alone would "
+            "give wrong results"
         )
     if kind not in _KINDS or codes is None or scale is None:
         return group.refused(f"the bytes of {kind} are packed for a GPU kernel", "torchao reads it")
@@ -102,7 +104,10 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     is_float = kind == "Float8Tensor"
     fits = codes.dtype.name in (g.FLOAT8 if is_float else ("int8",)) and g.is_scale(scale)
     if grid is None or not fits:
-        return group.refused(f"scales of {g.shown(scale.shape)} do not fit the blocks of codes")
+        return group.refused(
+            f"codes of dtype {codes.dtype} and scales of shape {g.shown(scale.shape)} do not fit "
+            f"blocks of {data.get('block_size')}"
+        )
     size = f"{grid.height}x{grid.width}"
     if is_float:
         return group.flat(f"fp8 {size}", grid, codes, scale)
@@ -113,7 +118,8 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
         return group.flat(label, grid, codes, scale, **more)
     if zero.numel != scale.numel or zero.dtype.name not in ("int8", "int16", "int32", "uint8"):
         return group.refused(
-            f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit the scales"
+            f"zero points of dtype {zero.dtype} and shape {g.shown(zero.shape)} do not fit scales "
+            f"of shape {g.shown(scale.shape)}"
         )
     point = g.numbers(2, zero, grid, dtype=zero.dtype.name)
     return group.flat(label, grid, codes, scale, zero, zero=point, **more)
@@ -147,7 +153,7 @@ _KINDS: dict[str, str | g.BlockForm] = {
 }  # fmt: skip
 _CODES = ("uint8", "float4_e2m1fn_x2", *g.FLOAT8)  # dtypes of codes in blocks
 TORCHAO = QuantizationMethod(
-    "torchao", "torchao Float8, Int8, Intx, MX, NVFP4; pickled ones too", recognize_any,
+    "torchao", "torchao Float8, Int8, Intx, MX, NVFP4, also pickled", recognize_any,
     endings=("_qdata",), subclasses=True, oracle="torchao 0.18.0",
 )  # fmt: skip
 
@@ -177,12 +183,14 @@ def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
     if is_packed:
         return _packed(group, view, stem, codes, scale)
     if len(shape) != 2 or codes.dtype.name not in ("int8", *g.FLOAT8):
-        return group.refused(f"unsupported codes: {codes.dtype} {g.shown(shape)}")
+        return group.refused(f"unsupported codes of dtype {codes.dtype} and shape {g.shown(shape)}")
     found = g.grid_for(shape, scale.shape)
     if found is None and scale.shape == (1, shape[1]):
         found = g.grid_of(shape, shape[0], 1), "column"
     if found is None:
-        return group.refused(f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)}")
+        return group.refused(
+            f"scales of shape {g.shown(scale.shape)} do not fit a weight of shape {g.shown(shape)}"
+        )
     word = "int8" if codes.dtype.name == "int8" else "fp8"
     return group.flat(f"quanto {word}", found[0], codes, scale, product_dtype=scale.dtype.name)
 
@@ -201,11 +209,13 @@ def _packed(
     if bias is None or len(bias.shape) != 1:
         return group.refused("its shape is unknown: the file contains neither the shape nor a bias")
     if shift is None or shift.shape != scale.shape or len(codes.shape) != 2:
-        return group.refused("its tensor _shift is missing or does not fit the scales")
+        return group.refused("its tensor _shift is missing or does not have the shape of _scale")
     (rows,), (stored, size), groups = bias.shape, codes.shape, scale.numel
     fits = scale.shape == (groups, 1) and rows and groups % rows == 0
     if not fits or -(-groups * bits // 8) != stored:
-        return group.refused(f"scales of {g.shown(scale.shape)} do not fit {rows} rows")
+        return group.refused(
+            f"scales of shape {g.shown(scale.shape)} do not fit {rows} rows (the size of the bias)"
+        )
     grid = ScaleGrid(1, size, groups, 1)
     numbers = g.numbers(2, shift, grid, dtype=shift.dtype.name)
     is_integer = shift.dtype.kind == "int"

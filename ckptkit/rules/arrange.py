@@ -47,7 +47,8 @@ from ckptkit.rules.notation import (
 )
 
 Axes = tuple[str, ...]
-# (name of a size, index of a label). If the size applies to all labels, the index is None.
+# A pair: the name of a size, and the index of the label to which the size applies. If the size
+# applies to all labels, the index is None.
 Symbol = tuple[str, int | None]
 Indices = Mapping[str, int]
 
@@ -99,7 +100,7 @@ class Arrangement:
     def _agree(self, word: str, count: int) -> None:
         agreed = self.known_sizes.setdefault((word, None), count)
         if agreed != count:
-            message = f"{word} has {count} labels, but {word}={agreed} is given"
+            message = f"{word} has {count} labels, but the given size is {word}={agreed}"
             raise about(self.number, RuleError(message))
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
@@ -161,7 +162,7 @@ class Arrangement:
             rank = len(member.shape)
             if rank < fixed or (rank > fixed and not open_ended):
                 shape = shape_text(self.rule.left)
-                has = f"{member.key} has {plural(rank, 'dimension')}, but {shape}"
+                has = f"{member.key} has {plural(rank, 'dimension')}, but {shape} requires"
                 message = f"{has} {'at least ' * open_ended}{fixed}"
                 raise about(self.number, MisfitError(message))
             if rank != len(members[0].shape):
@@ -202,7 +203,7 @@ class Arrangement:
                 message += f" with {given}" if given else ""
             elif axes:
                 made = self.extent(axes, indices, known)
-                message = f"{held}, but {text} with {given} is {made}"
+                message = f"{held}, but ({text}) with {given} requires {made}"
             else:
                 message = f"{held}, but the rule requires 1"
             raise about(self.number, MisfitError(f"{member.key}: {message}"))
@@ -241,7 +242,8 @@ class Arrangement:
             other = next(n for n, value in enumerate(values) if value != values[0])
             pairs = ((members[n].key, values[n]) for n in (0, other))
             found = ", ".join(f"{key}: {value}" for key, value in pairs)
-            return about(self.number, MisfitError(f"{word} differs ({found})"))
+            message = f"the size {word} differs between source tensors ({found})"
+            return about(self.number, MisfitError(message))
         variable = self.words.gathered[position]
         kind = self.words.left_kinds.get(variable)
         by: dict[str, int | None] = {}
@@ -256,13 +258,14 @@ class Arrangement:
                 "if the size differs for each label, add "
                 f"`with {word}={'|'.join('_' * len(kind))}` to the rule to infer the sizes"
             )
-        message = f"{name} differs with {variable} ({shown})"
+        message = f"the size of {name} is not the same for each {variable} ({shown})"
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
         """Find a variable that determines `values`. Prefer variables with labels.
 
-        Return its index in `words.gathered`, or None if no variable determines `values`.
+        Return the index of the variable in `words.gathered`. Return None if no variable determines
+        `values`.
         """
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
@@ -459,7 +462,7 @@ class BoundRule:
         for indices, key in held.items():
             for word, index, choice in zip(self.words.gathered, indices, choices, strict=True):
                 if index not in choice:
-                    message = f"{key}: {word}={index}, but the size {word} is {len(choice)}"
+                    message = f"{key}: {word}={index} must be less than the size {len(choice)}"
                     raise about(self.number, MisfitError(message))
         if len(held) == prod(map(len, choices)):
             return
@@ -485,7 +488,8 @@ class BoundRule:
             chosen.append(f"{word}={labels[index] if isinstance(labels, tuple) else index}")
         key = self._rendered(self.left, values, sizes)
         message = (
-            f"{target or self.rule.right} lacks {' '.join(chosen)}{f' ({key})' if key else ''}"
+            f"{target or self.rule.right} lacks the source tensor with {' '.join(chosen)}"
+            f"{f' ({key})' if key else ''}"
         )
         hint = "add the missing tensor, or correct the rule"
         return about(self.number, MisfitError(message, hint=hint))
@@ -499,7 +503,7 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # the values of variables in ( ) are unknown
+        except KeyError:  # `values` does not contain the variables in ( )
             return None
 
 
@@ -544,7 +548,7 @@ class Digits:
                 values[words[0]] = value
                 continue
             number, text = _integer(value), f"({' '.join(words)})"
-            # An unknown size is 0. The size of the first variable may be unknown.
+            # In `sizes`, 0 means that a size is unknown. The first variable needs no size.
             sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
             missing = [word for word, n in zip(words[1:], sizes[1:], strict=True) if not n]
             if missing:

@@ -194,7 +194,10 @@ class _SourceReading:
 
 
 def _heads(operation: Any, config: Any) -> str:
-    """Return the path of the number of heads in config.json, in the notation of rules."""
+    """Return the path of the number of heads, such as ``config.num_attention_heads``.
+
+    The path is written as in rules. If the configuration has no number of heads, return "1".
+    """
     key = getattr(operation, "subconfig_key", None)
     part = getattr(config, key, None) if key else None
     path = "config" if part is None else f"config.{key}"
@@ -208,7 +211,7 @@ def _heads(operation: Any, config: Any) -> str:
 # Generating rules from the layouts
 
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a component of a name that is a number
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a number between the dots of a name
 _AXES = "abcdfgijk"
 
 
@@ -256,10 +259,10 @@ def generated(layouts: Layouts) -> Generated:
 
 
 def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
-    """Yield (number of the step, conversion).
+    """Yield pairs: the index of a step, and a conversion for this step.
 
-    If a conversion splits a fused tensor and permutes only some of its parts, the permutation is a
-    second step.
+    Usually, the index is 0. If a conversion splits a fused tensor and permutes only some of its
+    parts, the permutation has the index 1.
     """
     name, given = moved.operations[-1] if moved.operations else ("", {})
     names = given.get("permute_layer_names")
@@ -274,7 +277,10 @@ def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
 
 
 def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
-    """Apply the rules and the reversed rules to the layouts. Yield a message for wrong results."""
+    """Apply the rules and the reversed rules to the layouts.
+
+    Yield a message if names or shapes of the result are wrong.
+    """
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
@@ -290,7 +296,7 @@ def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
             return
         odd = sorted(made.keys() ^ wanted.keys()) or [n for n in made if made[n] != wanted[n]]
         if ready and odd:
-            yield f"the rules would not produce {', '.join(odd[:3])}"
+            yield f"the rules produce wrong names or shapes: {', '.join(odd[:3])}"
 
 
 def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -302,7 +308,7 @@ def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
 class _Anything(dict[str, Any]):
     """A configuration in which each entry is 1.
 
-    The number of heads does not change the names and shapes.
+    This is sufficient to compute names and shapes, because the number of heads changes neither.
     """
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -344,9 +350,11 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 
 
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
-    """Return the sizes of the parts of a concatenated or split tensor, if these sizes differ.
+    """Return the sizes of the parts of a concatenated or split tensor.
 
-    If the sizes do not follow from the shapes, return "_" for each part.
+    The result maps the axis along which the tensor is concatenated or split to these sizes, such as
+    ``{"a": "64|16|16"}``. If the sizes do not follow from the shapes, return "_" for each part. If
+    all parts have the same shape, return {}.
     """
     old = [layouts.old.get(each[0], ()) for each in moved.old]
     new = [layouts.new[name] for name in moved.new]
@@ -422,7 +430,7 @@ class _Symbolic:
 
     def _permuteforrope(self, given: Mapping[str, Any]) -> None:
         if given["permute_layer_names"] and self.sources + self.targets > 2:
-            raise Unsayable("only some parts are permuted: use two steps")
+            raise Unsayable("one rule cannot permute only some parts: write two steps")
         dim = self.new[0]
         axis = dim[0]
         parts = ["h", "two", axis] if given["inverse"] else ["h", axis, "two"]
@@ -436,7 +444,7 @@ class _Symbolic:
         axis = dim[0]
         taken = set(flatten(self.old))
         if len({*parts}) < len(parts) or not taken.isdisjoint({*parts} - {axis}):
-            raise Unsayable("an axis is split twice")
+            raise Unsayable("rules cannot split an axis twice")
         for each in self.old:
             if axis in each:
                 at = each.index(axis)
@@ -451,7 +459,7 @@ def _indexed(names: Sequence[str], index: str) -> str:
     parts = [name.split(".") for name in names]
     differing = [n for n, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len(differing) != 1 or any(not each[differing[0]].isdigit() for each in parts):
-        raise Unsayable(f"names that do not differ in one number: {names[0]}, {names[1]}")
+        raise Unsayable(f"names must differ in exactly one number: {names[0]}, {names[1]}")
     first = list(parts[0])
     first[differing[0]] = index
     return ".".join(first)
@@ -465,7 +473,7 @@ def _labelled(names: list[str], word: str) -> str:
     high = _alike([name[low:][::-1] for name in names])
     labels = [name[low : len(name) - high] for name in names]
     if any(set("{}|*") & set(label) for label in labels) or len(set(labels)) < len(labels):
-        raise Unsayable(f"names without a common pattern: {', '.join(names)}")
+        raise Unsayable(f"one pattern with labels cannot match {', '.join(names)}")
     return f"{names[0][:low]}{{{word}:{'|'.join(labels)}}}{names[0][len(names[0]) - high :]}"
 
 
@@ -496,10 +504,11 @@ def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
-    """Find the numbers that the old name and the new name have in common.
+    """Find the numbers that every new name has in common with its old name.
 
-    Map the position of each of these numbers in the new name to its position in the old name.
-    Return None if other numbers in the names vary.
+    Each row of `old` and `new` contains the numbers of one name. Return a dict that maps the column
+    of each common number in `new` to its column in `old`. Return None if any other column contains
+    different numbers.
     """
     carried: dict[int, int] = {}
     for n in range(len(new[0])):
@@ -549,8 +558,9 @@ def recipe_text(layouts: Layouts, found: Generated) -> str:
         steps.append(f"  - rules:\n{rules}    keep: rest\n")
     comments = "".join(f"# cannot express: {each}\n" for each in found.left)
     return (
-        f"{comments}about: {layouts.model_type}, from its files to the layout of transformers.\n"
+        f"{comments}about: Convert the files of {layouts.model_type} to the layout of its "
+        f"transformers model.\n"
         f"source: the conversion registry of transformers {layouts.version}\n"
-        f"checked: {'names and shapes, both ways' if not found.left else ''}\n"
+        f"checked: {'names and shapes, in both directions' if not found.left else ''}\n"
         f"steps:\n{''.join(steps)}"
     )

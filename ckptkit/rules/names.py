@@ -295,7 +295,7 @@ class Pattern:
     def __init__(self, name: Name, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> None:
         self.parts: tuple[Part, ...] = tuple(_part(each, kinds, shifts) for each in name)
         first, last = self.parts[0], self.parts[-1]
-        # The literal start and end of the name without digits, for `may_match`.
+        # `may_match` compares the start and the end of the name, up to the first digit or variable.
         self._begin = re.split("[0-9]", first)[0] if isinstance(first, str) else ""
         self._end = re.split("[0-9]", last)[-1] if isinstance(last, str) else ""
 
@@ -387,7 +387,10 @@ class Pattern:
                 end = key.find(following, end + 1)
 
     def render(self, values: Mapping[str, Value], sizes: Mapping[str, int]) -> str | None:
-        """Return the name for these values. Return None if the value of a variable is label `-`."""
+        """Return the name for these values.
+
+        Return None if the value of a variable is the label `-`.
+        """
         made = []
         for part in self.parts:
             text = part if isinstance(part, str) else _text(part, values, sizes)
@@ -425,7 +428,8 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
         for word in index.words:
             value = values[word]
             assert isinstance(value, int)
-            number = number * sizes.get(word, 1) + value  # the first variable needs no size
+            # The size of the first variable has no effect, because `number` is still 0.
+            number = number * sizes.get(word, 1) + value
         return str(number + index.shift)
     value = values[index.words[0]]
     if isinstance(value, str):
@@ -481,18 +485,20 @@ def axis_words(rule: Rule) -> Words:
             raise RuleError(f"... occurs twice on the {where}")
         for word, count in Counter([*side.words, *side.axes]).items():
             if count > 1:
-                hint = "on one side, an axis occurs once: in the name or in the shape"
+                hint = "an axis may occur only once on each side: in the name or in the shape"
                 raise RuleError(f"{word} occurs twice on the {where}", hint=hint)
         for word, count in Counter(flatten({each.words for each in side.variables})).items():
             if count > 1:
-                raise RuleError(f"the name on the {where} has {word} both alone and in ( )")
+                raise RuleError(f"the name on the {where} has {word} twice: alone and in ( )")
         if sum(variable.kind == STARS for variable in side.variables) > _STARS:
-            raise RuleError(f"more than {_STARS} ** in the name on the {where}")
+            raise RuleError(f"the name on the {where} has more than {_STARS} variables with **")
     left, right = ({*side.words, *side.axes} for side, _ in sides)
     for word in (*rule.left.words, *rule.left.axes, *rule.right.words, *rule.right.axes):
         if word not in left or word not in right:
             noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
-            hint = "if only one name has {l}, the shape on the other side must have the axis l"
+            hint = (
+                "if {l} occurs in only one name, l must be an axis of the shape on the other side"
+            )
             raise RuleError(f"{noun} {word} occurs on one side only", hint=hint)
     if (REST in rule.left.shape) != (REST in rule.right.shape):
         raise RuleError("... occurs on one side only", hint="a side without [ ] means [...]")
@@ -527,7 +533,10 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
                 )
         elif one != other:
             texts = ("|".join(k) if isinstance(k, tuple) else str(k) for k in (one, other))
-            raise RuleError(f"{word} is {' on the left and '.join(texts)} on the right")
+            raise RuleError(
+                f"{word} must have the same kind on both sides, but is "
+                f"{' on the left and '.join(texts)} on the right"
+            )
         if one in (STAR, STARS) and not (word in rule.left.words and word in rule.right.words):
             raise RuleError(f"{word} matches any string, and must occur in both names")
         left[word], right[word] = one, other
@@ -559,7 +568,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
                 word in axes and variable in axes[: axes.index(word)] for axes in side.shape
             ):
                 raise RuleError(
-                    f"{word} depends on {variable}, and must follow it in one ( )",
+                    f"{word} depends on {variable}, so {word} must follow {variable} in one ( )",
                     hint=f"write ({variable} {word})",
                 )
     return found
@@ -576,7 +585,10 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
             return fitting[0]
         if fitting:
             names = " and ".join(fitting)
-            raise RuleError(f"{word} has {parts} values, but {names} each have {parts} labels")
+            raise RuleError(
+                f"cannot tell which variable selects the {parts} values of {word}: {names} each "
+                f"have {parts} labels"
+            )
     raise RuleError(
         f"{word} has {parts} values, but no variable has {parts} labels",
         hint="give one value for each label",

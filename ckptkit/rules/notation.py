@@ -251,7 +251,7 @@ _SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse one line. RuleErrors quote the part of the line that is wrong."""
+    """Parse one line. The message of a RuleError quotes the invalid part of the line."""
     check("rule_bytes", len(text), "characters of a rule")
     reader = _Reader(text)
     left = reader.side()
@@ -357,7 +357,7 @@ def _variable(text: str) -> Variable:
         shift = Shift(1 if found["sign"] == "+" else -1, number)
     kind = None if found["kind"] is None else _kind(found["kind"][1:], text)
     if kind is not None and (shift is not None or len(words) > 1):
-        raise RuleError(f"{{{text}}}: a variable with labels or * has no offset and no ( )")
+        raise RuleError(f"{{{text}}}: a variable with labels or * cannot have an offset or ( )")
     return Variable(words, shift, kind)
 
 

@@ -245,8 +245,8 @@ class Planning:
                 if name in targets:
                     numbers = [each.rule for each in (targets[name], target) if each is not None]
                     rules = " and ".join(f"rule {number}" for number in numbers)
-                    kept = "" if len(numbers) == 2 else " and by `keep`"
-                    raise CollisionError(f"{name} is written by {rules}{kept}")
+                    kept = "" if len(numbers) == 2 else " and `keep`"
+                    raise CollisionError(f"{rules}{kept} both write {name}")
                 targets[name] = target
         return RulesOutcome(targets, self.taken, tuple(dropped))
 

@@ -254,7 +254,7 @@ def pickled(folder: Path) -> Path:
 
 
 def test_a_pickled_weight_of_another_shape_than_its_parts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="its parts have shape"):
+    with pytest.raises(UnsupportedError, match="its codes have shape"):
         ckptkit.dequantize(ckptkit.open(pickled(tmp_path)), "bfloat16")
 
 

@@ -92,12 +92,12 @@ QUANTO = {
 UNFIT = {
     "awq without zero points": Refusal(AWQ, "qzeros", method("awq", group_size=32)),
     "gptq of 5 bits": Refusal(
-        {**GPTQ, f"{L}.qzeros": row("I32", [2, 3])}, "no packing", method("gptq", bits=5)
+        {**GPTQ, f"{L}.qzeros": row("I32", [2, 3])}, "2, 3, 4 or 8 bits", method("gptq", bits=5)
     ),
     "nested scales": Refusal(nested(nested_absmax=ones([3])), "nested_absmax does not fit"),
     "scales of int8": Refusal({W: I8, f"{L}.SCB": ones([4])}, "SCB of"),
     "a scale of ComfyUI": Refusal(comfy("float8_e4m3fn", FP8, ones([2])), "do not fit"),
-    "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "not one number"),
+    "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "must have one element"),
     "int8 scales of ComfyUI": Refusal(comfy("int8_tensorwise", I8, ones([3])), "do not fit"),
     "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "its codes have"),
     "nvfp4 of ComfyUI": Refusal(
@@ -132,7 +132,7 @@ UNFIT = {
     "the groups of hqq": Refusal(hqq(scale=ones([1, 4], "F16")), "in groups of"),
     "scales of mlx": Refusal(MLX, "do not fit", mlx(group_size=32, bits=4)),
     "a mode of mlx and its scales": Refusal(
-        {W: MLX[W], f"{L}.scales": ones([4, 2])}, "its mode is mxfp4", mlx(mode="mxfp4")
+        {W: MLX[W], f"{L}.scales": ones([4, 2])}, "its mode mxfp4 requires", mlx(mode="mxfp4")
     ),
     "scales of fp8 blocks for a vector": Refusal(
         {W: row("F8_E4M3", [64]), f"{W}_scale_inv": ones([2])}, "do not fit",

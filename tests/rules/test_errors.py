@@ -52,7 +52,7 @@ LINES: list[tuple[str, str]] = [
     ("a.{p:q|q} -> b.{p}", "twice"),
     ("a.{m:*} [i] -> b [m i]", "matches any string, and must occur in both names"),
     ("a.{m:*} -> b.{m:**}", "is \\* on the left and \\*\\* on the right"),
-    ("{a:**}x{b:**}y{c:**} -> {a}{b}{c}", "more than 2 \\*\\*"),
+    ("{a:**}x{b:**}y{c:**} -> {a}{b}{c}", "more than 2 variables with \\*\\*"),
     ("{a:x*y|z} -> {a}", "a label cannot contain \\*"),
     ("a.{(m)} -> b.{m}", "two or more axis names"),
     ("a.{l:x|y+1} -> b.{l", "lacks a }"),
@@ -75,13 +75,13 @@ LINES: list[tuple[str, str]] = [
     ("a -> b with h=1;", "unexpected|expected sizes"),
     ("a -> b h=1", "unexpected|expected sizes"),
     (f"a -> b with h={'9' * 30}", "digits"),
-    ("a.{l}.{(l e)} -> b.{l}.{e}", "both alone and in"),
+    ("a.{l}.{(l e)} -> b.{l}.{e}", "alone and in"),
     ("a.{(m e)} [] -> {m:*}.b [e]", "m matches any string, not a digit of a number"),
     ("a.{p:x|y}.{p:z|w} -> b.{p}", "p has different labels in one name"),
     ("a.{l+1} -> b.{l:x|y}", "only a number can have an offset"),
     ("a [... i] -> b [i]", "\\.\\.\\. occurs on one side only"),
     ("a.{l!} -> b.{l}", "{l!} is not a variable"),
-    ("a.{l+1:x|y} -> b.{l}", "a variable with labels or \\* has no offset"),
+    ("a.{l+1:x|y} -> b.{l}", "a variable with labels or \\* cannot have an offset"),
     ("a -> b with 3=4", "'3' is not a size"),
     ("a.{m:*}.{n:*} -> {m}", "index n occurs on one side only"),
 ]
@@ -94,7 +94,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["l.{e}.{m:gate|up}.w [o i] -> g [e (m o) i]"],
         {**experts(3, "gate"), **experts(2, "up")},
-        "g lacks e=2 m=up (l.2.up.w)",
+        "g lacks the source tensor with e=2 m=up (l.2.up.w)",
         None,
     ),
     (
@@ -112,13 +112,13 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["{p:q|k|v} [o i] -> qkv [(p o) i]"],
         {"q": (8, 4), "k": (2, 4), "v": (2, 4)},
-        "rule 1: o differs with p (q: 8, k: 2, v: 2)",
+        "rule 1: the size of o is not the same for each p (q: 8, k: 2, v: 2)",
         "with o=_|_|_",
     ),
     (
         ["s.{n} [o] -> s [(n o)]"],
         {"s.0": (2,), "s.1": (1,)},
-        "o differs with n (0: 2, 1: 1)",
+        "the size of o is not the same for each n (0: 2, 1: 1)",
         "labels",
     ),
     (
@@ -135,12 +135,12 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         None,
     ),
     (["a [1 i] -> b [i]"], {"a": (2, 3)}, "2 rows, but the rule requires 1", None),
-    (["a [(x y)] -> b [x y] with x=2 y=2"], {"a": (6,)}, "with x=2 y=2 is 4", None),
+    (["a [(x y)] -> b [x y] with x=2 y=2"], {"a": (6,)}, "with x=2 y=2 requires 4", None),
     (["a.{l} -> b.{l-3}"], {"a.1": ()}, "number -2", None),
     (
         ["a [x] -> b.{x} []", "c -> b.1"],
         {"a": (2,), "c": ()},
-        "b.1 is written by rule 1 and rule 2",
+        "rule 1 and rule 2 both write b.1",
         None,
     ),
     (
@@ -152,7 +152,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["e.{e} [o] -> x [e o] with e=2"],
         {f"e.{n}": (1,) for n in range(3)},
-        "e=2, but the size e is 2",
+        "e=2 must be less than the size 2",
         None,
     ),
     (
@@ -162,21 +162,21 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         None,
     ),
     (["a [(p d)] -> {p:x|y} [d] with d=1|2|3"], {"a": (3,)}, "no variable has 3 labels", None),
-    (["a [d p] -> {p:x|y} [d] with d=1|2"], {"a": (3, 2)}, "must follow it in one", None),
+    (["a [d p] -> {p:x|y} [d] with d=1|2"], {"a": (3, 2)}, "must follow p in one", None),
     (["a [p d] -> b.{p} [d] with d=1|2"], {"a": (3, 2)}, "no variable has 2 labels", None),
-    (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, but p=3", None),
+    (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, but the given size is p=3", None),
     (["{m:**}x -> {m}"], {"x": ()}, "rule 1: a target name is empty", None),
     (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: the size n is unknown", "args={'n': 32}"),
     (
         ["a.{e}.{m:x|y} [o] -> b [(e m o)]"],
         {"a.0.x": (8,), "a.0.y": (4,), "a.1.x": (4,), "a.1.y": (4,)},
-        "rule 1: o differs (a.0.x: 8, a.0.y: 4)",
+        "rule 1: the size o differs between source tensors (a.0.x: 8, a.0.y: 4)",
         None,
     ),
     (
         ["a [(p q d)] -> {p:x|y}.{q:z|w} [d] with d=1|2"],
         {"a": (6,)},
-        "d has 2 values, but p and q each have",
+        "the 2 values of d: p and q each have",
         None,
     ),
     (
@@ -191,7 +191,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         "rule 1: the size x is unknown",
         "args={'x': 32}",
     ),
-    (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 is 2", None),
+    (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 requires 2", None),
     (["a.*.w -> b.*.w"], {"a.0.w": ()}, "rule 1 matches no key; nearest: a.0.w", "{m:*}"),
     (["a -> c", "b [i] -> d [i]"], {"a": (2,), "bb": (2,)}, "rule 2 matches no key", "->?"),
     (["fc{n}.w -> a.{n}"], {"fc1.w": (), "fc1.b": ()}, "matched by no rule: fc1.b; nearest: rule 1, fc{n}.w", "keep"),
@@ -235,7 +235,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
         plan("a [(p d h)] -> {p:x|y} [d h] with d=1|2 h=d", of={"a": (3,)}),
         "rule 1: d has 2 values, but expressions need one value",
     ),
-    (plan(A_TO_B, of={"a": (), "b": ()}, keep="rest"), "b is written by rule 1 and by `keep`"),
+    (plan(A_TO_B, of={"a": (), "b": ()}, keep="rest"), "rule 1 and `keep` both write b"),
     (
         plan("a [(heads d)] -> b [heads d]", of={"a": (4,)}, args={"head": 2}),
         "no rule uses args['head']",
@@ -374,14 +374,17 @@ UNSAYABLE: list[tuple[Callable[[], object], str]] = [
     ),
     (
         unsayable(PERMUTED, HALVES, old=(("a",),), new=("q", "k")),
-        "q: only some parts are permuted",
+        "q: one rule cannot permute only some parts",
     ),
-    (unsayable(TURNED, TURNED, old=(("a",),), new=("b",)), "b: an axis is split twice"),
+    (unsayable(TURNED, TURNED, old=(("a",),), new=("b",)), "b: rules cannot split an axis twice"),
     (
         unsayable(STACKED, old=(("a.x", "a.y"),), new=("b",)),
-        "b: names that do not differ in one number: a.x, a.y",
+        "b: names must differ in exactly one number: a.x, a.y",
     ),
-    (unsayable(HALVES, old=(("a",),), new=("b", "b")), "b: names without a common pattern: b, b"),
+    (
+        unsayable(HALVES, old=(("a",),), new=("b", "b")),
+        "b: one pattern with labels cannot match b, b",
+    ),
 ]
 
 

@@ -60,5 +60,5 @@ def test_whole_elements_of_every_size_are_transposed(dtype: torch.dtype, tmp_pat
 
 def test_a_name_that_is_made_and_kept(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "in.pth")
-    with pytest.raises(CollisionError, match="b is written by rule 1 and by"):
+    with pytest.raises(CollisionError, match="rule 1 and `keep` both write b"):
         ckptkit.apply_rules(tmp_path / "in.pth", "a -> b", keep="b")

@@ -164,7 +164,7 @@ def test_thirds_of_a_fused_matrix_need_a_word() -> None:
 
 
 def test_a_kept_key_that_a_rule_writes() -> None:
-    with pytest.raises(CollisionError, match=r"norm\.weight is written by rule 1 and by"):
+    with pytest.raises(CollisionError, match=r"rule 1 and `keep` both write norm\.weight"):
         plan("a -> norm.weight", of={"a": (), "norm.weight": ()}, keep="rest")
 
 
