@@ -361,7 +361,7 @@ class StatsStatsHistogram(TypedDict):
 
 @final
 class StatsStats(TypedDict):
-    """Statistics of a tensor, of a group, or of all tensors of a kind."""
+    """Statistics of a tensor, of a group of tensors, or of all tensors with one kind of number."""
 
     name: str
     path: str | None
@@ -417,7 +417,7 @@ class VerifyFile(TypedDict):
 
 @final
 class VerifyFinding(TypedDict):
-    """A case of damage, and the damaged tensors."""
+    """Damage in one place, and the damaged tensors."""
 
     part: str | None
     what: str
