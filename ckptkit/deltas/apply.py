@@ -151,7 +151,7 @@ def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
         raise UsageError(
             f"applies to version {expected:06d}, but {base.name or 'the base'} records no version",
             where=delta.name,
-            hint=f"if it is at this version, use {option}; {_VERIFY}",
+            hint=f"if the base is at version {expected:06d}, use {option}; {_VERIFY}",
         )
     raise UsageError(
         f"applies to version {expected:06d}, but {base.name or 'the base'} is at version {at:06d}",
@@ -259,7 +259,8 @@ def _check_views(
         if node.elements_key not in apart:
             name = ".".join(map(str, path))
             raise UnsupportedError(
-                f"{shown(name)} shares memory with a changed tensor, but with other strides",
+                f"{shown(name)} shares memory with a changed tensor, but has other strides: "
+                "ckptkit cannot apply the change to both",
                 where=base.name,
                 hint="`ckptkit convert {where} {new} --format safetensors` separates them",
             )
@@ -298,7 +299,7 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
         tensors = checkpoint.required.tensors
         names = dict.fromkeys(name for each in found for name in each.changes)
         if missing := [name for name in names if name not in tensors]:
-            raise UsageError(f"has no {quoted(missing)}, but the deltas do", where=str(base))
+            raise UsageError(f"lacks tensors of the deltas: {quoted(missing)}", where=str(base))
         known = {name: _versions_of(name, tensors[name], found) for name in names}
         common = {each.version for each in found} | {found[0].base_version}
         for of_one in known.values():

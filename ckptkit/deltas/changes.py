@@ -105,8 +105,8 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Decompress zstd frames, and yield pieces of bounded size."""
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
-    # Also read frames after the first frame, so that extra bytes after the first frame are not
-    # ignored but raise an error.
+    # Also read frames after the first frame. Otherwise, the decompressor would ignore extra bytes
+    # after the first frame, which must raise an error.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
@@ -183,7 +183,10 @@ class Overwrite(Operation):
             yield as_bytes(made.reshape(-1))
             at = end
         if places is not None:
-            raise self._wrong(extent, f"changes element {places[0]:,}, but it has only {at:,}")
+            raise self._wrong(
+                extent,
+                f"changes element {places[0]:,}, but the tensor has only {at:,} elements",
+            )
 
     def _changes(
         self, extent: Derived
@@ -228,9 +231,9 @@ class VerifyChecksum(Operation):
             yield piece
         if total.hexdigest() != self.digest:
             raise CorruptError(
-                f"{shown(self.tensor)} would have the {self.algorithm} checksum "
-                f"{total.hexdigest()}, but the delta records {self.digest}: this is the wrong "
-                "base, or the delta is damaged",
+                f"with the delta, {shown(self.tensor)} has the {self.algorithm} checksum "
+                f"{total.hexdigest()}, but the delta records {self.digest}: the base is wrong, or "
+                "the delta is damaged",
                 where=self.delta,
                 hint="`delta verify` shows the version of the base",
             )

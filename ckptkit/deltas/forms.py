@@ -240,14 +240,14 @@ def _of_index(folder: Folder) -> Delta:
         tensors, sums = _file(folder.open(file))
         for name, tensor in tensors.items():
             if places.get(name) != file:
-                raise FormatError(f"{shown(name)} is in {file}, but its index does not list it")
+                raise FormatError(f"{shown(name)} is in {file}, but {INDEX} does not list it there")
             frame = _frame(name, tensor)
             changes[name] = Change(name, encoding, frame, _checksum(algorithm, sums.get(name)))
     if missing := [name for name in places if name not in changes]:
-        raise FormatError(f"{shown(missing[0])} is in none of its files")
+        raise FormatError(f"{INDEX} lists {shown(missing[0])}, but no file contains it")
     unnamed = {each for each in folder.list() if each.endswith(".safetensors")}
     if unnamed := unnamed - set(places.values()):
-        raise FormatError(f"{min(unnamed)} is not in its index")
+        raise FormatError(f"{INDEX} lists no tensor of the file {min(unnamed)}")
     version, base = (_number(metadata.get(word), word) for word in ("version", "base_version"))
     return Delta(folder.name, "slime", encoding, version, base, changes)
 

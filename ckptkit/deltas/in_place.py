@@ -36,8 +36,9 @@ def change(
     """Write the tensors of `after` into the files of `before`, atomically.
 
     All new bytes are computed and their checksums are verified before ckptkit writes the first
-    byte. `then` is the name and contents of the file that records the version of a folder. Returns
-    the edits of all files as one patch. Raises UnsupportedError if the journal would be too large.
+    byte. `then` is the name and contents of the file that records the version of a folder. Return
+    one Patch with the edits of all files, and the result of the write. Raises UnsupportedError if
+    the journal would be too large.
     """
     patches: list[Patch] = []
     room = LARGEST // _PER_BYTE
@@ -46,7 +47,8 @@ def change(
         room -= sum(len(edit.data) for edit in edits)
         if room < 0:
             raise UnsupportedError(
-                f"more than {size(LARGEST // _PER_BYTE)} would change: the journal is too large",
+                f"more than {size(LARGEST // _PER_BYTE)} change: the journal of an edit in place "
+                "would be too large",
                 where=before.name,
                 hint=typed("write to another output", "pass a path"),
             )

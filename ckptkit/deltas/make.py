@@ -47,7 +47,8 @@ _LEVEL = 1  # zstd level, as in slime
 _MOST_PLACES = 1 << 32
 _FILE = 5 * 10**9  # maximum size of an output file in bytes, unless a single frame is larger
 _AT_ONCE = 1 << 20  # number of bytes to compare at once
-_HELD = 8 << 20  # maximum number of bytes of positions, and of values, to keep in memory
+# Maximum number of bytes to keep in memory, for positions and for values separately.
+_HELD = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,9 @@ def _written(
 ) -> tuple[dict[str, _Frame], int]:
     """Compute the frames of all tensors on all cores, and publish the folder.
 
-    Return the frames and the size of the folder in bytes. The threads write frames to temporary
-    files first, because the header of a safetensors file must contain the sizes of its frames.
+    Return a dict from tensor names to frames, and the size of the folder in bytes. The threads
+    write frames to temporary files first, because the header of a safetensors file must contain the
+    sizes of its frames.
     """
     place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())

@@ -3,12 +3,11 @@
 The work consists of independent tasks. Each task contains consecutive segments, and the offset of
 the first segment in the output file. There are three ways to write a segment:
 
-- The kernel copies a long range if its offset within a file system block is equal in the input file
-  and in the output file.
-  Some file systems share the blocks and copy nothing.
-- Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
+* The kernel copies a long range if its offset within a file system block is equal in the input file
+  and in the output file. Some file systems share the blocks and copy nothing.
+* Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
   would not be faster, and the checksum is computed in the same pass.
-- Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
+* Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
   the literals between them.
 """
 
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
 WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a joined write
 PIECE = 256 << 10  # bytes per read and write, small enough for the CPU cache
 NEARBY = 4 << 10  # initial number of bytes of a read-ahead
-# Minimum number of bytes of a long range. For shorter ranges, reading ahead was measured to be
-# faster than one system call per range.
+# Minimum number of bytes of a long range. Measurements show that for shorter ranges, reading ahead
+# is faster than one system call per range.
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes per kernel copy
 BLOCK = 4 << 10  # bytes of a file system block
@@ -69,11 +68,11 @@ class WriteTask(NamedTuple):
 
     A task does one of three things:
 
-    1. write `segments` one after another
-    2. write the `block` of a large transpose
-    3. compute the `checksum` (number, length) of bytes that other tasks have written
+    * A task with `segments` writes the segments one after another.
+    * A task with a `block` writes this block of a large transpose.
+    * A task with a `checksum` (number, length) computes the CRC-32 of bytes that other tasks wrote.
 
-    While the task reads the sources `summed`, it computes their checksums. If `summed` is None, the
+    While a task reads the sources `summed`, it computes their checksums. If `summed` is None, the
     task verifies no checksums, not even those of compressed data. If `keeps_sums` is true, the task
     computes no checksums of `Range` segments, so the kernel can copy these segments.
     """
@@ -94,8 +93,8 @@ class WriteTask(NamedTuple):
     def is_copied(self, segment: Segment, place: int) -> bool:
         """Return True if the kernel should copy a segment to the offset `place` of the output.
 
-        The kernel is only fast if the offset within a file system block is equal in the source and
-        in the output. Otherwise, the kernel copies page by page, with two writes per page.
+        The kernel is fast only if the source offset and the output offset are equal modulo `BLOCK`.
+        Otherwise, the kernel copies page by page, with two writes per page.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -114,7 +113,7 @@ class TaskResult(NamedTuple):
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     """Split a task into tasks of about `size` bytes.
 
-    The tasks write placeholders without their checksums.
+    For a placeholder, a task writes the template. `execute` writes the checksums later.
     """
     from ckptkit.compute.strided_read import blocks
 
@@ -182,8 +181,10 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
 
 
 def _write_block(fd: int, block: Block, start: int) -> None:
-    """Write the `block` of a transpose. Reuse the buffer, because to allocate new pages takes as
-    long as a copy."""
+    """Write the `block` of a transpose.
+
+    Reuse the buffer, because allocating new pages takes as long as a copy.
+    """
     from ckptkit.compute.strided_read import BlockTransposer
 
     if not hasattr(_of_thread, "transposer"):

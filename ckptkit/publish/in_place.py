@@ -17,26 +17,35 @@ A process that has opened or mapped the file sees the changed bytes. Files with 
 are never edited in place.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
-byte of the file changes. The journal is removed after the last byte has changed. The content
-of a journal is:
+byte of the file changes. The journal is removed after the last byte has changed. A journal contains
+these parts:
 
-    ckptkit journal 1\n
-    {"inode", "before", "after": sizes, "breaks": [offset, length],
-     "spans": [[offset, length before, after], ...],
-     "group": [name, ...], "then": [path, text]}\n  (one line)
-    the bytes of `breaks`, then for each span the bytes before and the bytes after
-    SHA-256 of everything above
+* The first line is ``ckptkit journal 1``.
+* The second line is a JSON dict with the entries below.
+* The bytes of `breaks` follow.
+* For each span, its old bytes and its new bytes follow.
+* The last 32 bytes are the SHA-256 of all bytes before.
+
+The entries of the JSON dict are:
+
+* ``inode`` is the inode of the file.
+* ``before`` and ``after`` are the sizes of the file before and after the edit.
+* ``breaks`` is [offset, length].
+* ``spans`` is a list of [offset, length of the old bytes, length of the new bytes].
+* ``group`` is a list of file names. It is empty if only one file is edited.
+* ``then`` is [path, text], or null.
 
 If the bytes of a span are scattered, its entry in `spans` has four numbers. The second number is
-the length of a list with the positions of the bytes. This list precedes the bytes before the edit.
+the length of a list with the positions of the bytes. In the journal, this list is written before
+the bytes of the span.
 
 If several files of a folder are edited together, `group` lists all these files in each journal. All
 journals exist before the first file changes. No journal is removed before all files have changed.
 The small file `then` is written after all files have changed. If an edit was interrupted before
 this write, `recover` writes the file `then`.
 
-A journal belongs to the file with the name and inode in the journal. Each byte in a span must be
-the old byte, the new byte, or a byte of an interrupted write.
+A journal belongs to the file with the name and inode in the journal. `recover` restores a file only
+if each byte in a span is the old byte, the new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -174,7 +183,7 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
             _rewrite(fd, known.breaks, patch.edits, patch.size, (patch.seal,))
             for edit in (*patch.edits, patch.seal) if verify else ():
                 if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
-                    why = f"differs from the plan, at byte {edit.offset:,} or after"
+                    why = f"differs from the plan at byte {edit.offset:,} or a later byte"
                     raise VerifyError(why, where=patch.base.name)
         if ready and ready[0].known.then is not None:
             _write_beside(ready[0].patch.base.path, ready[0].known.then)
@@ -396,7 +405,7 @@ _BLOCK = 4096  # bytes per comparison
 _LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
 LARGEST = 512 << 20  # maximum bytes of a journal
-HEAD = len(_MAGIC) + _LINE  # maximum bytes up to the end of the JSON line
+HEAD = len(_MAGIC) + _LINE  # maximum number of bytes of the journal's first two lines
 _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 
 
@@ -479,10 +488,10 @@ class Journal(NamedTuple):
         """Return the state of a file of `size` bytes. `found` yields the bytes of the file at each
         span.
 
-        - ``before``: the edit has changed no bytes.
-        - ``after``: the edit is complete.
-        - ``between``: the edit was interrupted.
-        - ``else``: another program wrote to the file.
+        * ``before``: the edit has changed no bytes.
+        * ``after``: the edit is complete.
+        * ``between``: the edit was interrupted.
+        * ``else``: another program wrote to the file.
         """
         states = set()
         for span, now in zip(self.spans, found, strict=True):
@@ -562,7 +571,7 @@ def parse(data: bytes) -> Journal:
     )  # fmt: skip
     ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
     ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
-    # The journal must contain all old bytes.
+    # If the file shrinks, the journal must contain the bytes that are cut off.
     if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
     return known

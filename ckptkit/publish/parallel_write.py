@@ -36,7 +36,7 @@ TASK = 256 << 20  # bytes per task of an executor
 THREAD_TASK = 32 << 20  # bytes per task of a thread
 THREADS = 4  # maximum number of threads or processes
 
-Results = Generator[tuple[int, TaskResult], None, None]  # (index, result) of tasks
+Results = Generator[tuple[int, TaskResult], None, None]  # (index of a task, result of the task)
 
 
 def execute(
@@ -48,8 +48,9 @@ def execute(
 ) -> tuple[list[dict[int, int]], list[list[int]]]:
     """Write the files. The files must exist and be empty.
 
-    Return one dict for each file. The dict maps the number of each checksum to a CRC-32. Also
-    return the runs of `ReadSums`, which contain the checksums of the bytes that were read.
+    Return two lists. The first list contains one dict for each file, which maps the number of each
+    checksum to a CRC-32. The second list contains the runs of `ReadSums`: the checksums of the
+    bytes that were read.
 
     Without an executor, several threads write the files if many bytes must be computed, downloaded
     or read. If `fork` is true, forked processes can replace the threads. If a task fails, `execute`

@@ -239,7 +239,8 @@ def free(path: str) -> int:
 # Checksums of bytes that were read.
 
 
-Run = Sequence[int]  # (index of the source, offset, length, CRC-32)
+# The CRC-32 of a range that was read: (index of the source, offset, length, CRC-32).
+Run = Sequence[int]
 
 _PIECE = 64 << 20  # maximum number of bytes that one task reads again
 _ROUNDING = 1e-9  # tolerance for rounding errors

@@ -8,15 +8,14 @@ The steps are:
   also compare every byte.
 4. Set the mode of the temporary file, flush the file to disk, and rename it.
 
-If a step fails, the temporary file is removed and the destination is unchanged. The name of the
-temporary file is
+If a step fails, `publish` removes the temporary file and does not change the destination.
 
-    .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
-
-The context is a checksum of the boot id and the PID namespace, because a process id is unique only
-within one boot and one PID namespace. A later run with the same output removes a temporary file if
-the context is the same and the process no longer exists. Temporary files of other machines, other
-containers or earlier boots are only reported.
+The name of the temporary file is ``.<output>.ckptkit-<process id>-<context><random>.tmp``. The
+context and the random number have 8 hex digits each. The context is a checksum of the boot id and
+the PID namespace, because a process id is unique only within one boot and one PID namespace. A
+later run with the same output removes a temporary file if the context is the same and the process
+no longer exists. For temporary files of other machines, other containers or earlier boots, the
+later run only reports the names.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ class Published:
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
-    damaged: tuple[Range, ...] = ()  # damaged ranges, copied with their checksum
+    # Damaged ranges that were copied together with their old checksums.
+    damaged: tuple[Range, ...] = ()
 
 
 def publish(
@@ -301,7 +301,7 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
             # startswith is much faster than == on a memoryview, which compares byte by byte.
             if output.readinto(found) != len(piece) or not found.startswith(piece):
                 name = file.name or "the output"
-                raise VerifyError(f"{name} differs from the plan, at byte {at:,} or after")
+                raise VerifyError(f"{name} differs from the plan at byte {at:,} or a later byte")
             at += len(piece)
 
 
@@ -356,7 +356,7 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         raise
     try:
         os.unlink(temporary)
-    except OSError:  # the output is complete
+    except OSError:  # not an error, because the output is complete
         return [os.path.basename(temporary)]
     return []
 

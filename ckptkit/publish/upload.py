@@ -9,8 +9,8 @@ removes the written files.
 Index files (such as the metadata of a DCP folder) are finished last. The first file with tensors is
 finished just before the index files. Therefore, if a reader finds an index file, all listed files
 exist. If the process is killed before it finishes the first file with tensors, the finished files
-are not a checkpoint, and a new upload of the same output can replace these files. If a checksum
-precedes its bytes in the output, the input is read twice.
+are not a checkpoint. A new upload of the same output can then replace the finished files. If a
+checksum precedes its bytes in the output, the input is read twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def upload(plan: Plan, url: str, options: Options) -> None:
             where=name,
             hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
-    fs, path = filesystem(url)  # file system object for this thread's transaction
+    # fsspec creates one file system object for each thread, so no other thread shares its
+    # transaction.
+    fs, path = filesystem(url)
     if is_web(fs):
         hint = "write the output to a local path, then copy it"
         raise UsageError("cannot write to a web server", where=name, hint=hint)
@@ -60,8 +62,8 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the input file", where=name, hint="give another name")
-    # Finish index files last, and the first shard just before the index files. Without the first
-    # shard, the other shards are not a checkpoint.
+    # Finish index files last, and the first shard just before the index files. If the upload is
+    # interrupted earlier, the other shards are not a checkpoint.
     literal = [file for file in plan.files if _is_literal(file)]
     others = [file for file in plan.files if not _is_literal(file)]
     files = [*others[1:], *others[:1], *literal]
@@ -103,7 +105,7 @@ def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bo
         raise OutputExistsError("exists", where=name, hint="give another name")
     if not force:
         raise OutputExistsError(
-            f"contains {len(found):,} of {plural(len(names), 'file')} of an interrupted output",
+            f"contains {len(found):,} of {plural(len(names), 'file')} of an interrupted upload",
             where=name,
             hint=f"{typed('--force', 'force=True')} replaces them",
         )
@@ -197,7 +199,7 @@ class _Upload:
                         raise OutputError(why)
             self._runs += sums.runs
             check()
-            # If another thread has failed, the other thread raises the error.
+            # If another thread has failed, raise no error here, because that thread raises one.
             if not self._failed.is_set():
                 stream.close()
         except BaseException:

@@ -1,5 +1,6 @@
 """Read files and folders at URLs through fsspec.
 
-In: a URL. Out: a ByteSource or a Folder. ``files`` imports fsspec; to distinguish URLs from paths,
-use `core.text.is_url`. Uses core.
+The functions take a URL and return a ByteSource or a Folder. The module ``files`` imports fsspec.
+To check only whether a string is a URL, use `core.text.is_url`, which does not import fsspec. This
+package uses core.
 """

@@ -27,8 +27,8 @@ from ckptkit.remote.transport import (
 
 PIECE = 4 << 20  # maximum number of bytes per request
 FIRST = 64 << 10  # minimum number of bytes per request, because smaller requests are not faster
-# Two ranges with a gap of at most GAP bytes are read by one request. One request is faster than
-# two.
+# If the gap between two ranges is at most GAP bytes, one request reads both ranges. Two requests
+# would take longer.
 GAP = 64 << 10
 KEPT = 16 << 20  # maximum number of bytes in the cache
 WINDOWS = 256  # maximum number of byte ranges in the cache
@@ -102,7 +102,7 @@ class RemoteFile(ByteSource):
                 self._keep(_FetchedRange(start, data))
 
     def _kept(self, at: int, stop: int) -> bytes:
-        """Return the bytes from offset `at` to `stop`, or fewer bytes, from the cache.
+        """Return cached bytes that begin at offset `at` and end at `stop` or before.
 
         If the cache does not contain the byte at `at`, return b"".
         """
@@ -116,8 +116,8 @@ class RemoteFile(ByteSource):
     def _fetched(self, at: int, stop: int) -> bytes:
         """Download the bytes from offset `at` to `stop`, and cache them.
 
-        If the cache contains the last of these bytes, download only the bytes before. The method
-        may also download more bytes than requested.
+        If the cache contains the byte before `stop`, download only the bytes before the cached
+        range. To speed up sequential reads, the method may also download bytes after `stop`.
         """
         with self._lock:
             before = [each for each in self._windows if each.end <= at <= each.end + GAP]
@@ -187,7 +187,7 @@ class RemoteFolder(Folder):
         return sorted(self._entries())
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """Map the names of the files and folders in this folder to fsspec's information."""
+        """Map the name of each file and subfolder to fsspec's information about it."""
         if is_web(self._fs):
             raise PathError(
                 "HTTP servers do not list folders",
@@ -341,7 +341,7 @@ def look(url: str) -> RemoteEntry:
 
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
-    """Return the size and version of a folder. `marks` contains the files of the folder."""
+    """Return the size and version of a folder. `marks` maps its files to sizes and versions."""
     lines = (
         f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
     )

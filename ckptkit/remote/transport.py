@@ -1,10 +1,10 @@
 """Download byte ranges over HTTP, or from any other file system of fsspec.
 
 For HTTP, this module uses the session of fsspec directly, because it needs the status and headers
-of each response. The first response contains the size and identity of the file. Its status shows
-whether the server supports byte ranges. A HEAD request would not show whether the server supports
-ranges. Some servers also reject HEAD for signed URLs. The headers of every later response show
-whether the file has changed. If a transfer breaks, this module downloads the remaining bytes.
+of each response. The first response contains the size and identity of the file. The status of this
+response shows whether the server supports byte ranges. A HEAD request would not show this. Some
+servers also reject HEAD for signed URLs. The headers of every later response show whether the file
+has changed. If a transfer breaks, this module downloads the remaining bytes.
 
 If a network or server fails, this module raises an error with a hint. The libraries that fsspec
 uses raise errors of many classes. The messages of these errors may contain a URL with secrets. If
@@ -47,14 +47,14 @@ TRIES = 5  # maximum number of consecutive attempts without progress
 TRIES_RETRY_AFTER = 12
 # Seconds before the second attempt. The pause doubles before each later attempt.
 PAUSE = 0.25
-LONGEST = 30  # maximum number of seconds to wait for the time in the header Retry-After
+LONGEST = 30  # maximum number of seconds to wait, even if the header Retry-After asks for more
 SILENCE = 60  # number of seconds without data after which ckptkit closes a connection
 PATIENCE = 150  # number of seconds without progress after which ckptkit stops retrying
 SLOWEST = 4096  # minimum number of bytes per second, used for the timeout of a request
-# Minimum number of bytes per second for libraries that download a complete response at once
+# Minimum number of bytes per second for libraries that return a response after its last byte
 SLOWEST_STORED = 64 << 10
 
-# Fields of fsspec that differ between versions of a file
+# Keys of fsspec's file information whose values differ between versions of a file
 VERSION = (
     "ETag", "etag", "md5Hash", "checksum", "sha", "blob_id", "generation", "mtime",
     "LastModified", "last_modified", "updated", "created",
@@ -108,7 +108,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append the bytes from offset `start` to `stop`. Append fewer bytes on failure."""
+        """Append the bytes from `start` to `stop` to `into`. On failure, append fewer bytes."""
 
     @abstractmethod
     def look(self) -> Identity:
@@ -149,7 +149,7 @@ class Http(Transport):
         return self._open(bytearray(), 1)[2]
 
     def _open(self, into: bytearray, wanted: int = HEAD) -> tuple[int, int, Identity]:
-        """Append the first bytes to `into`. Return the status, size and identity of the file."""
+        """Append the first bytes of the file to `into`. Return HTTP status, size and identity."""
         failures, since = 0, time.monotonic()
         while True:
             try:
@@ -176,10 +176,10 @@ class Http(Transport):
     async def _get(
         self, start: int, stop: int, into: bytearray, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Append the bytes from offset `start` to `stop`. If the connection breaks, append fewer.
+        """Append the bytes from offset `start` to `stop` to `into`.
 
-        `known` is the identity that the first request returned. `known` is None for the first
-        request.
+        If the connection breaks, append fewer bytes. `known` is the identity that the first request
+        returned. `known` is None for the first request.
         """
         import aiohttp
 
@@ -200,7 +200,7 @@ class Http(Transport):
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
                 # The server does not support byte ranges. If the file is small, read the complete
-                # file. For an unknown size, read at most PAGE bytes.
+                # file. If its size is unknown, read at most PAGE bytes.
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
             elif known is None:
@@ -216,7 +216,7 @@ class Http(Transport):
     def _judge(
         self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Return the status, the size (-1 if unknown) and the identity of the file.
+        """Return the HTTP status, the size of the file (-1 if unknown) and its identity.
 
         Raises Status, InputError or InputChangedError if the response is not usable.
         """
@@ -241,7 +241,9 @@ class Http(Transport):
             )
         if known is not None and status == 200:
             raise InputError(
-                "the server stopped sending ranges", where=where, hint=_fetch_it(self.url)
+                "the server sends the complete file instead of the requested range",
+                where=where,
+                hint=_fetch_it(self.url),
             )
         return status, size, identity
 
@@ -300,7 +302,7 @@ def _within(seconds: float, fs: Any, name: str, *args: object, **options: object
 
 
 def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
-    """Return what fsspec's `info` currently returns for a file or folder."""
+    """Return fsspec's current information (`info`) about a file or folder."""
     with translated(url):
         fs.invalidate_cache(path)
         found: Mapping[str, Any] = _within(PATIENCE, fs, "info", path)

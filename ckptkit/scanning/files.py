@@ -20,7 +20,8 @@ from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
-Reading = Callable[[str, int], None]  # receives a path, and the number of bytes read from the file
+# Receives a path, and the number of bytes read from the file since the last call.
+Reading = Callable[[str, int], None]
 MANY = 16  # minimum number of files for which worker processes save time
 MOST = 8  # maximum number of workers that `scan_all` starts by default
 
@@ -33,7 +34,10 @@ class Failure(NamedTuple):
 
 
 class Watched(ByteSource):
-    """A source that reports how many bytes were read. The total never exceeds the source's size."""
+    """A source that reports how many bytes were read.
+
+    The reported total is at most the source's size.
+    """
 
     def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
         self._source, self._report, self._left = source, report, source.size

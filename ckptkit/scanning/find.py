@@ -39,7 +39,8 @@ from ckptkit.scanning.trace import trace
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _STEP = 1 << 20
-_POINTER = b"version https://git-lfs"  # a Git LFS pointer; "v" is not an opcode
+# A Git LFS pointer cannot be a pickle, because "v" is not an opcode.
+_POINTER = b"version https://git-lfs"
 _TWO_FILES = "begins like one file and ends like a zip archive: programs may read either file"
 
 
@@ -88,13 +89,16 @@ class _Search:
         check("scan_parts", self.parts, "parts of a file")
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield traces and remarks for all content that some reader would find in a source.
+        """Yield traces and remarks for all content of a source that at least one reader can find.
 
-        If `sure` is False, the source is a byte string that may look like a file by chance.
+        If `sure` is False, the source is a byte string that perhaps only looks like a file.
         """
         self._count()
         if depth > LIMITS.scan_depth:
-            reason = f"contains files nested more than {LIMITS.scan_depth} deep: not searched"
+            reason = (
+                f"contains files nested more than {LIMITS.scan_depth} deep: ckptkit does not "
+                "search them"
+            )
             yield Remark(where, reason)
             return
         probe = Probe(source)
@@ -103,7 +107,7 @@ class _Search:
             yield Remark(where, refusal)
         if found is not None:
             yield from self._all(found, where, depth, sure)
-        # Search for content that no format recognizes, or that only other programs would find.
+        # Search for content that no format recognizes, or that only other programs find.
         head, claimed = probe.head, found is not None
         is_zip = head.startswith(MAGIC)
         two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
@@ -190,7 +194,7 @@ class _Search:
         self, stream: PickleStream, where: str, depth: int, maybe: bool = False,
         alone: bool = False,
     ) -> Iterator[Seen]:  # fmt: skip
-        """Yield the pickles of a stream, also pickles that no reader would load.
+        """Yield the pickles of a stream, including pickles that no reader loads.
 
         If `maybe` is set, skip bytes that begin like a pickle but probably are no pickle. If
         `alone` is set, the stream is a complete file, and torch.load may read it as a legacy file.
@@ -302,8 +306,8 @@ def _convinces(found: Trace) -> bool:
     """Return True if bytes that begin like a pickle are probably a pickle.
 
     Return True if the bytes call a function whose name is a valid identifier. Return True also for
-    a complete pickle with valid names. Random bytes contain a call every few thousand bytes, but
-    its name is rarely valid.
+    a complete pickle with valid names. Random bytes contain a call opcode about once in a few
+    thousand bytes, but the name of the called function is rarely valid.
 
     If ckptkit stops at a byte where CPython might continue, return True, because the remaining
     bytes could run code.
@@ -336,7 +340,7 @@ def joined(outer: str, inner: str) -> str:
     return f"{outer} > {inner}" if outer and inner else outer or inner
 
 
-# Members of archives, also damaged members that only lenient readers find
+# Members of archives, including damaged members that only lenient readers find
 
 
 def tar_members(source: ByteSource) -> Iterator[Found]:
@@ -375,7 +379,7 @@ _Member = tuple[str, int, int, int | None]
 
 
 def zip_members(source: ByteSource) -> Iterator[Found]:
-    """Yield every zip member that some reader would find in a file.
+    """Yield every zip member that at least one zip reader can find in a file.
 
     This function finds two kinds of members:
 

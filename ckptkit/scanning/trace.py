@@ -2,8 +2,9 @@
 
 `Machine` reads the opcodes of a pickle and calls a builder (`ckptkit.pickles.machine.Builder`) for
 each value. `Tracer` is a builder that constructs no objects. `Tracer` records every lookup, call
-and change that CPython would execute, also if a later opcode fails. If two unpicklers would treat
-an opcode differently, `Tracer` records a doubt.
+and change that CPython executes when it loads the pickle. If an opcode fails, `Tracer` has recorded
+all of these before this opcode. If unpicklers treat an opcode differently, `Tracer` records a
+doubt.
 
 The stack of a traced pickle contains these values:
 
@@ -35,7 +36,8 @@ SHOWN = 120  # Maximum number of characters of a call's arguments in a message.
 SHOWN_ITEMS = 8  # maximum number of items of a container in a message
 SHOWN_LEVELS = 4  # maximum number of nesting levels in a message
 MOST_VISITED = 5_000_000  # maximum number of values inside containers that a trace visits
-# torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
+# Opcodes that weights_only=True accepts. Source: `Unpickler.load` in
+# torch/_weights_only_unpickler.py of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
     "BINPUT", "BINUNICODE", "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE",
@@ -57,8 +59,8 @@ class Sign:
     `made` is the class or function that returned the value. For a literal, `made` is None. `items`
     are the items of a container. For a dict, keys and values alternate. `data` is a large byte
     string. `type` is the element type of a numpy.dtype. `built` is True after the state of the
-    object was set. Later changes of the object are suspicious, and so is any change of a dict that
-    is `fixed`.
+    object was set. From then on, any change of the object is suspicious. If `fixed` is True, any
+    change of the dict is suspicious.
     """
 
     sort: int
@@ -198,7 +200,7 @@ class Tracer:
         if isinstance(module, str) and isinstance(name, str):
             return self._named(Global(module, name))
         if not isinstance(module, Sign) and not isinstance(name, Sign):
-            raise FormatError("names a global by something other than strings")
+            raise FormatError("names a global with values that are not strings")
         self.doubt("computes the name of a global")
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
@@ -212,7 +214,7 @@ class Tracer:
         return known
 
     def pushed(self, value: Any) -> None:
-        """Count each Global that is pushed on the stack, also inside tuples."""
+        """Count each Global that is pushed on the stack, including those inside tuples."""
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -285,7 +287,7 @@ class Tracer:
         if judged.kind != judge.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a computed value")
         if judged.kind == judge.LOADS and not self._loads(args[0]):
-            self.doubt("loads a file whose bytes are computed")
+            self.doubt("loads a file from bytes that another call returns")
         result = self._result(made, args, judged)
         if isinstance(result, Sign):
             if judge.is_unfinished(result.made):
@@ -406,7 +408,8 @@ class Tracer:
                 self.note(f"{_described(target.made)} (changed)", judged.kind, value)
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
-                for part in value:  # forbid later changes of the dict with the dtype's fields
+                # Mark later changes of the dict with the dtype's fields as suspicious.
+                for part in value:
                     if isinstance(part, Sign) and part.sort == judge.DICT:
                         part.fixed = True
         if step != "build" and target.items is not None:

@@ -1,4 +1,4 @@
-"""Verdicts: what would happen if a program loaded a file.
+"""Determine verdicts: what would happen if a program loaded a file.
 
 A verdict depends on the names and calls in the pickles of the file. The functions of this module
 read no file and run no code.
@@ -9,9 +9,9 @@ A pickle gets one of these verdicts, from harmless to harmful:
 * ``harmless``: every call and name is allowlisted, but weights_only rejects the file.
 * ``needs these classes``: the pickle contains objects of classes that are not allowlisted. Nobody
   reviewed the code of these classes. Every other call and name is allowlisted.
-* ``cannot tell``: the pickle is malformed, or unpicklers may interpret the pickle differently, or
-  the pickle computes a name, or ckptkit cannot verify a call. The pickle also gets this verdict if
-  it contains a function that is not allowlisted, even if no opcode calls this function.
+* ``cannot tell``: ckptkit cannot determine what the pickle does. For example, the pickle is
+  malformed, computes a name, or makes a call that ckptkit cannot verify. A function that is not
+  allowlisted also gives this verdict, even if no opcode calls the function.
 * ``would run code``: a program that loads the pickle calls a function that is not allowlisted, with
   arguments from the file.
 
@@ -57,8 +57,8 @@ class PickleVerdict:
     """The verdict on one pickle.
 
     * ``needs`` are classes of objects in the pickle. These classes are not allowlisted.
-    * ``held`` are classes and functions that the pickle stores as values. Only names outside of
-      Python, torch and the allowlist are in ``held``.
+    * ``held`` are classes and functions that the pickle stores as values. ``held`` does not contain
+      names of Python or torch, or allowlisted names.
     * ``runs`` are calls of functions that are not allowlisted.
     * ``reasons`` explain why the verdict is uncertain.
     * ``refused`` is the reason why weights_only rejects the pickle, or None if weights_only accepts
@@ -109,7 +109,10 @@ class Trusted:
 def judge_file(
     path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
 ) -> FileVerdict:
-    """Return the verdict on a file. `seen` are its pickles, programs and unreadable parts."""
+    """Return the verdict on a file.
+
+    `seen` contains the file's pickles, programs and unreadable parts.
+    """
     pickles: list[PickleVerdict] = []
     remarks: list[Remark] = []
     programs: list[Program] = []
@@ -167,12 +170,12 @@ def _refused_name(names: Iterable[Global]) -> str | None:
 def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
     trace = found.trace
     if trace.error is not None:
-        yield f"an unpickler would stop: {trace.error}"
+        yield f"unpickling fails: {trace.error}"
     yield from trace.doubts
     for name in trace.values:
         reason = judge.out_of_place(name)
         if reason is not None and not judge.is_own(name):
-            yield f"contains {name}, which {reason}; code that receives it may call it"
+            yield f"contains {name}, which {reason}; code that receives this value may call it"
     for call in trace.calls:
         if call.kind == judge.UNSURE and not _is_trusted(call.name, trusted):
             yield (
@@ -237,7 +240,7 @@ def needed(pickle: PickleVerdict) -> Iterator[str]:
         yield f"needs {names}{only}"
     if pickle.held:
         held = some(list(map(str, pickle.held)), SHOWN)
-        yield f"contains {held}, which code that receives it may call"
+        yield f"contains {held}; code that receives these values may call them"
 
 
 def differences(names: Iterable[Global]) -> Iterator[str]:

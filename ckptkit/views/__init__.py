@@ -2,5 +2,5 @@
 
 The input is a checkpoint, or a result of `ckptkit.analysis`. The output is an HTML page, an SVG,
 PNG or PDF file, or a program in the terminal.
-Uses core, compute, quantized, formats, analysis and diagnosis.
+This package uses core, compute, quantized, formats, analysis and diagnosis.
 """

@@ -66,7 +66,8 @@ class TreeContents:
         found = []
         for share in self.shares:
             facts = columns.brief(share.row)
-            del facts[columns.SIZE.name]  # a search for "b" would match the unit of the size
+            # Do not search the sizes. A search for "b" would match the unit of each size.
+            del facts[columns.SIZE.name]
             text = " ".join([share.place, *facts.values()]).lower()
             if all(word in text for word in searched):
                 found.append(share)
@@ -98,8 +99,8 @@ def escaped(name: str) -> str:
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
     """Return one branch for each child of `branch`, sorted.
 
-    If a child is not a tensor and has only one child, return the first branch below the child that
-    is a tensor or has several children.
+    If a child is not a tensor and has only one child, return a branch below it instead: the first
+    branch that is a tensor or has several children.
     """
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
@@ -347,7 +348,7 @@ def listed(found: Table) -> Text:
     return made
 
 
-OPENED = 200  # maximum number of search results for which the whole tree is expanded
+OPENED = 200  # maximum number of search results for which the browser expands the whole tree
 AT_ONCE = 500  # maximum number of children that are added to a node at once
 
 

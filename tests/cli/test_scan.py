@@ -78,7 +78,7 @@ def test_other_classes_are_a_finding_unless_all_are_trusted(
     held.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81" + state)))
     result = ckptkit("scan", held, "--trust", "mine.nets")
     assert result.exit_code == 1
-    assert "contains theirs.run, which code that receives it may call" in result.stdout
+    assert "contains theirs.run; code that receives these values may call them" in result.stdout
     done = ckptkit("scan", held, "--trust", "mine.nets", "--trust", "theirs.run")
     assert done.exit_code == 0
 

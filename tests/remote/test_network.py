@@ -198,7 +198,7 @@ def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.Monke
         ),
         (Reply(content_range=f"bytes 0-8/{SIZE}"), InputError, "does not send the requested range"),
         (Reply(content_range="words 1-2/3"), InputError, "does not send the requested range"),
-        (Reply(ranges=False), InputError, "stopped sending ranges"),
+        (Reply(ranges=False), InputError, "the complete file instead of the requested range"),
         (Reply(ranges=False, etag='"two"'), InputChangedError, "changed"),
         (Reply(status=404), InputChangedError, "was removed"),
         (Reply(status=412), InputChangedError, "changed"),

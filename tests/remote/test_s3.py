@@ -420,7 +420,7 @@ class TestFolders:
             left.append(len(store.find(url)))
             states.append(said(url, ck))
             if 0 < left[-1] < files:
-                with pytest.raises(OutputExistsError, match="of an interrupted output"):
+                with pytest.raises(OutputExistsError, match="of an interrupted upload"):
                     ckptkit.save(ck, url, format=format, options=options)
                 ckptkit.save(ck, url, format=format, options=options, force=True)
                 assert said(url, ck) == "whole"
@@ -469,7 +469,7 @@ class TestFolders:
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
         store.rm(f"{BUCKET}/out/notes")
         with pytest.raises(
-            OutputExistsError, match="contains 3 of 4 files of an interrupted output"
+            OutputExistsError, match="contains 3 of 4 files of an interrupted upload"
         ) as caught:
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
         assert caught.value.hint == "force=True replaces them"

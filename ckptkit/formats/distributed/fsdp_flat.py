@@ -142,7 +142,7 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
             shapes[name] = piece.shape
             first = first or piece
     if first is None:
-        raise UnknownError("no shard of the model gives names and shapes")
+        raise UnknownError("the files of the model contain no DTensors or ShardedTensors")
     groups: dict[tuple[int, ...], list[int]] = {}
     if isinstance(first, ShardPiece):
         for each in model:
@@ -153,7 +153,7 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
         return shapes, list(groups.values())
     replicated = [each.kind == REPLICATE for each in first.placements]
     if replicated.count(False) != 1:
-        raise UnknownError("its mesh shards flat parameters in several dimensions")
+        raise UnknownError("its flat parameters are sharded along several mesh dimensions")
     for rank in first.mesh.ranks:
         at = first.mesh.coordinates(rank)
         apart = tuple(i for i, is_replica in zip(at, replicated, strict=True) if is_replica)
@@ -194,8 +194,8 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
     if len(found) != 1:
         why = "no division" if not found else "more than one division"
         raise UnknownError(
-            f"{why} of the model's {len(shapes):,} parameters matches the sizes of the {count:,} "
-            "flat parameters in its state"
+            f"{why} of the model's {len(shapes):,} parameters into FSDP units matches the sizes of "
+            f"the {count:,} flat parameters in its state"
         )
     return found[0]
 
@@ -250,7 +250,7 @@ def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
         if not isinstance(numbers, list) or not all(
             type(n) is int and 0 <= n < len(units) for n in numbers
         ):
-            raise UnknownError("its groups refer to missing parameters")
+            raise UnknownError("its param_groups contain numbers of missing parameters")
         named = set(flatten(units[number] for number in numbers))
         made.append({**group, _PARAMS: [name for name in shapes if name in named]})
     return made
@@ -344,7 +344,8 @@ def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
         modules.append([Fields(each, f"{name}: {PARAMETERS}") for each in listed])
         if len(listed) < len(modules[0]):
             raise FormatError(
-                f"lists {len(listed):,} modules, but another shard lists more", where=name
+                f"lists {len(listed):,} modules, but the first shard lists {len(modules[0]):,}",
+                where=name,
             )
     made: dict[str, Node] = {}
     flat: set[str] = set()
@@ -374,7 +375,7 @@ def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
         if key in flat or key in made or as_tensor(node) is None:
             continue
         if _FLAT.fullmatch(key):
-            raise FormatError(f"does not record the contents of {key!r}", where=shards[0][0])
+            raise FormatError(f"does not list the parameters inside {key!r}", where=shards[0][0])
         made[key] = node
     return made
 

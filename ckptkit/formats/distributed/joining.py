@@ -87,7 +87,7 @@ class Copies:
             raise CorruptError(
                 f"{copy.name[:SHOWN]!r} should be equal in {copy.files[0]} and {copy.files[1]}, "
                 f"but {how}",
-                hint="the files are of two saves, or the ranks diverged; "
+                hint="the files are of different saves, or the ranks diverged; "
                 f"{typed_value('copies', 'first')} uses the first replica of each tensor",
             )
 
@@ -225,7 +225,7 @@ class Joiner:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 one, two = (f"{each.dtype} {each.shape}" for each in (first, other))
                 raise CorruptError(
-                    f"{name[:SHOWN]!r} is {one} in {file}, {two} in {place}",
+                    f"{name[:SHOWN]!r} is {one} in {file}, but {two} in {place}",
                     hint="the files are of different saves",
                 )
             self.copies.add(Replica(name, first, other, (file, place)))
@@ -335,7 +335,7 @@ class Merger:
                 where = (self.ranks[0].file, ranked.file)
                 has, lacks = where if odd[0] in first else where[::-1]
                 raise CorruptError(
-                    f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED
+                    f"{_name((*path, odd[0]))} is in {has}, but not in {lacks}", hint=_MIXED
                 )
         made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in first}
         return OrderedMapping(made, first.state) if isinstance(first, OrderedMapping) else made
@@ -353,7 +353,7 @@ class Merger:
 
     def _differ(self, path: Path, ranked: Ranked, first: str, other: str) -> CorruptError:
         return CorruptError(
-            f"{_name(path)} is {first} in {self.ranks[0].file} and {other} in {ranked.file}",
+            f"{_name(path)} is {first} in {self.ranks[0].file}, but {other} in {ranked.file}",
             hint=_MIXED,
         )
 

@@ -197,7 +197,8 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
     expected = dim // heads * groups
     if key.shape[0] > expected and key.shape[0] % expected == 0:
         raise UnsupportedError(
-            f"its shards repeat its {groups} key heads {key.shape[0] // expected} times (MP16)",
+            f"its shards contain each of the {groups} key heads {key.shape[0] // expected} times "
+            "(MP16), which ckptkit cannot merge",
             hint="use the release with fewer shards (MP8)",
         )
     if key.shape[0] != expected:

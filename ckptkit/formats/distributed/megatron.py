@@ -149,8 +149,8 @@ class Arguments:
         rows_of_head = self.number("kv_channels") or (hidden // heads if hidden and heads else None)
         if rows_of_head is None:
             raise UnsupportedError(
-                f"has checkpoint_version {self.version:g}, and its arguments do not contain the "
-                "width of a head"
+                f"has checkpoint_version {self.version:g}, but its arguments do not contain the "
+                "width of a head, which ckptkit needs to merge query, key and value"
             )
         part = "h d t" if self.version >= 1 else "t h d"
         return f"[({part}) ...] -> [(tp h t d) ...] with t=3 d={rows_of_head}"
@@ -170,8 +170,8 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
     apart = arguments.number("expert_tensor_parallel_size")
     if experts and apart and apart != arguments.sizes[TP]:
         raise UnsupportedError(
-            f"its experts are split over {apart} ranks, but other tensors over "
-            f"{arguments.sizes[TP]}",
+            f"its experts are split over {apart} ranks, but its other tensors over "
+            f"{arguments.sizes[TP]}; ckptkit cannot merge such a checkpoint",
             hint="save it with expert_tensor_parallel_size equal to tensor_model_parallel_size",
         )
     layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
@@ -209,13 +209,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
     for name, root in roots.items():
         if arguments_of(root).sizes != sizes:
             raise CorruptError(
-                f"{name} has the parallel sizes {arguments_of(root).sizes}, {names[0]} has {sizes}",
+                f"{name} has the parallel sizes {arguments_of(root).sizes}, but {names[0]} has "
+                f"{sizes}",
                 hint="the files are from two runs: move the files of one run to another folder",
             )
         for key in ("iteration", "checkpoint_version"):
             if repr(root.get(key)) != repr(first.get(key)):
                 raise CorruptError(
-                    f"{key} is {_text(root.get(key))} in {name}, {_text(first.get(key))} in "
+                    f"{key} is {_text(root.get(key))} in {name}, but {_text(first.get(key))} in "
                     f"{names[0]}",
                     hint="the files are from two saves",
                 )
@@ -229,7 +230,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     padded = arguments.number("padded_vocab_size")
     if words is not None and padded and words.shape[0] != padded:
         raise CorruptError(
-            f"its embedding has {words.shape[0]:,} rows, but its arguments have {padded:,}"
+            f"its embedding has {words.shape[0]:,} rows, but padded_vocab_size is {padded:,}"
         )
     left = [key for key in _OF_PROCESS if key in first]
     left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
@@ -266,7 +267,8 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
     if len(numbers) != len(axes):
         sizes_text = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
         raise CorruptError(
-            f"{name} is not the name of a rank of {sizes_text}", hint="the folder was renamed"
+            f"{name} is not the name of a rank of {sizes_text}",
+            hint="the folder was renamed: restore its original name",
         )
     at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
     return [

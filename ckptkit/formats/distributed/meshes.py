@@ -3,8 +3,10 @@
 To create an object of either class, a pickle calls ``_rebuild_wrapper_subclass`` with the dtype and
 shape of the complete tensor. The states of the objects are:
 
-* DTensor: {"_local_tensor": tensor, "_spec": DTensorSpec(mesh, placements, shard_order...)}.
-* ShardedTensor: (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag).
+* The state of a DTensor is a dict. ``_local_tensor`` is the local tensor. ``_spec`` is a
+  DTensorSpec with the attributes mesh, placements and shard_order.
+* The state of a ShardedTensor is a tuple of five values: local shards, ShardedTensorMetadata,
+  ProcessGroupState, spec and a flag.
 
 Until torch 2.9, a mesh contains a tensor of ranks. Since torch 2.10, a mesh contains a list of
 ranks and a layout with sizes and strides. A pickle stores the attributes of an object as a dict, or
@@ -425,7 +427,7 @@ def _placement(node: Node, rank: int) -> Placement:
     dim = state["dim"] if "dim" in state else node.args[0]
     factor = state.get("split_factor", 1)
     if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
-        raise FormatError("contains a tensor that is sharded along a missing dimension")
+        raise FormatError("contains a tensor that is sharded along a nonexistent dimension")
     return Placement(kind, dim % rank, factor)
 
 
@@ -460,7 +462,7 @@ def _integers(tensor: Node) -> tuple[int, ...]:
     order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
     place = tensor.storage.record.locate()
     if not isinstance(place, Range):
-        raise UnsupportedError("contains a mesh that is compressed")
+        raise UnsupportedError("contains a device mesh whose ranks are compressed")
     data = place.part(tensor.offset * size, tensor.nbytes).read()
     borders = pairwise(range(0, len(data) + 1, size))
     return tuple(int.from_bytes(data[at:end], order, signed=True) for at, end in borders)
@@ -472,7 +474,9 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     listed = tuple(map(_listed, described["shards_metadata"]))
     size = _sizes(described["size"])
     if size != whole.shape:
-        raise FormatError(f"contains a ShardedTensor of {whole.shape} whose metadata lists {size}")
+        raise FormatError(
+            f"contains a ShardedTensor of shape {whole.shape} whose metadata has shape {size}"
+        )
     shards = []
     for each in local:
         held = attributes(each)

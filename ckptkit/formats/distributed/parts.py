@@ -168,7 +168,7 @@ def extent(piece: Piece, rank: int | None = None) -> str:
     if not boxes:
         return "no rows"
     if len(boxes) > 1:
-        return f"{len(boxes):,} runs of rows"
+        return f"{len(boxes):,} blocks"
     spans = []
     for dim, (at, n, whole) in enumerate(
         zip(boxes[0].offsets, boxes[0].sizes, piece.shape, strict=True)

@@ -251,9 +251,9 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
 def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
     values = given if isinstance(given, (tuple, list)) else ()
     if not values or not all(isinstance(row, (tuple, list)) for row in values):
-        raise FormatError(f"its {INFO} has widths that are not lists")
+        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not lists of lists")
     if not all(type(n) is int and n >= 0 for n in flatten(values)):
-        raise FormatError(f"its {INFO} has widths that are not counts")
+        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not non-negative integers")
     return tuple(map(tuple, values))
 
 

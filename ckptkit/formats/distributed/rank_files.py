@@ -147,7 +147,8 @@ class _Reading:
             ranks = {piece.rank for piece in _pieces(root, self.known)} - {None}
             if len(ranks) > 1:
                 raise CorruptError(
-                    f"contains shards of several ranks: {sorted(map(str, ranks))}", where=name
+                    f"contains shards of several ranks, not of one: {sorted(map(str, ranks))}",
+                    where=name,
                 )
             rank = number if not ranks else int(str(ranks.pop()))
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
@@ -170,7 +171,8 @@ class _Reading:
         except CorruptError as error:
             raise _missing(missing, names, world) from error
         self.warnings.append(
-            f"{some(names)} missing: their shards are replicated in the files of other ranks"
+            f"ckptkit did not need these missing files, because other files contain replicas of "
+            f"their shards: {some(names)}"
         )
         return root
 
@@ -184,7 +186,8 @@ class _Reading:
             return {OPTIMIZER: self._merged(kind.group, ranked, world)}
         if {each.rank for each in ranked} != {each.rank for each in model}:
             raise CorruptError(
-                f"{some(list(kind.group.files.values()))} are not from the ranks of the model"
+                f"the ranks of the optimizer files {some(list(kind.group.files.values()))} differ "
+                "from the ranks of the model files"
             )
         try:
             return {OPTIMIZER: fsdp_flat.merged(ranked, model, self.joiner)}

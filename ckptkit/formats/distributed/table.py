@@ -294,7 +294,7 @@ def merge(
         if lacking is not None:
             raise CorruptError(
                 f"{name[:80]!r} is in {next(iter(by_rank.values()))[0][1]}, but rank {lacking} of "
-                f"{count} has no shard of it",
+                f"{count} has no shard of this tensor",
                 hint="the files are of different saves",
             )
     dropped: dict[str, list[str]] = {}
@@ -341,12 +341,13 @@ def _renumbered(
         numbers = {int(found[1]) for name in entries if (found := offset.pattern.search(name))}
         if numbers != set(range(len(numbers))):
             raise CorruptError(
-                f"its {offset.what} in {part.file} are not numbered from 0: {sorted(numbers)[:8]}"
+                f"the {offset.what} in {part.file} are not numbered 0, 1, 2 and so on: "
+                f"{sorted(numbers)[:8]}"
             )
         if counts.setdefault(point, len(numbers)) != len(numbers):
             raise CorruptError(
-                f"{part.file} has {len(numbers):,} {offset.what}, another file of the same stage "
-                f"has {counts[point]:,}"
+                f"{part.file} has {len(numbers):,} {offset.what}, but another file of the same "
+                f"stage has {counts[point]:,}"
             )
     starts, total = {}, 0
     for point in product(*(range(axes.get(axis, 1)) for axis in offset.by)):
@@ -354,7 +355,7 @@ def _renumbered(
         total += counts.get(point, 0)
     if offset.total is not None and total not in (0, offset.total):
         raise CorruptError(
-            f"its files have {total:,} {offset.what}, but its arguments have {offset.total:,}"
+            f"its files have {total:,} {offset.what}, but its arguments give {offset.total:,}"
         )
     made: list[dict[str, Node]] = []
     for point, entries in zip(points, named, strict=True):
@@ -391,7 +392,7 @@ def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, st
     for node, file in held:
         tensor = as_tensor(node)
         if tensor is None or tensor.storage is None or tensor.layout != "strided":
-            raise UnsupportedError(f"{name[:80]!r} in {file} is not a plain tensor")
+            raise UnsupportedError(f"{name[:80]!r} in {file} is not a strided tensor with data")
         found.append((tensor, file))
     return found
 
@@ -416,7 +417,7 @@ def _whole(
         one, other = ((*t.shape[:dim], "", *t.shape[dim + 1 :]) for t in (first, tensor))
         if tensor.dtype != first.dtype or one != other:
             raise CorruptError(
-                f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} "
+                f"{name!r} is {first.dtype} {first.shape} in {file}, but {tensor.dtype} "
                 f"{tensor.shape} in {place}",
                 hint="the files are of different saves",
             )
@@ -428,9 +429,10 @@ def _whole(
         if all(joiner.copies.same(copy, always=always) for copy in copies):
             if not _is_constant(first):
                 raise CorruptError(
-                    f"{name!r} is equal in all {len(parts)} shards, but its rule is {row.how!r}",
-                    hint="the layout was not recognized: write a table for --parts, in which the "
-                    "rule of this tensor is `same`",
+                    f"all {len(parts)} shards of {name!r} are equal, but its rule splits it: "
+                    f"{row.how!r}",
+                    hint="ckptkit did not recognize the layout: write a table for --parts, in "
+                    "which the rule of this tensor is `same`",
                 )
             constant.append(name)
     tensors = [tensor for tensor, _ in parts]
@@ -521,7 +523,7 @@ def ranks_of(options: Options, name: str) -> int:
     """Return the option `ranks`. Raises UsageError if the option is not set."""
     if options.ranks is None:
         raise UsageError(
-            f"{name} is split over ranks, and their number is not given",
+            f"{name} is split over ranks, but the number of ranks is not given",
             hint=typed("--ranks 2", "ranks=2"),
         )
     return options.ranks
@@ -537,7 +539,9 @@ def cut_all(
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
         if tensor.storage is None or tensor.layout != "strided":
-            raise TensorError(f"{name[:80]!r} is not a plain tensor, so it cannot be split")
+            raise TensorError(
+                f"{name[:80]!r} cannot be split: it is not a strided tensor with data"
+            )
         row = table.row(name)
         if row.word in (DROP, REFUSE):
             raise UsageError(f"{name[:80]!r} cannot be split: {row.how.partition(': ')[2]}")
@@ -551,7 +555,7 @@ def cut_all(
             made = _cut(row.how, tensor.shape, count)
         except (MisfitError, RuleError) as error:
             raise UsageError(
-                f"{name!r}: {tensor.shape} is not divisible by {count} ranks: "
+                f"{name!r}: the shape {tensor.shape} is not divisible by {count} ranks: "
                 f"{error.message.removeprefix('rule 1: ')}"
             ) from error
         record, dtype = contiguous(tensor), tensor.dtype
@@ -626,7 +630,7 @@ class OwnTable:
             or not {"files", "rules"} <= set(content)
         ):
             raise self._wrong(
-                "is not a table with files and rules",
+                "is not a table: the entry `files` or `rules` is missing, or an entry is unknown",
                 f"a table may contain {', '.join(sorted(_KEYS))}",
             )
         self.files = self._pattern(content["files"])
@@ -637,7 +641,7 @@ class OwnTable:
                 r"write (?P<tp>[0-9]+) instead of the rank's number",
             )
         if not isinstance(content["rules"], list):
-            raise self._wrong("its rules are not a list")
+            raise self._wrong("its entry `rules` is not a list")
         rows = tuple(map(self._rule, content["rules"]))
         self.table = ParallelLayout(rows, self._offsets(content.get("layers")))
 
@@ -687,7 +691,8 @@ class OwnTable:
         axes = tuple(map(str, node["by"]))
         if not pattern.groups or not set(axes) <= set(self.files.groupindex):
             raise self._wrong(
-                "the axes in `layers` are not groups of `files`, or the pattern has no group"
+                "the axes in `layers` are not named groups of `files`, or the pattern of `layers` "
+                "has no group for the layer number"
             )
         return (Offset(pattern, axes),)
 

@@ -47,7 +47,7 @@ def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
     if not left:
         return checkpoint
     more = f"; {typed('--all', 'all=True')} adds the training state" if not take else ""
-    warning = f"not read, beside the weights: {some(left, 9)}{more}"
+    warning = f"ckptkit did not read these files beside the weights: {some(left, 9)}{more}"
     return replace(checkpoint, warnings=(*checkpoint.warnings, warning))
 
 

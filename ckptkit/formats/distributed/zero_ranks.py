@@ -145,7 +145,9 @@ class RankFiles:
             if match is None:
                 layer = name.startswith("layer_")
                 what = "single pipeline layers" if layer else "an unsupported kind"
-                raise UnsupportedError(f"has files of {what}, e.g. {name}", hint=_MERGE)
+                raise UnsupportedError(
+                    f"has files of {what}, e.g. {name}, which ckptkit cannot join", hint=_MERGE
+                )
             if int(match["mp"]):
                 others.append(name)
                 continue
@@ -156,7 +158,8 @@ class RankFiles:
             held[rank] = name
         if others and not merged:
             raise UnsupportedError(
-                f"has several model-parallel ranks ({some(others)})", hint=_MERGE
+                f"has several model-parallel ranks, which ckptkit cannot join ({some(others)})",
+                hint=_MERGE,
             )
         self.parallel = bool(others)
         self.models, self.optims = dict(sorted(models.items())), dict(sorted(optims.items()))
@@ -282,11 +285,13 @@ class ZeroRank:
                 f"{place} has no {self.key}: its stage differs, or its DeepSpeed is too old"
             )
         if set(fields.integers(COUNT)) != {self.count}:
-            raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as for rank 0")
+            raise CorruptError(f"{place}: {COUNT} is not {self.count:,}, the value of rank 0")
         # The files of DeepSpeed's bf16_optimizer.py contain no stage.
         stages = fields.integers(STAGE) if STAGE in fields else []
         if any((stage == 3) != self.stage_3 for stage in stages):
-            raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but it has {self.key}")
+            raise CorruptError(
+                f"{place}: {STAGE} is {stages[0]}, but {self.key} is of another stage"
+            )
         flats = fields.tensors(self.key)
         cut = fields.integers(TRIMMED) if TRIMMED in fields else [0] * len(flats)
         first = len(self.first.items(self.key))
@@ -376,7 +381,7 @@ class ZeroRank:
             if not needed <= size <= -(-needed // unit) * unit:
                 raise CorruptError(
                     f"the parameters need {needed:,} elements, but flat tensor {number} has "
-                    f"{size:,}"
+                    f"{size:,} elements"
                 )
         return slots
 
@@ -495,7 +500,7 @@ def read_universal(
         shaped = _shaped(tensor, shape)
         if shaped is None:
             raise CorruptError(
-                f"{_WEIGHTS} has the shape {tensor.shape}, the parameter {shape}",
+                f"{_WEIGHTS} has the shape {tensor.shape}, but the parameter has {shape}",
                 where=inner.name,
             )
         parameters[name], state[name] = shaped, {}

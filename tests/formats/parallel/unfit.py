@@ -225,7 +225,7 @@ RANKS = {
     "another world in the name": Row(another_world_in_the_name, CorruptError, "gives 4 ranks"),
     "renamed ranks": Row(renamed, CorruptError, "was written by rank 1"),
     "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "shards of several ranks"),
-    "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "not from the ranks of the model"),
+    "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "differ from the ranks of the model files"),
     "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's shard of a tensor"),
     "another shape": Row(ranks(updated(w=piece(1, torch.ones(8, 2)))), CorruptError, r"float32 (8, 2)"),
     "a copy that differs": Row(ranks(updated(b=torch.zeros(3))), CorruptError, "3 of 3 elements differ"),
@@ -254,7 +254,7 @@ RANKS = {
         None, "some ranks have no flat shard",
     ),
     "a flat optimizer of other groups": Row(
-        flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "groups refer to missing parameters",
+        flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "param_groups contain numbers of missing parameters",
     ),
     "a flat optimizer of another step": Row(
         ranks(optimizer=lambda rank: {"state": {0: {**FLAT, "step": torch.tensor(float(rank))}}}),
@@ -264,8 +264,8 @@ RANKS = {
         ranks(optimizer=lambda rank: {"state": {0: FLAT}, "param_groups": [{"params": [0], "lr": 0.5 + rank}]}),
         CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in",
     ),
-    "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several dimensions"),
-    "a flat optimizer of a model without names": Row(no_weights, None, "no shard of the model"),
+    "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several mesh dimensions"),
+    "a flat optimizer of a model without names": Row(no_weights, None, "contain no DTensors"),
 }  # fmt: skip
 
 
@@ -376,7 +376,7 @@ PIECES = {
         FormatError, "or has another dtype"),
     "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, "2 placements"),
     "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
-    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "along a missing dimension"),
+    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "along a nonexistent dimension"),
     "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
     "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not record"),
     "another shape than the placements say": Row(
@@ -386,7 +386,7 @@ PIECES = {
     "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not integers"),
     "a mesh of many ranks": Row(
         pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not contiguous"),
-    "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh that is compressed"),
+    "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh whose ranks are compressed"),
     "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
     "a shard of another rank": Row(of_another_rank, CorruptError, "written by rank 0, not by rank 1"),
     "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "a shard of shape (3, 2)"),
@@ -394,7 +394,7 @@ PIECES = {
         pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "does not list the shard"),
     "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not a tensor"),
     "another size in the metadata": Row(
-        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata lists"),
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has shape"),
     "offsets below 0": Row(
         pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers from 0 to 2**63 - 1"),
 }  # fmt: skip
@@ -496,7 +496,7 @@ def mamba_parts(folder: Path) -> Any:
 
 
 MEGATRON = {
-    "a name is missing": Row(megatron(lambda held: held["model"].pop(QKV)), CorruptError, "has no shard of it"),
+    "a name is missing": Row(megatron(lambda held: held["model"].pop(QKV)), CorruptError, "has no shard of this tensor"),
     "another dtype": Row(megatron(edited(QKV, lambda t: t.half())), CorruptError, "float16"),
     "another width": Row(megatron(edited(QKV, lambda t: t[:, :4].clone())), CorruptError, "(8, 4)"),
     "a dimension that is not there": Row(
@@ -513,22 +513,22 @@ MEGATRON = {
     "another grid": Row(megatron(argument(tensor_model_parallel_size=4)), CorruptError, "from two runs"),
     "layers that do not begin at 0": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.2.a": torch.ones(2)})),
-        CorruptError, "not numbered from 0: [0, 2]"),
+        CorruptError, "not numbered 0, 1, 2 and so on: [0, 2]"),
     "more layers on a rank": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)})),
-        CorruptError, "has 2 layers, another file of the same stage has 1"),
-    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "its arguments have 3"),
-    "no tensor": Row(megatron(lambda held: held["model"].update({NORM: [1.0]})), UnsupportedError, "not a plain tensor"),
+        CorruptError, "has 2 layers, but another file of the same stage has 1"),
+    "fewer layers than said": Row(megatron(argument(num_layers=3), every=True), CorruptError, "its arguments give 3"),
+    "no tensor": Row(megatron(lambda held: held["model"].update({NORM: [1.0]})), UnsupportedError, "not a strided tensor"),
     "a tied head that is no tensor": Row(
         megatron(lambda held: held["model"].update({"output_layer.weight": 3}), every=True, made={"tied": True},
-                 untie_embeddings_and_output_weights=False), UnsupportedError, "is not a plain tensor"),
+                 untie_embeddings_and_output_weights=False), UnsupportedError, "is not a strided tensor"),
     "parts that are all equal": Row(
         megatron(edited(QKV, lambda t: torch.arange(float(t.numel())).view(t.shape)), every=True),
-        CorruptError, "equal in all 2 shards"),
+        CorruptError, "all 2 shards of"),
     "experts cut in another way": Row(
         megatron(made={"experts": 2}, num_experts=2, expert_tensor_parallel_size=1),
         UnsupportedError, "experts are split over 1 ranks"),
-    "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "arguments have 20"),
+    "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "padded_vocab_size is 20"),
     "a part without its file": Row(
         moved(megatron(), lambda folder: (folder / PART / FILE).unlink()), CorruptError, "has no model_optim"),
     "a part without a model": Row(
@@ -612,7 +612,7 @@ LLAMA = {
     "parts of an unknown number": Row(llama_parts(None), UsageError, "ranks=2"),
     "parts that are not even": Row(llama_parts(3), UsageError, "is not divisible by 3 ranks"),
     "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "the dimension along"),
-    "a sparse weight": Row(llama_parts(2, sparse), TensorError, "not a plain tensor"),
+    "a sparse weight": Row(llama_parts(2, sparse), TensorError, "not a strided tensor"),
     "a vector in place of a matrix": Row(
         llama_parts(2, lambda state: state.update({"layers.0.attention.wo.weight": torch.ones(16)})),
         UsageError, "it has 1 dimension"),
@@ -676,7 +676,7 @@ DEEPSPEED = {
     "widths that are no lists": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists"),
     "widths that are no counts": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not non-negative integers"),
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
     "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but p o"),
@@ -828,7 +828,7 @@ ZERO = {
         universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), FormatError, "does not contain"),
     "weights of another shape": Row(
         universal_zero(lambda tag: torch.save(torch.ones(5), tag / "zero" / "b" / "fp32.pt")),
-        CorruptError, "the parameter (2,)"),
+        CorruptError, "the parameter has (2,)"),
 }  # fmt: skip
 
 
@@ -883,7 +883,7 @@ FAIRSCALE = {
         fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=["a"]))), FormatError, "of pairs"),
     "a flat parameter that nothing describes": Row(
         fairscale(every_shard(lambda modules: modules[0].update(params={}, shared_param_info=[]))),
-        FormatError, "does not record the contents of"),
+        FormatError, "does not list the parameters inside"),
     "fewer modules in a shard": Row(
         fairscale(lambda folder: change(folder / OF_SHARD.format(1), lambda held: held["shard_metadata"].update(
             param_metadata=[]))), FormatError, "lists 0 modules"),
@@ -969,7 +969,7 @@ def no_table(folder: Path) -> Checkpoint:
 
 
 OWN = {
-    "another key": Row(replaced("files: '", "file: '"), UsageError, "files and rules"),
+    "another key": Row(replaced("files: '", "file: '"), UsageError, "`files` or `rules` is missing"),
     "another verb": Row(replaced("cut 1", "slice 1"), UsageError, "not a verb"),
     "a line without the parts": Row(
         first_rule("x", "[i] -> [i]"), UsageError, "index tp occurs on one side only"),
