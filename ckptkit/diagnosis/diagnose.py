@@ -394,8 +394,8 @@ def doctor(
 
     The result is the JSON object of ``ckptkit doctor --json``. `model` is the torch.nn.Module for
     the weights, or the name of a class. The name has the form ``package.module:Class`` or
-    ``path/to/file.py:Class``. This function imports the class and builds a model. For a folder of
-    several checkpoints, this function raises SeveralError.
+    ``path/to/file.py:Class``. `doctor` imports the class and builds a model. Raises SeveralError if
+    `source` is a folder of several checkpoints.
     """
     from ckptkit.analysis.reports import file_of, listed
     from ckptkit.core import arguments

@@ -247,7 +247,7 @@ EDITS = (
     ),
     Edit(
         "untie", "edits.keys:untie", (Option("names", "map"),),
-        "Remove names of tied weights: a mapping from names to remove to names to keep.",
+        "Remove names of tied weights: a mapping from each removed name to the kept name.",
         public=False,
     ),
     Edit(
