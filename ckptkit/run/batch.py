@@ -47,7 +47,8 @@ from ckptkit.run.workers import Pool
 AHEAD = 2  # number of groups submitted per worker: one running, one waiting
 GROUP = 32  # maximum number of jobs in a group
 GROUP_BYTES = 64 << 20  # maximum input bytes of a group; a larger job is its own group
-ROUNDS = 8  # minimum number of groups per worker, so that all workers stay busy to the end
+# Minimum number of groups per worker. With many groups, all workers stay busy to the end.
+ROUNDS = 8
 DEATHS = 8  # number of consecutive deaths per worker after which the batch fails
 BUG = 5  # exit code
 MANIFEST = ".ckptkit-batch.jsonl"
@@ -722,7 +723,9 @@ def _read(path: str) -> bytes:
     try:
         with closing(LocalFile(path, follow=False)) as file:
             if file.size > LARGEST:
-                raise LimitError(f"has {file.size:,} bytes; a manifest may have {LARGEST:,}")
+                raise LimitError(
+                    f"has {file.size:,} bytes; a manifest may have at most {LARGEST:,} bytes"
+                )
             return file.read(0, file.size)
     except CkptkitError as error:
         if not os.path.lexists(path):

@@ -60,7 +60,7 @@ class Paired(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors of both files in bytes."""
+        """The total number of bytes of all tensors in both files."""
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
@@ -201,8 +201,9 @@ def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
 
 
 def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan]:
-    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`. Keep the names in
-    `skeleton`.
+    """Plan a copy of the GGUF file `skeleton` with the values of the weights of `ck`.
+
+    The copy has the tensor names of `skeleton`.
 
     Raises TensorError if names or shapes differ. Raises UnsupportedError for types that are not in
     `WRITTEN`, big-endian files and split models.
@@ -295,8 +296,8 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
             raise UnsupportedError(
                 "is big-endian; ckptkit writes only little-endian GGUF files",
                 where=skeleton.name,
-                hint="copy the file, run `gguf-convert-endian COPY little` of the package gguf; "
-                "after filling the copy, convert the result back with `big`",
+                hint="copy the file, and run `gguf-convert-endian COPY little` (package gguf). Then "
+                "give COPY to --like, and run `gguf-convert-endian OUTPUT big`",
             )
         if extent.length:
             found.append((key, extent))

@@ -217,7 +217,8 @@ class Cluster(Pool):
         make: Any = distributed.Client
         try:
             self._client = make(address, timeout=ANSWER, set_as_default=False)
-        except (OSError, ValueError, MemoryError) as error:  # MemoryError: not a Dask server
+        # If the server is not a Dask server, Client may raise MemoryError.
+        except (OSError, ValueError, MemoryError) as error:
             hint = "`dask scheduler` prints its address when it starts"
             raise OutputError("no scheduler answers", where=self.address, hint=hint) from error
         self._executor = self._client.get_executor(pure=False)

@@ -219,7 +219,7 @@ def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ck
         ("- rules: []", "no rule"),
         ("- rules: [a -> b]\n  kep: rest", "unknown option 'kep'"),
         ("- rules: [a -> b]\n  sizes: {h: [1]}", "not a size"),
-        ("- rules: [a -> b]\n  sizes: 3", "not a mapping from words to sizes"),
+        ("- rules: [a -> b]\n  sizes: 3", "not a mapping from axis names to sizes"),
         ("- rules: [a -> b]\nargs: {x: 1.5}", "not a size"),
         ("- rulez: [a -> b]", "did you mean rules"),
     ],

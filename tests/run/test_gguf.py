@@ -243,7 +243,7 @@ def test_factors_that_are_none(
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
     done = command("run", "gguf", source, tmp_path / "other")
     assert done.exit_code == 3
-    assert "llama.rope.freq_base is 'many'" in done.stderr
+    assert "llama.rope.freq_base must be a finite number, but is 'many'" in done.stderr
 
 
 def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
@@ -336,7 +336,7 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     (tmp_path / "lora.gguf").write_bytes(
         made([("general.architecture", "llama"), ("general.type", "adapter")], LLAMA[:1])
     )
-    refused("gguf", tmp_path / "lora.gguf", "is of general.type 'adapter'")
+    refused("gguf", tmp_path / "lora.gguf", "is not a model: its general.type is 'adapter'")
     (tmp_path / "plain.gguf").write_bytes(made([("general.name", "x")], LLAMA))
     refused("gguf", tmp_path / "plain.gguf", "has no general.architecture")
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
@@ -344,7 +344,9 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     refused("gguf", tmp_path / "a.pth", "not reversible: step 1 (recipe)", "--reverse")
     refused("mixtral", tmp_path / "a.pth", "has no step dequantize", "--dequantize", "float16")
     lists = model(tmp_path, "llama", LLAMA, attention__head_count=[4, 4])
-    refused("gguf-llama", lists, "llama.attention.head_count is a list")
+    refused(
+        "gguf-llama", lists, "llama.attention.head_count must be a finite number, but is a list"
+    )
     refused("gguf-llama", model(tmp_path, "llama", LLAMA), "meta.attention.head_count")
     refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=3), "divisible")
     refused(

@@ -219,13 +219,13 @@ def test_files_beside(tmp_path: Path) -> None:
         ("steps: [{strop: module.}]", "step 1: 'strop' is not a step", "did you mean strip?"),
         (
             "steps: [strip]",
-            "step 1 must be the name of a step with its argument",
+            "step 1 must be a mapping from the name of one step to its argument",
             "write, for example, `- strip: module.`",
         ),
         ("steps: []", "has no list of steps", None),
         ("about: x", "has no list of steps", None),
-        ("stops: []", "unknown: 'stops'; known: about", None),
-        ("- 1", "unknown: [1]; known: about", None),
+        ("stops: []", "unknown: 'stops'; the known keys are about", None),
+        ("- 1", "unknown: [1]; the known keys are about", None),
         (
             "steps: [{weights: yes please}]",
             "step 1 (weights): must be true, got 'yes please'",
@@ -233,10 +233,14 @@ def test_files_beside(tmp_path: Path) -> None:
         ),
         (
             "steps: [{select: {kept: a}}]",
-            "step 1 (select): unknown: 'kept'; known: drop, keep",
+            "step 1 (select): unknown: 'kept'; the known keys are drop, keep",
             None,
         ),
-        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is not a mapping of strings", None),
+        (
+            "steps: [{rename: {map: a}}]",
+            "step 1 (rename): 'a' is not a mapping whose keys and values are strings",
+            None,
+        ),
         (
             "steps: [{weights: true}]\noutput: {all: 3}",
             "output: all has a value of the wrong type: 3",

@@ -143,7 +143,7 @@ def _shown(value: Any) -> str:
     """Return a value as one short line."""
     try:
         return _line(reprlib.repr(value))
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # Python does not convert an integer of thousands of digits to a string
         return "a huge number"
 
 
@@ -206,7 +206,7 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
             what = f"step {number} (rules): unknown option {odd}"
             raise _WrongError(what, hint="the options are keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
-            what = f"step {number} must be the name of a step with its argument"
+            what = f"step {number} must be a mapping from the name of one step to its argument"
             raise _WrongError(what, hint="write, for example, `- strip: module.`")
         ((word, given),) = each.items()
         yield WrittenStep(word, given, {})
@@ -308,12 +308,12 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Return the sizes of a recipe step: a dict from the name of an axis to its size.
+    """Return a dict that maps the name of each axis in the ``sizes`` of a step to its size.
 
     Raises _WrongError for an invalid name or size.
     """
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a mapping from words to sizes")
+        raise _WrongError(f"{_shown(given)} is not a mapping from axis names to sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
             hint = "write, for example, h: 32 or h: config.num_attention_heads"
@@ -345,13 +345,15 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
         odd = [_shown(given)]
         if isinstance(given, dict):
             odd = sorted(map(_shown, given.keys() - known))
-        raise _WrongError(f"unknown: {', '.join(odd)[:200]}; known: {', '.join(sorted(known))}")
+        raise _WrongError(
+            f"unknown: {', '.join(odd)[:200]}; the known keys are {', '.join(sorted(known))}"
+        )
     return given
 
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a mapping of strings")
+        raise _WrongError(f"{_shown(given)} is not a mapping whose keys and values are strings")
     return {
         _text(key): value if isinstance(value, str) else _text(value)
         for key, value in given.items()
@@ -499,7 +501,10 @@ def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptio
     saved = {str(key): value for key, value in children(entry)}
     for name, allowed in table.required.items():
         if name in saved and not any(saved[name] == each for each in allowed):
-            raise _unfit(f"{table.entry}.{name} is {shown(saved[name])}")
+            raise _unfit(
+                f"{table.entry}.{name} is {shown(saved[name])}, which the target model does not "
+                f"support"
+            )
     missing = {name: value for name, value in table.defaults.items() if saved.get(name) is None}
     args = {**saved, **missing}
     args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
@@ -521,7 +526,7 @@ def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptio
 def _plain_value(value: Any, name: str) -> bool | int | float | str:
     """Return a short scalar or string unchanged. Raises UnsupportedError for other values."""
     if type(value) not in (bool, int, float, str) or len(repr(value)) > _LONGEST:
-        raise _unfit(f"{name} is {shown(value)}")
+        raise _unfit(f"{name} must be a short scalar or string, but is {shown(value)}")
     plain: bool | int | float | str = value
     return plain
 
@@ -534,7 +539,7 @@ def _unfit(message: str) -> UnsupportedError:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Return "bfloat16" for torch.bfloat16, which the file stores as a global name."""
+    """Return the name of a pickled dtype, such as "bfloat16" for ``torch.bfloat16``."""
     if not isinstance(dtype, Global):
         raise KeyError("params_dtype")
     return dtype.name
@@ -584,7 +589,7 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return WrittenStep(
             word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
         )
-    if word == "strip":  # with several prefixes, ckptkit does not know the prefix of each key
+    if word == "strip":  # with several prefixes, the recipe does not tell the prefix of each key
         return WrittenStep("add", given, {}) if isinstance(given, str) else None
     if word == "rename":
         mapping = given.get("map", {}) if isinstance(given, dict) else {}
@@ -598,5 +603,5 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return None
     hint = "write a recipe for the other direction, or remove the step"
     if word == "recipe":
-        hint = "use the recipe of the architecture: `ckptkit run --list` lists them"
+        hint = "use the recipe of the architecture; `ckptkit run --list` lists all recipes"
     raise UsageError(f"not reversible: step {number} ({word})", hint=hint)

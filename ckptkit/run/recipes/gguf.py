@@ -56,9 +56,9 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     kind = root.get("general.type", "model")
     if found is None or kind not in ("model", "mmproj"):
-        what = f"is of general.type {shown(kind)}"
+        what = f"is not a model: its general.type is {shown(kind)}"
         what = "has no general.architecture" if found is None else what
-        hint = "the recipes gguf-* convert language models"
+        hint = "the recipes gguf-* convert only models with a general.architecture"
         raise UnsupportedError(what, where=checkpoint.name, hint=hint)
     telling, without = VARIANTS.get(found, ("", ""))
     name = ALIASES.get(found, found)
@@ -70,7 +70,7 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
         raise UnsupportedError(
             f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
-            hint=f"known: {some([each.removeprefix(RECIPES) for each in known], 30)}; "
+            hint=f"recipes exist for {some([each.removeprefix(RECIPES) for each in known], 30)}; "
             f"`ckptkit convert {{where}} {{new}}{dequantized}` keeps the names of the file",
         )
     return RECIPES + name
@@ -96,7 +96,9 @@ def refuse_unread(checkpoint: Checkpoint) -> None:
     try:
         refuse(checkpoint, quantized.find(checkpoint))
     except UnsupportedError as error:
-        error.hint = f"{dequantize_hint(checkpoint)}, under the names of the file"
+        error.hint = (
+            f"{dequantize_hint(checkpoint)}; without a recipe, tensors keep their GGUF names"
+        )
         raise
 
 
@@ -218,9 +220,9 @@ UNKNOWN = {
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
     """Return a dict with the fields of config.json for transformers, and a list of notes.
 
-    For an architecture that is not in MODELS, return None instead of fields. Raises
-    UnsupportedError if a metadata value is a list because layers differ. Each model class stores
-    such a list in a different field.
+    For an architecture that is not in MODELS, return None instead of the dict. Raises
+    UnsupportedError if a metadata value is not a number, such as a list with one value for each
+    layer.
     """
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
@@ -268,7 +270,8 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
         return _shortest(value)
     what = "a list" if isinstance(value, Sized) and not isinstance(value, str) else shown(value)
     raise UnsupportedError(
-        f"cannot make config.json: {key} is {what}", where=checkpoint.name,
+        f"cannot make config.json: {key} must be a finite number, but is {what}",
+        where=checkpoint.name,
         hint="give one with --config",
     )  # fmt: skip
 
@@ -281,7 +284,7 @@ DECIDING = {
     "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.original_context_length",
 }  # fmt: skip
-_LARGEST = 2.0**127  # close to the largest float32
+_LARGEST = 2.0**127  # numbers in the metadata must be smaller (float32 ends below 2**128)
 _SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
 
 
@@ -328,9 +331,10 @@ def _derived(
 def _latent_attention(
     values: Mapping[str, Any], weights: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of DeepSeek V2, or of V3 if experts are chosen with a bias or by sigmoid.
+    """Return the fields of DeepSeek V2 or V3.
 
-    Files from before April 2025 contain the sizes of a head under keys without ``_mla``.
+    In V3, the router of the experts has a bias or a sigmoid. Files from before April 2025 contain
+    the sizes of a head under keys without ``_mla``.
     """
     made: dict[str, Any] = {"q_lora_rank": config.get("q_lora_rank")}
     if "num_attention_heads" in config:
@@ -355,9 +359,10 @@ def _latent_attention(
 def _rope_scaling(
     values: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the dict ``rope_scaling`` (or None), and a list of names.
+    """Return the dict ``rope_scaling`` for config.json, and a list of names.
 
-    The list contains the tensors and metadata keys with a scaling that ``rope_scaling`` lacks.
+    The dict is None if there is no scaling, or if the scaling is unknown. The list contains the
+    names of tensors and metadata keys whose scaling the dict does not contain.
 
     - Phi-3 with a long context: the file contains two lists of factors.
     - Llama 3.1: the file contains factors that were computed from four numbers. If the four numbers
