@@ -296,8 +296,8 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
             raise UnsupportedError(
                 "is big-endian; ckptkit writes only little-endian GGUF files",
                 where=skeleton.name,
-                hint="copy the file, and run `gguf-convert-endian COPY little` (package gguf). Then "
-                "give COPY to --like, and run `gguf-convert-endian OUTPUT big`",
+                hint="copy the file, and run `gguf-convert-endian COPY little` (package gguf). "
+                "Then give COPY to --like, and run `gguf-convert-endian OUTPUT big`",
             )
         if extent.length:
             found.append((key, extent))
