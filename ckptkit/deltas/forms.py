@@ -297,7 +297,9 @@ def _sparse(name: str, places: Tensor, values: Tensor, encoding: str | None) -> 
     gaps = encoding is not None and encoding.rpartition(".")[2].lower() == "gap_delta"
     kinds = ("uint16", "uint32") if gaps else ("int32",)
     if places.dtype.name not in kinds:
-        raise UnsupportedError(f"the positions of {shown(name)} have encoding {shown(encoding)}")
+        raise UnsupportedError(
+            f"the positions of {shown(name)} have the unsupported encoding {shown(encoding)}"
+        )
     frame, elements = (each.storage.record.locate() for each in (places, values) if each.storage)
     assert isinstance(frame, Range) and isinstance(elements, Range)
     width, unit = places.dtype.itemsize, values.dtype.itemsize

@@ -403,7 +403,10 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
             changes.setdefault(name, []).append(change)
     algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
     if len(algorithms) > 1 or any(each[-1].checksum is None for each in changes.values()):
-        what = f"the deltas have several checksum algorithms: {some(sorted(algorithms))}"
+        what = (
+            "the deltas have several checksum algorithms, or changes without checksums: "
+            f"{some(sorted(algorithms))}"
+        )
         raise UsageError(what, hint=f"pass the base: {typed('--base BASE', 'base=...')}")
     algorithm = min(algorithms, default=CHECKSUMS[0])
 

@@ -5,8 +5,8 @@ the first segment in the output file. There are three ways to write a segment:
 
 * The kernel copies a long range if its offset within a file system block is equal in the input file
   and in the output file. Some file systems share the blocks and copy nothing.
-* Other long ranges are read and written in pieces that fit the cache of a CPU core. The kernel
-  would not be faster, and the checksum is computed in the same pass.
+* Other long ranges are read and written in pieces that fit the cache of a CPU core. A kernel copy
+  would not be faster, and ckptkit computes the checksum in the same pass.
 * Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
   the literals between them.
 """
@@ -113,7 +113,8 @@ class TaskResult(NamedTuple):
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     """Split a task into tasks of about `size` bytes.
 
-    For a placeholder, a task writes the template. `execute` writes the checksums later.
+    For a ChecksumPlaceholder, a task writes the bytes without checksums. Later, `execute` adds the
+    checksums.
     """
     from ckptkit.compute.strided_read import blocks
 

@@ -4,9 +4,9 @@ The steps of an edit are:
 
 1. Lock the file.
 2. Write the journal beside the file.
-3. Invalidate the file: write `breaks`.
+3. Write `breaks`, which makes the file invalid.
 4. Write the edits, and set the size of the file.
-5. Make the file valid: write the seal.
+5. Write the seal, which makes the file valid again.
 6. Remove the journal.
 
 After each step, the changes are flushed to disk. As long as the file is invalid, the journal
@@ -32,12 +32,12 @@ The entries of the JSON dict are:
 * ``before`` and ``after`` are the sizes of the file before and after the edit.
 * ``breaks`` is [offset, length].
 * ``spans`` is a list of [offset, length of the old bytes, length of the new bytes].
-* ``group`` is a list of file names. It is empty if only one file is edited.
+* ``group`` is a list of file names, which is empty if only one file is edited.
 * ``then`` is [path, text], or null.
 
 If the bytes of a span are scattered, its entry in `spans` has four numbers. The second number is
-the length of a list with the positions of the bytes. In the journal, this list is written before
-the bytes of the span.
+the length of a list with the positions of the bytes. In the journal, this list of positions
+precedes the old and new bytes of the span.
 
 If several files of a folder are edited together, `group` lists all these files in each journal. All
 journals exist before the first file changes. No journal is removed before all files have changed.

@@ -51,8 +51,8 @@ def upload(plan: Plan, url: str, options: Options) -> None:
             where=name,
             hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
-    # fsspec creates one file system object for each thread, so no other thread shares its
-    # transaction.
+    # fsspec creates one file system object for each thread. Therefore, no other thread shares the
+    # transaction of `fs`.
     fs, path = filesystem(url)
     if is_web(fs):
         hint = "write the output to a local path, then copy it"
@@ -62,8 +62,8 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the input file", where=name, hint="give another name")
-    # Finish index files last, and the first shard just before the index files. If the upload is
-    # interrupted earlier, the other shards are not a checkpoint.
+    # Finish index files last, and the first shard just before the index files. An interrupted
+    # upload then lacks the first shard, so the other shards are not a checkpoint.
     literal = [file for file in plan.files if _is_literal(file)]
     others = [file for file in plan.files if not _is_literal(file)]
     files = [*others[1:], *others[:1], *literal]

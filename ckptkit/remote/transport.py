@@ -2,9 +2,10 @@
 
 For HTTP, this module uses the session of fsspec directly, because it needs the status and headers
 of each response. The first response contains the size and identity of the file. The status of this
-response shows whether the server supports byte ranges. A HEAD request would not show this. Some
-servers also reject HEAD for signed URLs. The headers of every later response show whether the file
-has changed. If a transfer breaks, this module downloads the remaining bytes.
+response shows whether the server supports byte ranges. A HEAD request would not show whether the
+server supports ranges. Some servers also reject HEAD for signed URLs. The headers of every later
+response show whether the file has changed. If a transfer breaks, this module downloads the
+remaining bytes.
 
 If a network or server fails, this module raises an error with a hint. The libraries that fsspec
 uses raise errors of many classes. The messages of these errors may contain a URL with secrets. If

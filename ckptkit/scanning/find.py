@@ -274,7 +274,7 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
 
 
 def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
-    """Return True if a zip reader would find an archive at the end of the file.
+    """Return True if a zip reader finds an archive at the end of the file.
 
     Return False if this archive is a member of a tar file.
     """

@@ -2,9 +2,8 @@
 
 `Machine` reads the opcodes of a pickle and calls a builder (`ckptkit.pickles.machine.Builder`) for
 each value. `Tracer` is a builder that constructs no objects. `Tracer` records every lookup, call
-and change that CPython executes when it loads the pickle. If an opcode fails, `Tracer` has recorded
-all of these before this opcode. If unpicklers treat an opcode differently, `Tracer` records a
-doubt.
+and change that CPython executes when it loads the pickle. If an opcode fails, `Tracer` returns what
+it has recorded. If unpicklers treat an opcode differently, `Tracer` records a doubt.
 
 The stack of a traced pickle contains these values:
 

@@ -10,8 +10,9 @@ A pickle gets one of these verdicts, from harmless to harmful:
 * ``needs these classes``: the pickle contains objects of classes that are not allowlisted. Nobody
   reviewed the code of these classes. Every other call and name is allowlisted.
 * ``cannot tell``: ckptkit cannot determine what the pickle does. For example, the pickle is
-  malformed, computes a name, or makes a call that ckptkit cannot verify. A function that is not
-  allowlisted also gives this verdict, even if no opcode calls the function.
+  malformed, computes a name, or makes a call that ckptkit cannot verify. A pickle with a function
+  of Python or torch that is not allowlisted also gets this verdict, even if no opcode calls the
+  function.
 * ``would run code``: a program that loads the pickle calls a function that is not allowlisted, with
   arguments from the file.
 

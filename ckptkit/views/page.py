@@ -290,8 +290,8 @@ def _differences(
     """Return the state of each tensor, and facts about the matching tensor in `b`.
 
     `made` contains the tensors of `a`. This function appends to `made` the tensors that only `b`
-    has. A state is a string such as "renamed". If `everything` is True, `diff` also compares
-    tensors outside the weights by their paths.
+    has. The state of a tensor is a string such as "renamed". If `everything` is True, `diff` also
+    compares tensors outside the weights by their paths.
     """
     pairs = (*diff.renamed, *diff.reshaped)
     states = {

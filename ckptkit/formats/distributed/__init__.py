@@ -1,8 +1,9 @@
 """Read a folder of rank files as one checkpoint. Each rank wrote its own shards of the tensors.
 
-The module :mod:`rank_files` reads rank files of FSDP and tensor parallelism, whose pickles contain
-the offset and size of each shard. For all other layouts, the module :mod:`table` describes how each
-tensor was split over the files. A single rank's file is not a complete checkpoint.
+The module :mod:`rank_files` reads rank files of FSDP and tensor parallelism. The pickles of these
+files contain the offset and size of each shard. For all other layouts, the module :mod:`table`
+describes how each tensor was split over the files. A single rank's file is not a complete
+checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _layout(probe: Probe) -> ModuleType | None:
 def read(probe: Probe) -> Checkpoint:
     """Return the complete checkpoint, merged from all ranks.
 
-    Raises the errors of the layout module.
+    If a file is damaged, missing or unsupported, raises a CkptkitError.
     """
     layout = _layout(probe)
     assert layout is not None

@@ -44,7 +44,7 @@ The optimizer state is a list with the state of each group, or {"state": {group:
 tensor, ..., "step"}}, "param_groups"}.
 
 ``fp32.pt`` and the optimizer files of a parameter contain {"param": tensor, ...}, or only a tensor.
-If the checkpoint was converted from stage 3, this tensor is flat.
+If the checkpoint was converted from stage 3, the tensors in these files are flat.
 
 To read stages 1 and 2, :func:`read` concatenates all ranks' tensors of one group. The concatenated
 tensor contains the parameters of the group in order. ``param_alignment_paddings`` gives the number
@@ -53,7 +53,8 @@ where N is the number of ranks.
 
 To read stage 3, :func:`read` concatenates all tensors of one rank. The concatenated tensor contains
 ceil(elements / ranks) elements of each parameter in order. A parameter consists of its elements on
-all ranks, without the padding at the end. Fragments of frozen parameters are split in the same way.
+all ranks, without the padding at the end. A frozen parameter of stage 3 is split over the ranks in
+the same way as other parameters.
 
 The optimizer's tensors are split like the weights, but may lack the padding.
 
@@ -129,7 +130,8 @@ class Model:
         names = states.items(BUFFERS) if BUFFERS in states else []
         self.buffer_names = [name for name in names if isinstance(name, str)]
         self.warnings: list[str] = []
-        self._cpu: dict[tuple[int, str], Storage] = {}  # by id of the original storage, and dtype
+        # Maps (id of the original storage, dtype) to a storage on the CPU.
+        self._cpu: dict[tuple[int, str], Storage] = {}
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
@@ -172,12 +174,13 @@ class Model:
                 taken.append(name)
         if taken:
             self.warnings.append(
-                f"copied unchanged from {MODULE}, because fp32 weights are missing: {some(taken)}"
+                f"copied these tensors unchanged from {MODULE}, because their fp32 weights are "
+                f"missing: {some(taken)}"
             )
         if missing:
             self.warnings.append(
-                f"dropped, because {MODULE} contains only the names (perhaps aliases of a weight): "
-                f"{some(missing)}"
+                f"dropped these entries of {MODULE}, because they have no data (perhaps aliases of "
+                f"a weight): {some(missing)}"
             )
         order = dict.fromkeys([*module, *found])
         state = getattr(self.states.node.get(MODULE), "state", None)
@@ -257,7 +260,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _alias(node: Node) -> Node:
-    """Return a second tensor object with the same storage."""
+    """If `node` is a tensor, return another tensor object with the same storage."""
     return replace(node) if isinstance(node, Tensor) else node
 
 
@@ -392,7 +395,7 @@ def _groups(groups: Node, model: Model) -> list[Node]:
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield the zip members of every file, so that `verify` checks their CRC-32.
 
-    Raises the errors of `zero_ranks.find`.
+    Raises AmbiguousError or CorruptError if `zero_ranks.find` cannot determine the folder.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     places = [(folder, "")]

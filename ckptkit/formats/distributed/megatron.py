@@ -74,7 +74,7 @@ LEGACY = "language_model."
 def _rows(gated: int) -> tuple[LayoutRow, ...]:
     """Return the layout rows for mcore models, with or without layers of Transformer Engine."""
     return rows(
-        (r".*\._extra_state.*", "drop: state of Transformer Engine, which each rank has"),
+        (r".*\._extra_state.*", "drop: state of Transformer Engine on a single rank"),
         (r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", SAME),
         (r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", SAME),
         (r"mtp\..*\.[eh]norm\.(weight|bias)", SAME),

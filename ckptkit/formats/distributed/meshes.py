@@ -206,7 +206,8 @@ class ShardPiece(_OfRank):
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
         """Return the blocks of this rank.
 
-        Raises CorruptError if `rank` is a different rank, or if ``listed`` lacks a shard.
+        Raises CorruptError if `rank` is not the rank that wrote the file, or if ``listed`` lacks a
+        shard.
         """
         if rank not in (None, self.rank):
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")

@@ -7,8 +7,8 @@ A file is from a single rank in any of these cases:
 * The file contains the metadata of a fairscale shard.
 * Projections are narrower than the model.
 
-ckptkit recognizes all other rank files by their names. Examples are layers of a DeepSpeed pipeline,
-partitions of ZeRO, and optimizers of FSDP.
+ckptkit recognizes all other rank files by their names. Examples of other rank files are layers of a
+DeepSpeed pipeline, partitions of ZeRO, and optimizers of FSDP.
 
 Sources of the refused layouts:
 

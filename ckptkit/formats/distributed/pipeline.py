@@ -47,8 +47,8 @@ INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-# This expression matches the regular expressions that ckptkit accepts from a file. All other
-# regular expressions are refused, because a hostile expression can take very long to match.
+# This expression matches the regular expressions that ckptkit accepts from a file. ckptkit refuses
+# all other regular expressions, because a hostile expression can take very long to match.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"
@@ -204,11 +204,11 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     The lists are used in the same order as in DeepSpeed's merge script. A pattern matches the
     beginning of a tensor name. The first pattern that matches is used.
 
-    A SubparamShape describes fused parameters: patterns, a shape, and ``partition_dim``, the
-    dimension that is split. The shape contains a tuple at this dimension, with the size of each
-    fused parameter. If all fused parameters have the same size, the shape may contain their number
-    in place of the tuple. ``sub_param_shard_widths`` contains the width of each fused parameter on
-    each rank.
+    A SubparamShape describes fused parameters. A SubparamShape contains patterns, a shape, and
+    ``partition_dim``, the index of the split dimension. At index ``partition_dim``, the shape
+    contains a tuple with the size of each fused parameter. If all fused parameters have the same
+    size, the shape may contain their number in place of the tuple. ``sub_param_shard_widths``
+    contains the width of each fused parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
@@ -253,12 +253,14 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
     if not values or not all(isinstance(row, (tuple, list)) for row in values):
         raise FormatError(f"the sub_param_shard_widths in its {INFO} are not lists of lists")
     if not all(type(n) is int and n >= 0 for n in flatten(values)):
-        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not non-negative integers")
+        raise FormatError(
+            f"the sub_param_shard_widths in its {INFO} contain values that are not counts"
+        )
     return tuple(map(tuple, values))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Compile a list of regular expressions. Each matches all names that begin with its pattern.
+    """Compile a list of regular expressions for the beginnings of tensor names.
 
     Raises UnsupportedError for expressions that could take very long to match.
     """

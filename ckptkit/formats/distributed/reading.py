@@ -44,7 +44,8 @@ class RankReader:
         self.folder = folder
         self.keep = keep
         self.globals: dict[Global, None] = {}
-        self._warnings: dict[str, list[str]] = {}  # names of the files with each warning
+        # Maps each warning to the names of the files that caused it.
+        self._warnings: dict[str, list[str]] = {}
         self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
@@ -81,7 +82,7 @@ class RankReader:
 class Fields:
     """A dict in a file, with methods that check the types of entries.
 
-    If an entry has another type, FormatError names the entry.
+    If an entry has a wrong type, the method raises a FormatError with the name of the entry.
     """
 
     def __init__(self, node: Node, place: str) -> None:

@@ -17,7 +17,8 @@ ckptkit raises an error.
 
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
 and shapes on all ranks match. If all shards of a tensor are equal although its row contains a line,
-the table is wrong. In this case, :func:`merge` raises an error, unless all elements are equal.
+the table is wrong. In this case, :func:`merge` raises an error, unless all elements of the tensor
+have the same value.
 """
 
 from __future__ import annotations
@@ -448,8 +449,8 @@ def _whole(
                 f"{name!r}: {message}",
                 hint="the files are of different saves, or were split in another way",
             ) from error
-    # Copy the cached tuple. Otherwise, a pickle would store the same shape of a later tensor as a
-    # reference.
+    # Copy the cached tuple. Otherwise, tensors of equal shapes would share one tuple object, which
+    # a pickle stores only once.
     shape = (*made.shape,)
     return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
 

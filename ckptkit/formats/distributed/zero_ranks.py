@@ -72,7 +72,7 @@ def _holds_states(folder: Folder, name: str) -> bool:
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of the file that contains the current tag, and the tag.
+    """Return the name of a file such as ``latest``, and the name of the folder in this file.
 
     Return None if there is no such file.
     """
@@ -91,8 +91,9 @@ def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
 def find(folder: Folder, names: Collection[str]) -> Folder:
     """Find the folder that contains the files of the training state.
 
-    Return `folder` itself, the subfolder that ``latest`` names, or the only tag folder. Raises
-    AmbiguousError if several subfolders are tag folders and ``latest`` is missing.
+    Return `folder` itself, the subfolder that ``latest`` names, or the only subfolder with a
+    training state. Raises AmbiguousError if several subfolders contain training states and
+    ``latest`` is missing.
     """
     if is_tag(names):
         return folder
@@ -127,7 +128,8 @@ class RankFiles:
     ``models`` maps ranks to the model files of stage 3. In stages 0 to 2, ``models`` contains a
     single file, under the key -1. ``optims`` maps ranks to optimizer files. The constructor raises
     UnsupportedError if there are several model-parallel ranks. If `merged` is true, the constructor
-    instead sets ``parallel``, and keeps only the files of model-parallel rank 0.
+    instead sets ``parallel`` to True, and ignores the files of all model-parallel ranks except rank
+    0.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -196,7 +198,8 @@ class RankFiles:
 
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
-    absent = (rank for rank in count() if rank not in found)  # a corrupt `ranks` can be huge
+    # In a corrupt file, `ranks` can be huge.
+    absent = (rank for rank in count() if rank not in found)
     missing = [name.format(rank) for rank in islice(absent, NAMES) if rank < ranks]
     if missing:
         raise _incomplete(missing, ranks - sum(rank < ranks for rank in found))
@@ -395,9 +398,9 @@ class ZeroRank:
     ) -> dict[int, tuple[FlatRow, ...]]:
         """Return the concatenated flat tensors (FlatRow) of each group.
 
-        `parts` contains a list for each rank. The list contains a tensor or None for each group. If
-        a rank lacks the tensor of a group, the result lacks this group. In stage 3, the result is
-        then empty.
+        `parts` contains a list for each rank. The list contains a tensor or None for each group. In
+        stages 1 and 2, if a rank lacks the tensor of a group, the result lacks this group. In stage
+        3, if any tensor is missing, the result is empty.
         """
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         rows = [
@@ -440,7 +443,10 @@ class ZeroRank:
                     made[name][key] = kept[key] if tensor is None else own(tensor)
                 elif key in kept:
                     left[key_text(key)[:80]] = None
-        warning = f"dropped from the optimizer state, not one value per weight: {', '.join(left)}"
+        warning = (
+            "dropped from the optimizer state, because they do not have one value per weight: "
+            f"{', '.join(left)}"
+        )
         return made, [warning] if left else []
 
 
@@ -469,7 +475,9 @@ _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 def read_universal(
     reader: RankReader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
 ) -> tuple[dict[str, Tensor], Named]:
-    """Read all parameters in the folder ``zero`` except `skip`. Return weights and optimizer state.
+    """Read all parameters in the folder ``zero`` except `skip`.
+
+    Return the weights and the optimizer state by parameter name.
 
     The parameters have the order of `shapes`. If the training run had several model-parallel ranks,
     `shapes` must be empty.

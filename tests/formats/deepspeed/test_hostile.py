@@ -402,7 +402,7 @@ def test_DC_06_a_moment_that_is_too_short(tmp_path: Path) -> None:
     edit(tag / OPTIM.format(0), lambda content: cut(content["optimizer_state_dict"]))
     checkpoint = read(tag)
     assert checkpoint.warnings == (
-        "dropped from the optimizer state, not one value per weight: exp_avg",
+        "dropped from the optimizer state, because they do not have one value per weight: exp_avg",
     )
     assert list(checkpoint.root["optimizer"]["state"]["a"]) == ["step", "exp_avg_sq"]
 

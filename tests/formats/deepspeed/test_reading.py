@@ -173,7 +173,7 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     assert checkpoint.weights["again"].storage is checkpoint.weights["a"].storage
     assert checkpoint.root["module"]["a_extra_state"] == {"scale": 2}
     assert checkpoint.warnings == (
-        "copied unchanged from module, because fp32 weights are missing: fixed, none",
+        "copied these tensors unchanged from module, because their fp32 weights are missing: fixed, none",
     )
 
 
@@ -184,7 +184,7 @@ def test_names_that_stage_3_has_no_values_for(tmp_path: Path) -> None:
     checkpoint = read(tag)
     assert list(checkpoint.weights) == ["a"]
     (warning,) = checkpoint.warnings
-    assert warning.startswith("dropped, because") and warning.endswith("again")
+    assert warning.startswith("dropped these entries of module") and warning.endswith("again")
 
 
 def test_weights_of_the_run_in_16_bits(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_state_that_is_not_one_value_per_weight(tmp_path: Path) -> None:
         torch.save(content, path)
     checkpoint = read(tag)
     assert checkpoint.warnings == (
-        "dropped from the optimizer state, not one value per weight: absmax",
+        "dropped from the optimizer state, because they do not have one value per weight: absmax",
     )
     state = checkpoint.root["optimizer"]["state"]
     assert list(state["a"]) == ["step", *MOMENTS] and list(state["b"]) == ["step"]

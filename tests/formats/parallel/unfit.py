@@ -676,10 +676,10 @@ DEEPSPEED = {
     "widths that are no lists": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists"),
     "widths that are no counts": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not non-negative integers"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
-    "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but p o"),
+    "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but (p o)"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
     "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
     "a pattern that takes long": Row(
