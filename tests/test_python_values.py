@@ -206,7 +206,7 @@ def test_hints_show_in_a_traceback(tmp_path: Path) -> None:
 def test_a_bomb_is_not_read() -> None:
     tensor = ckptkit.open(saved({"w": torch.ones(1).expand(1 << 40)})).weights["w"]
     for read_all in (tensor.numpy, tensor.torch):
-        with pytest.raises(TensorError, match="expansion"):
+        with pytest.raises(TensorError, match="EXPANSION"):
             read_all()
     assert tensor[5:7].tolist() == [1, 1]
 
@@ -461,7 +461,9 @@ def test_map_refuses() -> None:
         ck.map("half")  # type: ignore[arg-type]
     counter = iter(range(9))
     made = ck.map(lambda t: t[: next(counter)])
-    with pytest.raises(TypeError, match=r"returned float32 .* now, but float32"):
+    with pytest.raises(
+        TypeError, match=r"same dtype and shape in each call, but returned float32 .*, then float32"
+    ):
         made.weights["w"].numpy()
     with pytest.raises(ZeroDivisionError):  # what the function itself raises
         ck.map(lambda t: 1 // 0)

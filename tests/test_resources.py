@@ -489,7 +489,7 @@ def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
     )  # 16 MiB each
     found = digest(tmp_path / "many.pth")
     assert len(found.ids) == 4
-    assert all("does not read it" in why for why in found.without.values())
+    assert all("times the storage" in why for why in found.without.values())
 
 
 def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
         lambda: nonfinite(ours),
         lambda: compare(ours, ours),
     ):
-        with pytest.raises(TensorError, match="expansion"):
+        with pytest.raises(TensorError, match="EXPANSION"):
             read()
 
 

@@ -270,7 +270,8 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
             outer += 1
         if len(found) + prod(n for n, _, _ in copy.dims[:outer]) > RUNS:
             raise UnsupportedError(
-                "a target consists of too many small pieces", hint="use two rule steps"
+                "the elements of a target tensor are in too many small pieces of the source",
+                hint="split the rule into two `rules` steps, such as a transpose and a split",
             )
         inner = copy.dims[outer:]
         for start, place in corners(copy, copy.dims[:outer]):
@@ -383,8 +384,9 @@ def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None
     return TensorError(
-        f"it has {tensor.nbytes:,} bytes of elements in a storage of {held:,} bytes: ckptkit does "
-        "not read it (expansion)"
+        f"its elements have {tensor.nbytes:,} bytes, but its storage has only {held:,} bytes: "
+        f"the limit is {LIMITS.expansion} times the storage plus {free:,} bytes "
+        "(CKPTKIT_LIMIT_EXPANSION)"
     )
 
 

@@ -208,7 +208,8 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # the loop below adds the equal blocks before this block
+        # Measure only from the first block that differs. The second loop adds the earlier blocks.
+        if measure is not None and count:
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize

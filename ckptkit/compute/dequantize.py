@@ -236,7 +236,7 @@ class Dequantizer:
         if self.table is None:
             codes, is_signed = self.codes(span), blocks.signed
             if isinstance(self.zero, PackedZero) and self._is_shifted:
-                # The subtraction may wrap around.
+                # The subtraction of bytes may wrap around, but the signed result is correct.
                 codes = codes - np.uint8((self.zero.same or 0) & 0xFF)
                 is_signed = True
             np.copyto(values, codes.view("i1") if is_signed else codes)
@@ -313,7 +313,10 @@ def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
     index = np.frombuffer(data, "<i4")
     groups = blocks.scales[0].grid.columns
     if len(index) != blocks.columns or ((index < 0) | (index >= groups)).any():
-        raise CorruptError("the groups of columns (g_idx) exceed the scales")
+        raise CorruptError(
+            f"g_idx must contain a group number below {groups} for each of the {blocks.columns} "
+            f"columns"
+        )
     changes = np.flatnonzero(index[1:] != index[:-1])
     width = int(changes[0]) + 1 if len(changes) else blocks.columns
     if (index != np.arange(len(index)) // width).any():
@@ -426,13 +429,19 @@ class TorchDequantize(Operation):
     The sources are AffineQuantizerBase.cpp and cpu/kernels/QuantizedOpKernels.cpp in
     ATen/native/quantized.
 
-    For tensors with one scale, `parameters` are the scale and the zero point. The scale is rounded
-    to float32. The zero point is subtracted as a 32-bit integer, and may overflow.
+    Tensors with one scale:
 
-    For tensors with one scale per channel, the second input contains the scales, and the third
-    input contains the zero points. `parameters` are the dtypes of the scales and the zero points,
-    and the number of elements of a channel. The zero point is subtracted as float32. The product
-    with the scale has the dtype of the scale. The product is rounded to float32.
+    * `parameters` contains the scale and the zero point.
+    * The scale is rounded to float32.
+    * The subtraction of the zero point is a 32-bit integer subtraction, and may overflow.
+
+    Tensors with one scale per channel:
+
+    * The second input contains the scales, and the third input contains the zero points.
+    * `parameters` contains the dtype of the scales, the dtype of the zero points, and the number of
+      elements of a channel.
+    * The subtraction of the zero point is a float32 subtraction.
+    * The product with the scale has the dtype of the scale, and is rounded to float32.
     """
 
     dtype: str
@@ -496,7 +505,8 @@ def dequantized_record(
             or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _CHANNELS
         ):
             raise TensorError(
-                f"scales and zero points of {scale.shape} do not fit a shape of {tensor.shape}"
+                f"scales ({scale.dtype} {scale.shape}) and zero points ({zero_point.dtype} "
+                f"{zero_point.shape}) do not fit axis {axis} of a tensor of shape {tensor.shape}"
             )
         inner = prod(tensor.shape[axis + 1 :])
         parameters = (scale.dtype.name, zero_point.dtype.name, inner)
@@ -507,6 +517,6 @@ def dequantized_record(
         or type(zero_point) is not int
         or not -(2**31) <= zero_point < 2**31
     ):
-        raise TensorError("a quantized tensor lacks a valid scale and zero point")
+        raise TensorError("a quantized tensor must have a float scale and an int32 zero point")
     operation = TorchDequantize(tensor.dtype.name, (scale, zero_point))
     return Pending(operation, (data,), length)

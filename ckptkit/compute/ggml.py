@@ -127,13 +127,16 @@ def _computed(
 
 
 def _half(blocks: Array, at: int) -> Array:
-    """Return the float16 number at byte `at` of each block, as float32, [block, 1]."""
+    """Return the float16 number at byte `at` of each block, converted to float32.
+
+    The result is an array with the dimensions [block, 1].
+    """
     found: Array = blocks.view("<f2")[:, at // 2, None].astype("<f4")
     return found
 
 
 def _field(blocks: Array, at: int, size: int) -> Array:
-    """Return `size` bytes from byte `at` of each block, [block, byte].
+    """Return `size` bytes from byte `at` of each block, as an array [block, byte].
 
     The function copies each field as one element, because numpy copies short rows slowly.
     """
@@ -186,7 +189,7 @@ def _nibbles(blocks: Array, at: int, runs: int, width: int) -> Array:
 
 
 def _split(field: Array) -> Array:
-    """Return the low half and then the high half of each byte, [block, half byte]."""
+    """Return an array [block, half byte]: the low half of each byte, then its high half."""
     import numpy as np
 
     return np.stack((field & 15, field >> 4), axis=-1).reshape(len(field), -1)
@@ -203,7 +206,10 @@ def _less(codes: Array, number: int) -> Array:
 
 @cache
 def _bits() -> Array:
-    """Return a table that maps a byte to a word. Byte number i of the word is bit number i."""
+    """Return a table that maps a byte to a word of eight bytes.
+
+    Byte number i of the word is bit number i of the input byte: 0 or 1.
+    """
     import numpy as np
 
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
@@ -214,8 +220,9 @@ def _bits() -> Array:
 def _table(name: str) -> Array:
     """Return a table that maps codes to values.
 
-    The tables "IQ4" and "FP4" map two 4-bit codes, in two bytes, to two values. The other tables
-    map a byte.
+    * "IQ4" and "FP4" map two 4-bit codes, in two bytes, to two values.
+    * "ternary" maps a byte with four 2-bit codes to four bytes.
+    * "E4M3" maps a byte to half of the absolute value of its E4M3 number.
     """
     import numpy as np
 
@@ -264,8 +271,8 @@ def _grid(name: str) -> Array:
 def _signs() -> tuple[Array, Array]:
     """Return two tables that map a byte of sign bits to a word.
 
-    If a bit is set, xor with the first word and then addition of the second word negate the code of
-    this bit.
+    To negate the codes whose sign bits are set, xor a word of eight codes with the first word, and
+    add the second word.
     """
     import numpy as np
 

@@ -41,9 +41,10 @@ _SMALLEST = 1e-7  # if the sum of the magnitudes is below this number, differenc
 # threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
 _SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
-_UNROUNDED = 1 << 21  # smallest number of bytes for sums of unrounded differences
+# For tensors of at least this number of bytes, sums use unrounded differences.
+_UNROUNDED = 1 << 21
 _FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
-_SPOT = 1 << 10  # adjacent elements in a sample
+_SPOT = 1 << 10  # number of adjacent elements that a sample takes from one place
 
 
 class _Kept(NamedTuple):
@@ -267,9 +268,9 @@ class Merge(Operation):
         sign = bits & np.iinfo(bits.dtype).min
         flipped = changes.view(bits.dtype)
         flipped ^= sign
-        # A negative float is also negative as an integer. For NaN, compare floats, because
-        # np.maximum of floats keeps NaN. With an array of zeros, np.maximum takes half as long as
-        # with a number.
+        # np.maximum compares floats as integers, because a negative float is also a negative
+        # integer. If a total is NaN or infinite, np.maximum compares floats, because this keeps
+        # NaN. An array of zeros makes np.maximum twice as fast as the number 0.
         zeros = np.zeros_like(total)
         positive = flipped if np.dot(total, zeros) == 0 else changes
         np.maximum(positive, zeros.view(positive.dtype), out=positive)
@@ -321,7 +322,7 @@ class Merge(Operation):
             return kept
         all_, stay = [0.0] * len(kept), [0.0] * len(kept)
         chances = self._chances()
-        # The sum of many differences hardly depends on the rounding of each difference.
+        # In a large tensor, the rounding of each difference hardly changes the sum of differences.
         is_small = extent.length < _UNROUNDED
         for _, changes in self._differences(extent, is_rounded=is_small):
             ones = np.ones(changes.shape[1], changes.dtype)
@@ -422,7 +423,7 @@ class _Chances:
 
 
 class _MagnitudeSearch:
-    """Finds the magnitude that `goal` elements reach or exceed, without sorting the elements.
+    """Finds the largest magnitude that at least `goal` elements reach or exceed, without a sort.
 
     A code is the bits of a float without the sign bit, as an integer. Codes have the same order as
     magnitudes. Each pass over the elements counts the codes in an interval and narrows the
@@ -505,7 +506,7 @@ class _MagnitudeSearch:
         codes = self._codes(values)
         self.above += int(np.count_nonzero(codes >= last))
         codes -= first
-        # Codes below `first` are now negative. As unsigned integers, they are large.
+        # Now, codes below the old value of `first` are negative, and large as unsigned integers.
         inside = values[np.flatnonzero(codes.view(self.kind.replace("i", "u")) < last - first)]
         self.round(inside)
         codes = self._codes(inside)

@@ -38,7 +38,7 @@ _SMALL = {
 # Three constants as bits of float32: the smallest normal number of float16, the largest number that
 # float16 does not round to infinity, and the difference between the exponent biases.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
-# More dtypes that `decode` supports.
+# Dtypes that `decode` supports in addition to numpy's dtypes and the dtypes in `_SMALL`.
 _OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # types of `encode`
 NUMBERS = ("float", "int", "bool", "complex")  # kinds of dtypes whose elements are numbers
@@ -292,7 +292,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
-        hint = "ckptkit.dequantize converts its codes to floats" if dtype.block > 1 else None
+        floats = "ckptkit.dequantize converts quantized weights to floats"
+        hint = floats if dtype.block > 1 else None
         raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}", hint=hint)
     return found
 
@@ -347,7 +348,10 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
     if source.kind == "complex" and target.kind != "complex":
         raise TensorError(f"{source} cannot be cast to {target}: the imaginary part would be lost")
     if source.packed != target.packed or record.length % source.itemsize:
-        raise TensorError(f"{record.length:,} bytes of {source} cannot be cast to {target}")
+        raise TensorError(
+            f"{record.length:,} bytes of {source} cannot be cast to {target}: only one dtype is "
+            f"packed, or the length is not divisible by {source.itemsize}"
+        )
     if big_endian:
         record = swapped(record, source)
     if source == target:

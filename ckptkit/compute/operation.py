@@ -40,7 +40,7 @@ Pieces = Iterator[Piece]
 HELD = 64 << 20
 PIECE = 4 << 20  # number of bytes per block; divisible by every element size
 # Number of bytes per read of a local file. Input and results must fit the caches. The numpy calls
-# must last longer than threads wait for the interpreter lock.
+# must be long enough that threads rarely wait for the interpreter lock.
 BUFFER = 1 << 20
 KEPT = 16 << 20  # number of bytes of freed memory that the C library keeps
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -104,9 +104,10 @@ def keep_memory() -> None:
 
     The allocation of new memory pages takes as much time as the computations with the pages. The C
     library glibc returns freed blocks of 128 KiB and more to the operating system. After a program
-    frees a larger block, glibc keeps all blocks up to this size (mallopt(3), "dynamic mmap
-    threshold"). `keep_memory` allocates and frees such a block. The block uses no memory, because
-    nothing is written to the block. Other C libraries keep freed blocks by default.
+    frees a larger block, glibc keeps freed blocks up to the size of that block (mallopt(3),
+    "dynamic mmap threshold"). `keep_memory` allocates and frees a block of `KEPT` bytes. The block
+    uses no memory, because nothing is written to the block. Other C libraries keep freed blocks by
+    default.
     """
     bytes(KEPT)
 
@@ -416,7 +417,7 @@ class Rows(Operation):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The number of bytes of a row of the output, then of a row of each input."""
+        """Number of bytes per row: the first number for the output, the others for the inputs."""
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:

@@ -108,7 +108,7 @@ class ZeroPoint:
       points of adjacent rows.
     * ``down``: the words are an array [words, columns], as in compressed-tensors. The words of a
       column contain the zero points of this column.
-    * ``interleaved``: as ``across``, but a word contains its eight rows in the order of AWQ.
+    * ``interleaved``: as ``across``, but the eight zero points of a word are in the order of AWQ.
     """
 
     input: int
@@ -302,7 +302,7 @@ class Codes:
         bits = self.packing.bits
         words = self.band(span.batch, span.top, span.bottom)
         skip = 0
-        if 32 % bits == 0:  # no code is in two words, so skip words outside the rectangle
+        if 32 % bits == 0:  # each code is in a single word, so skip words outside the rectangle
             each = 32 // bits
             skip = span.left // each * each
             words = words[span.left // each : -(-span.right // each)]

@@ -1,9 +1,9 @@
 """Quantize weights: compute codes and scales by rounding to nearest.
 
-* ``fp8-block`` has blocks of 128 x 128 elements, as in transformers. The product of the scale and
-  the largest magnitude of a block is 448. The file contains the inverse of the scale.
-* ``mxfp4`` has blocks of 32 columns, as in compressed-tensors. The exponent of a block is the
-  exponent of its largest magnitude after rounding.
+* ``fp8-block`` has blocks of 128 x 128 elements, as in transformers. ckptkit scales each block so
+  that its largest magnitude is 448. The file contains the inverse of this scale.
+* ``mxfp4`` has blocks of 32 columns, as in compressed-tensors. The scale of a block is its largest
+  magnitude, rounded to a power of two and divided by 4.
 * ``Q8_0`` of GGUF has blocks of 32 elements, with a float16 scale and int8 codes. The results are
   equal to those of ggml's quantizer.
 """
@@ -68,7 +68,7 @@ class Quantize(Operation):
                     raise TensorError(
                         f"{self.name!r} contains NaN, infinite or too large values, which "
                         f"{self.kind} cannot represent",
-                        hint="`verify --values` counts them; --drop drops the weight",
+                        hint="`verify --values` counts NaN and infinities; --drop drops the weight",
                     )
                 made = _KINDS[self.kind](values, self.part)
             yield made[max(start - at, 0) : min(stop - at, len(made))]
@@ -122,9 +122,10 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
             stored = scales.astype("<f2")
             if not np.isfinite(stored).all():
                 what = "contains NaN, infinite or too large values, which Q8_0 cannot represent"
-                raise TensorError(f"{self.name!r} {what}", hint="`verify --values` counts them")
+                hint = "`verify --values` counts NaN and infinities"
+                raise TensorError(f"{self.name!r} {what}", hint=hint)
             inverse = np.float32(1) / scales
-            # If float16 rounds the scale to 0, its inverse is infinite. The codes must be 0 then.
+            # If the scale is 0, or so small that its inverse is infinite, all codes are 0.
             groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
             # Round to the nearest integer. Round a midpoint away from zero.
             sizes = np.abs(groups)
@@ -152,7 +153,7 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _fp8_block(values: Array, part: str) -> memoryview:
-    """Return the codes of the blocks, or their inverse scales.
+    """Return the codes of the blocks, or the inverse of the scale of each block.
 
     The largest magnitude of a scaled block is 448.
     """
@@ -174,8 +175,8 @@ def _fp8_block(values: Array, part: str) -> memoryview:
 def _mxfp4(values: Array, part: str) -> memoryview:
     """Return the codes of groups of 32 elements, or the exponent byte of each group.
 
-    A byte contains two codes. To get the exponent, round the largest magnitude of a group to a
-    power of two, and subtract 2 from the exponent of this power.
+    A byte contains two codes. The scale of a group is the largest magnitude, rounded to a power of
+    two (up from 1.75 times a power) and divided by 4.
     """
     import numpy as np
 

@@ -329,7 +329,9 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
     regions = []
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise CorruptError(f"a chunk has {len(sizes)} dimensions, the tensor {len(shape)}")
+            raise CorruptError(
+                f"a chunk has {len(sizes)} dimensions, but the tensor has {len(shape)}"
+            )
         region = tuple((o, o + n) for o, n in zip(offsets, sizes, strict=True))
         if any(end > n for (_, end), n in zip(region, shape, strict=True)):
             raise CorruptError(f"the chunk {_region_text(region)} exceeds shape {shape}")

@@ -139,7 +139,7 @@ def _tile(shape: Shape, itemsize: int, limit: int) -> tuple[int, int]:
             most = max(1, min(n, limit // row))
             return axis, -(-n // -(-n // most)) if n else 1
         row *= n
-    raise AssertionError("there is at least one axis")
+    raise AssertionError("`shape` must have at least one axis")
 
 
 def _tiles(
@@ -200,7 +200,11 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
 
 
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
-    """Fill `made` with the elements at `offset` and `strides` in the source, in bytes."""
+    """Fill `made` with elements of the source.
+
+    `offset` is the offset of the first element in the source. `strides` contains the strides in the
+    source. Both are in bytes.
+    """
     import numpy as np
 
     itemsize = made.itemsize
@@ -223,7 +227,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
         start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
         apart_by = list(strides)
-        with reading(None):  # a checksum of bytes and gaps would be useless
+        with reading(None):  # compute no checksum, because the bytes may include gaps
             if apart is None:
                 span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
                 data = read(start, span)
@@ -299,7 +303,8 @@ def transposed_copy(target: Array, view: Array) -> None:
     strip = np.empty((STRIP_ROWS, _pitch(STRIP_WIDTH) // size), view.dtype)
     for index in np.ndindex(view.shape[:-2]):
         rows, columns = view[index], target[index]
-        if rows.strides[0] % (2 * _LINE) == _LINE:  # a strip is not necessary for this distance
+        # Rows at a distance of an odd number of cache lines need no strip.
+        if rows.strides[0] % (2 * _LINE) == _LINE:
             _transpose_into(columns, rows)
             continue
         for left in range(0, rows.shape[1], width):

@@ -56,7 +56,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(dtype.numpy)
     if dtype.name in _ML_DTYPES:
         return own_dtype(dtype.name)
-    floats = "ckptkit.dequantize converts codes to floats"
+    floats = "ckptkit.dequantize converts quantized weights to floats"
     hint = floats if dtype.block > 1 else f".torch() returns a torch tensor; {floats}"
     raise TensorError(f"numpy has no dtype for {dtype}", hint=hint)
 
@@ -194,7 +194,7 @@ def to_torch_storage(
         memory = torch.empty(extent.length, dtype=torch.uint8, device=where)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).strip().split("\n")[0]
-        hint = None if where.type == "cpu" else "map_location='cpu' loads it without this device"
+        hint = None if where.type == "cpu" else "map_location='cpu' loads all tensors to the CPU"
         message = f"cannot allocate {extent.length:,} bytes on {where}: {why}"
         raise DeviceError(message, hint=hint) from error
     if where.type != "meta":
@@ -356,8 +356,9 @@ class Apply(Operation):
         found = (dtype_of(made), tuple(made.shape))
         if found != (self.made_dtype, self.made_shape):
             raise ArgumentError(
-                f"the function returned {found[0]} {shape_text(found[1])} now, but "
-                f"{self.made_dtype} {shape_text(self.made_shape)} before"
+                f"the function must return the same dtype and shape in each call, but returned "
+                f"{self.made_dtype} {shape_text(self.made_shape)}, then {found[0]} "
+                f"{shape_text(found[1])}"
             )
         plain = made.cpu().resolve_conj().resolve_neg().contiguous()
         view: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
@@ -381,7 +382,10 @@ def called(function: Function, given: torch.Tensor) -> torch.Tensor:
             f"the function returned a {type(made).__name__}, not a torch tensor or numpy array"
         )
     if made.layout is not torch.strided or dtype_of(made).kind not in NUMBERS:
-        raise ArgumentError(f"the function returned a {made.layout} tensor of {made.dtype}")
+        raise ArgumentError(
+            f"the function must return a strided tensor of numbers, but returned a {made.layout} "
+            f"tensor of {made.dtype}"
+        )
     return made.detach()
 
 

@@ -141,7 +141,7 @@ def processors() -> int:
 Results = Generator[tuple[int, R], None, None]
 
 _AHEAD = 2  # number of calls in progress per process
-_NUMBER = 4  # number of bytes for the number of a call; a pipe transfers 4 bytes atomically
+_NUMBER = 4  # a call is identified by a number of 4 bytes, which a pipe transfers atomically
 _PIECE = 64 << 10  # maximum number of bytes per read from a worker
 
 

@@ -213,8 +213,8 @@ def test_DC_03_one_item_twice_is_a_tie(tmp_path: Path) -> None:
         ([((0, 0), (4, 3)), ((0, 0), (1, 1))], "overlap in [0:1, 0:1]"),
         ([((0, 0), (5, 3))], "exceeds shape (4, 3)"),
         ([((1, 0), (4, 3))], "exceeds shape (4, 3)"),
-        ([((0,), (12,))], "1 dimensions, the tensor 2"),
-        ([((0, 0, 0), (4, 3, 1))], "3 dimensions, the tensor 2"),
+        ([((0,), (12,))], "1 dimensions, but the tensor has 2"),
+        ([((0, 0, 0), (4, 3, 1))], "3 dimensions, but the tensor has 2"),
         ([((0, 0), (4,))], "dimensions"),
     ],
 )
