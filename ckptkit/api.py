@@ -236,8 +236,8 @@ def convert(
     output becomes a file in this folder.
 
     With ``keep_format`` (the default), `convert` keeps the format of the source if `destination`
-    has no suffix, or the suffix of the source. With ``keep_format`` and ``in_place``, `convert`
-    writes only the changed bytes of a small change. Without ``keep_format``, `convert` always
+    has no suffix, or the suffix of the source. If the change is small, ``keep_format``
+    with ``in_place`` writes only the changed bytes. Without ``keep_format``, `convert` always
     rewrites the complete file.
 
     Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.

@@ -118,7 +118,8 @@ def merge(
     - `scale`: the factor of the sum of the differences. The default is 1. For ``slerp``, `scale` is
       the fraction of the second model, by default 0.5. For ``passthrough``, `scale` is a factor of
       all weights.
-    - `normalize`: true to divide by the sum of the weights. The default is that of mergekit.
+    - `normalize`: true to divide by the sum of the weights. The default is true for ``linear`` and
+      ``ties``, and false for other methods, as in mergekit.
     - `rescale`: true to scale the kept differences so that the sum of their magnitudes equals the
       sum of the magnitudes of all differences.
     - `layers`: for ``passthrough``, ``START:STOP`` for each checkpoint. A layer may occur twice.

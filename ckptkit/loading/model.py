@@ -63,7 +63,7 @@ def diff(
 
     By default, `diff` compares the elements of two checkpoints. If `values` is false, `diff`
     compares only names, dtypes and shapes. Without `atol` and `rtol`, elements are equal if their
-    bytes are equal. `atol` and `rtol` are tolerances (:func:`ckptkit.analysis.diff.compare`). For a
+    bytes are equal. `atol` and `rtol` are the absolute and the relative tolerance. For a
     model, `diff` compares only keys and shapes. With `all`, `diff` also compares entries other than
     the weights. If `keys` (globs) is given, `diff` compares only tensors whose name or path matches
     a glob.
