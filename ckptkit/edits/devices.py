@@ -58,9 +58,9 @@ def remap(
 
     `devices` is the new device of all tensors, or a mapping from old to new devices. If you load
     the output, its tensors are on the new devices, as with ``map_location``. Tensors on ``meta``
-    stay unchanged unless a mapping contains ``meta``. A warning lists the ``torch.device`` values
-    in the tree. With `device_values`, `remap` changes these values too. Raises UsageError for an
-    invalid device.
+    stay unchanged unless a mapping contains ``meta``. By default, `remap` does not change values of
+    the type ``torch.device``, and a warning lists them. With `device_values`, `remap` also changes
+    ``torch.device`` values. Raises UsageError for an invalid device.
     """
     places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):

@@ -106,7 +106,7 @@ def merge(
     dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> Checkpoint:
-    """Merge models of one architecture with the methods of mergekit. Read only headers.
+    """Merge models of one architecture with the methods of mergekit. `save` computes the values.
 
     - `method`: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
       ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
@@ -122,7 +122,8 @@ def merge(
       ``ties``, and false for other methods, as in mergekit.
     - `rescale`: true to scale the kept differences so that the sum of their magnitudes equals the
       sum of the magnitudes of all differences.
-    - `layers`: for ``passthrough``, ``START:STOP`` for each checkpoint. A layer may occur twice.
+    - `layers`: for ``passthrough``, a range of layers ``START:STOP`` for each checkpoint. A layer
+      may occur twice.
     - `dtype`: the dtype of the computation. The default is the dtype of the tensors.
     - `seed`: the seed of the random choice of ``dare-ties`` and ``dare-linear``.
 

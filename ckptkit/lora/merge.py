@@ -89,8 +89,8 @@ def merge_lora(
     - `weight`: a factor for the updates of each adapter. The default is 1.
     - `tied`: required if an adapter changes only the embedding or only the head, and the two are
       tied. ``untie`` gives the head its own matrix. ``keep`` changes the embedding and the head.
-    - `base_is`: ``residual`` if the base is the residual of an initialization such as PiSSA.
-    - `component`: the component of a pipeline whose modules are merged.
+    - `base_is`: ``residual`` if the base is the original base minus the initial update (PiSSA).
+    - `component`: merge only the modules of this component of a pipeline, such as ``unet``.
     - `alpha`: the alpha of the training, for files that contain no scale.
     - `dtype`: the dtype of the result. ckptkit casts the base to this dtype before the merge.
     - `sub`: substitutions for module names, each a regular expression and its replacement.
