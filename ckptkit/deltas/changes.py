@@ -106,7 +106,7 @@ def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     module = zstandard()
     machine = module.ZstdDecompressor(max_window_size=_WINDOW)
     # Also read frames after the first frame. Otherwise, the decompressor would ignore extra bytes
-    # after the first frame, which must raise an error.
+    # after the first frame. Such bytes must raise an error.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):

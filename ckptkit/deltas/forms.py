@@ -71,7 +71,7 @@ class Change:
     encoding: str
     frame: Range
     checksum: tuple[str, str] | None = None
-    values: Range | None = None  # new elements (only TRL); then `frame` contains the positions
+    values: Range | None = None  # new elements (only for TRL, where `frame` contains the positions)
     width: int = _PLACE  # size of a position in bytes
     unit: int = 1  # size of an element in bytes
     gaps: bool = False  # True if positions are stored as gaps: see `Overwrite`
@@ -256,7 +256,7 @@ def _of_manifest(folder: Folder) -> Delta:
     manifest = _object(folder, MANIFEST)
     rows = manifest.get("tensors")
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
-        raise FormatError(f"{MANIFEST} is not the manifest of a delta")
+        raise FormatError(f"{MANIFEST} is not the manifest of a delta: it has no list of tensors")
     files: dict[str, dict[str, Tensor]] = {}
     changes: dict[str, Change] = {}
     for row in rows:

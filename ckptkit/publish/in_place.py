@@ -13,8 +13,8 @@ After each step, the changes are flushed to disk. As long as the file is invalid
 exists. If the edit is interrupted, the next command that opens the file detects the journal. The
 command `recover` then restores the file.
 
-A process that has opened or mapped the file sees the changed bytes. Files with several hard links
-are never edited in place.
+A process that has opened or mapped the file sees the changed bytes. ckptkit does not edit a file in
+place if the file has several hard links.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
 byte of the file changes. The journal is removed after the last byte has changed. A journal contains

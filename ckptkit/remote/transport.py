@@ -9,7 +9,7 @@ remaining bytes.
 
 If a network or server fails, this module raises an error with a hint. The libraries that fsspec
 uses raise errors of many classes. The messages of these errors may contain a URL with secrets. If
-the URL may contain a secret, this module does not show the message.
+the URL may contain a secret, this module does not show the messages of these errors.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ TRIES = 5  # maximum number of consecutive attempts without progress
 TRIES_RETRY_AFTER = 12
 # Seconds before the second attempt. The pause doubles before each later attempt.
 PAUSE = 0.25
-LONGEST = 30  # maximum number of seconds to wait, even if the header Retry-After asks for more
-SILENCE = 60  # number of seconds without data after which ckptkit closes a connection
-PATIENCE = 150  # number of seconds without progress after which ckptkit stops retrying
-SLOWEST = 4096  # minimum number of bytes per second, used for the timeout of a request
-# Minimum number of bytes per second for libraries that return a response after its last byte
+LONGEST = 30  # Maximum number of seconds to wait, even if the header Retry-After asks for more.
+SILENCE = 60  # Number of seconds without data after which ckptkit closes a connection.
+PATIENCE = 150  # Number of seconds without progress after which ckptkit stops retrying.
+SLOWEST = 4096  # Minimum number of bytes per second, used for the timeout of a request.
+# Minimum number of bytes per second, used for the timeout of libraries that download a complete
+# response at once
 SLOWEST_STORED = 64 << 10
 
 # Keys of fsspec's file information whose values differ between versions of a file
@@ -109,7 +110,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append the bytes from `start` to `stop` to `into`. On failure, append fewer bytes."""
+        """Append to `into` the bytes from offset `start` to `stop`. On failure, append fewer."""
 
     @abstractmethod
     def look(self) -> Identity:
@@ -177,7 +178,7 @@ class Http(Transport):
     async def _get(
         self, start: int, stop: int, into: bytearray, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Append the bytes from offset `start` to `stop` to `into`.
+        """Append to `into` the bytes from offset `start` to `stop`.
 
         If the connection breaks, append fewer bytes. `known` is the identity that the first request
         returned. `known` is None for the first request.
@@ -341,7 +342,7 @@ _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
 _SET_CREDENTIALS = (
-    "set the credentials as for the tools of the service, or set FSSPEC_S3_ANON=true for public "
+    "set the credentials that the tools of the service use, or set FSSPEC_S3_ANON=true for public "
     "S3 buckets"
 )
 

@@ -215,8 +215,8 @@ class _Search:
             if number == 1 and alone and found.may_be_legacy and found.error is None:
                 least, maybe = max(least, 5), False
             follows = number > least
-            # Accept a complete pickle after the last expected pickle. A program may have written
-            # it with `pickle.dump`.
+            # Accept a complete pickle after the last expected pickle. A program may have appended
+            # this pickle with `pickle.dump`.
             is_whole = follows and found.error is None and found.protocol >= 2
             if (maybe or follows) and not (is_whole or _convinces(found)):
                 if number > 1 and not maybe:

@@ -204,7 +204,9 @@ class Tracer:
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
-        """Return the Global object for a name. Count that the name is pushed on the stack.
+        """Return the Global object for a name.
+
+        Increment the number of times that the name was pushed on the stack.
 
         Equal names have the same Global object.
         """

@@ -11,8 +11,8 @@ A pickle gets one of these verdicts, from harmless to harmful:
   reviewed the code of these classes. Every other call and name is allowlisted.
 * ``cannot tell``: ckptkit cannot determine what the pickle does. For example, the pickle is
   malformed, computes a name, or makes a call that ckptkit cannot verify. A pickle with a function
-  of Python or torch that is not allowlisted also gets this verdict, even if no opcode calls the
-  function.
+  of Python or torch that is not allowlisted also gets the verdict ``cannot tell``, even if no
+  opcode calls the function.
 * ``would run code``: a program that loads the pickle calls a function that is not allowlisted, with
   arguments from the file.
 

@@ -242,7 +242,7 @@ class Model:
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
         """Return ``{"module_<dtype>": state_dict}``, where <dtype> is the dtype of the run.
 
-        If the assembled parameters have this dtype, return an empty dict.
+        If the assembled parameters have the dtype of the run, return an empty dict.
         """
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {

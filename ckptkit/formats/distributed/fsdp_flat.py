@@ -301,7 +301,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
             grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
     if len(stems) > 1:
         raise CorruptError(
-            f"contains the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
+            f"contains the shards of {len(stems)} saves, not of one: {', '.join(sorted(stems)[:4])}"
         )
     axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
     files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]

@@ -1,10 +1,10 @@
 """Read and write Meta's releases of Llama: shards ``consolidated.<NN>.pth`` and ``params.json``.
 
-Llama 1 and 2 split the embedding along its second dimension. A shard of this embedding has fewer
-than ``dim`` columns. Since Llama 3, the embedding is split along its first dimension. Llama 4 has
-fused projections, all experts in one tensor, and an image encoder. Each file is one shard. The
-``wq`` tensors of all shards together have ``dim`` rows. The function :func:`layout` splits a model
-with Meta's tensor names into such shards.
+Llama 1 and 2 split the embedding along its second dimension. In Llama 1 and 2, a shard of the
+embedding therefore has fewer than ``dim`` columns. Since Llama 3, the embedding is split along its
+first dimension. Llama 4 has fused projections, all experts in one tensor, and an image encoder.
+Each file is one shard. The ``wq`` tensors of all shards together have ``dim`` rows. The function
+:func:`layout` splits a model with Meta's tensor names into such shards.
 
 Sources:
 

@@ -148,7 +148,7 @@ def _check_ranks(
     expected = promised if is_said else first.get("mp_world_size")
     if type(expected) is int and expected != count and (not layers or promised is not None):
         raise CorruptError(
-            f"has files of {count} tensor ranks, but {expected} ranks wrote it",
+            f"has files of {count} tensor ranks, but {expected} ranks wrote the checkpoint",
             hint="copy the missing files from the same source",
         )
 

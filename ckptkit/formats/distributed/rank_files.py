@@ -154,8 +154,8 @@ class _Reading:
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
             if rank != number and by_name:
                 raise CorruptError(
-                    f"{name} was written by rank {rank:,}: files were renamed, or are of "
-                    "several saves",
+                    f"{name} was written by rank {rank:,}, but its name contains another number: "
+                    "files were renamed, or are of several saves",
                     hint="give each file the number of its rank, or download the files again",
                 )
             found.append(Ranked(rank, name, root))

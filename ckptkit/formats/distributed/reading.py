@@ -119,7 +119,7 @@ class Fields:
         """
         node = self.fields(key).node if key in self else {}
         if not all(isinstance(name, str) for name in node):
-            raise FormatError(f"{self.place}: a key of {key} is not a name")
+            raise FormatError(f"{self.place}: a key of {key} is not a string")
         return node
 
     def shapes(self, key: str) -> dict[str, Shape]:

@@ -16,9 +16,9 @@ applies the line in reverse. The first row that matches a name is used. If no ro
 ckptkit raises an error.
 
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
-and shapes on all ranks match. If all shards of a tensor are equal although its row contains a line,
-the table is wrong. In this case, :func:`merge` raises an error, unless all elements of the tensor
-have the same value.
+and shapes on all ranks match. If the row of a tensor contains a line, but all shards of the tensor
+are equal, the table is wrong. In this case, :func:`merge` raises an error, unless all elements of
+the tensor have the same value.
 """
 
 from __future__ import annotations

@@ -270,7 +270,8 @@ class ZeroRank:
         counts = set(self.first.integers(COUNT))
         if len(counts) > 1 or "ds_zero_partition_groups" in self.first:
             raise UnsupportedError(
-                "its groups are split over different numbers of ranks (expert parallelism)",
+                "its parameter groups are split over different numbers of ranks (expert "
+                "parallelism), which ckptkit cannot join",
                 hint=_SAVE_WHOLE,
             )
         self.count = max(counts, default=0)
@@ -285,7 +286,8 @@ class ZeroRank:
         place = fields.place
         if self.key not in fields:
             raise FormatError(
-                f"{place} has no {self.key}: its stage differs, or its DeepSpeed is too old"
+                f"{place} has no {self.key}: the file is of another ZeRO stage, or a version of "
+                "DeepSpeed that is too old wrote it"
             )
         if set(fields.integers(COUNT)) != {self.count}:
             raise CorruptError(f"{place}: {COUNT} is not {self.count:,}, the value of rank 0")
@@ -368,7 +370,8 @@ class ZeroRank:
             for (name, shape), gap in zip(shapes.items(), behind, strict=True):
                 if name in slots:
                     raise AmbiguousError(
-                        f"{name[:80]!r} is in groups {slots[name].group} and {group}"
+                        f"{name[:80]!r} is in two groups of param_shapes: {slots[name].group} and "
+                        f"{group}"
                     )
                 share = -(-prod(shape) // self.count) if self.stage_3 else prod(shape)
                 slots[name] = Slot(shape, group, start, share)
@@ -486,7 +489,8 @@ def read_universal(
     missing = [name for name in shapes if name not in there]
     if missing:
         raise CorruptError(
-            f"has no folder for parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
+            f"has no folder for parameter {missing[0][:80]!r} ({len(missing):,} folders are "
+            "missing)"
         )
     parameters: dict[str, Tensor] = {}
     state: Named = {}

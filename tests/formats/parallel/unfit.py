@@ -669,7 +669,7 @@ DEEPSPEED = {
     "a rank without a module": Row(universal(lambda held: held.update(module=None)), FormatError, "no module"),
     "pipeline stages in ranks": Row(
         universal(lambda held: held.update(args={"pipeline_model_parallel_size": 2})), UnsupportedError, "2 pipeline"),
-    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "4 ranks wrote it"),
+    "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "4 ranks wrote the checkpoint"),
     "a parameter that AutoTP cannot describe": Row(
         universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
         UnsupportedError, "fused by hand"),
@@ -775,7 +775,7 @@ ZERO = {
         zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("mp_rank_00", "mp_rank_01"))), UnsupportedError, "model-parallel"),
     "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "files of ZeRO stage 3"),
     "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "of different ZeRO stages"),
-    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "its stage differs"),
+    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "of another ZeRO stage"),
     "no Megatron-LM model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
     "a missing rank": Row(zero(lambda tag: (tag / ZERO_OPTIM).unlink()), CorruptError, f"{ZERO_OPTIM} is missing"),
     "a rank too many": Row(
@@ -793,7 +793,7 @@ ZERO = {
     "fewer gaps": Row(
         zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "but 1 param_alignment"),
     "a parameter of two groups": Row(
-        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in groups 0 and 1"),
+        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in two groups of param_shapes: 0 and 1"),
     "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "need 90 elements"),
     "another shape": Row(
         zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held["module"].update(a=torch.ones(5, 7)))),
@@ -813,7 +813,7 @@ ZERO = {
     "no count": Row(zero(optims(lambda state: state.pop("partition_count"))), FormatError, "has no partition_count"),
     "flat tensors that are none": Row(zero(optims(lambda state: state.update({FLATS: 1}))), FormatError, "not a list"),
     "flat tensors of numbers": Row(zero(optims(lambda state: state.update({FLATS: [1]}))), FormatError, "not flat"),
-    "names that are none": Row(zero(models(param_shapes=[{1: (3,)}])), FormatError, "is not a name"),
+    "names that are none": Row(zero(models(param_shapes=[{1: (3,)}])), FormatError, "is not a string"),
     "a shape that is none": Row(zero(models(param_shapes=[{"a": "x"}])), FormatError, "is not a list of sizes"),
     "a count that is none": Row(
         zero(optims(lambda state: state.update(partition_count=["x"]))), FormatError, "not counts"),
