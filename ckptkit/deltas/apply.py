@@ -50,7 +50,7 @@ def apply_delta(
     object or as keyword arguments.
 
     Raises UsageError if a delta applies to another version. Raises CorruptError for a damaged delta
-    or a wrong base. After these errors, the destination is unchanged.
+    or a wrong base. After a UsageError or CorruptError, the destination is unchanged.
     """
     found = read_all(deltas, to)
 

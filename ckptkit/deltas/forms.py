@@ -175,7 +175,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def read_all(given: Paths, to: int | None = None) -> list[Delta]:
     """Read deltas in the given order. Read a folder of deltas in the order of versions.
 
-    `to` is the last version to read. Raises UsageError if this version is missing.
+    `to` is the last version to read. Raises UsageError if version `to` is missing.
     """
     several = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     paths = [arguments.path("deltas", each) for each in several]

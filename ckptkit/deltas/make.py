@@ -273,7 +273,7 @@ def _written(
 def _files(
     found: Mapping[str, _Frame], options: Options
 ) -> tuple[list[OutputFile], dict[str, str]]:
-    """Plan the output files. Return these files, and a dict from tensor names to file names."""
+    """Return the planned output files, and a dict from tensor names to file names."""
     groups: list[list[str]] = []
     room = 0
     for name, each in found.items():
@@ -440,7 +440,7 @@ def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
 def _length(change: Change) -> int:
     """Return the size of the decompressed frame.
 
-    If the header of the frame lacks this size, decompress the frame.
+    If the header of the frame does not contain the size, decompress the frame.
     """
     head = change.frame.part(0, min(change.frame.length, 18)).read()
     size = zstandard().frame_content_size(head)

@@ -10,8 +10,8 @@ The steps of an edit are:
 6. Remove the journal.
 
 After each step, the changes are flushed to disk. As long as the file is invalid, the journal
-exists. If the edit is interrupted, the next command that opens the file detects the journal. The
-command `recover` then restores the file.
+exists. If the edit is interrupted, the next command that opens the file detects the journal. After
+an interrupted edit, the command `recover` restores the file.
 
 A process that has opened or mapped the file sees the changed bytes. ckptkit does not edit a file in
 place if the file has several hard links.
@@ -41,8 +41,8 @@ precedes the old and new bytes of the span.
 
 If several files of a folder are edited together, `group` lists all these files in each journal. All
 journals exist before the first file changes. No journal is removed before all files have changed.
-The small file `then` is written after all files have changed. If an edit was interrupted before
-this write, `recover` writes the file `then`.
+The small file `then` is written after all files have changed. If an edit was interrupted before the
+file `then` was written, `recover` writes the file `then`.
 
 A journal belongs to the file with the name and inode in the journal. `recover` restores a file only
 if each byte in a span is the old byte, the new byte, or a byte of an interrupted write.
@@ -132,8 +132,8 @@ def apply_all(
     """Apply patches to several files of a folder. If the edit is interrupted, `recover` undoes all
     patches.
 
-    `then` is the path and content of a small file in the folder. This file is written after all
-    patches are applied. See `apply` for the options and errors.
+    `then` is the path and content of a small file in the folder. The file `then` is written after
+    all patches are applied. See `apply` for the options and errors.
     """
     bases = [patch.base for patch in patches]
     group = tuple(os.path.basename(base.path) for base in bases) if len(bases) > 1 else ()
@@ -412,9 +412,9 @@ _NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 class JournalSpan(NamedTuple):
     """The bytes at `offset` before and after the edit.
 
-    If the file grows or shrinks, ``old`` and ``new`` can have different lengths. If ``places`` is
-    not empty, the bytes are scattered. ``places`` then contains the positions of the bytes after
-    `offset`, as in `Edit`.
+    If the file grows or shrinks, ``old`` and ``new`` can have different lengths. If the bytes are
+    scattered, ``places`` contains the positions of the bytes after `offset`, as in `Edit`.
+    Otherwise, ``places`` is empty.
     """
 
     offset: int

@@ -75,8 +75,9 @@ def execute(
 def _work_of(file: WriteTask) -> int:
     """Return the number of bytes that ckptkit must compute, download or read to write a file.
 
-    Several threads speed up this work, but not a copy by the kernel. If a complete tensor must be
-    in memory, return a large negative number, so that `execute` uses only one thread.
+    Several threads speed up computing, downloading and reading, but not a copy by the kernel. If a
+    complete tensor must be in memory, return a large negative number, so that `execute` uses only
+    one thread.
     """
     work, place = 0, 0
     for segment in file.segments:

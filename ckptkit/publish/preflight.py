@@ -296,7 +296,7 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
     """Return the identity of each source that contains a member to check.
 
-    A `Run` contains the index of its source in this tuple.
+    A `Run` contains the index of its source in the returned tuple.
     """
     return tuple(dict.fromkeys(check.source.identity for check in found))
 
@@ -306,8 +306,8 @@ def _ranges_read(
 ) -> Iterator[tuple[ByteSource, int, int, float]]:
     """Yield (source, offset, length, fraction) for each range that an extent reads.
 
-    The extent needs this fraction of the bytes in the range. Ranges of compressed data are not
-    included, because Inflate verifies the checksum.
+    The fraction is the part of the range's bytes that the extent needs. Ranges of compressed data
+    are not included, because Inflate verifies the checksum.
     """
     if isinstance(extent, Range):
         yield (*extent, share)

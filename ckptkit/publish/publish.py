@@ -365,8 +365,8 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
 def _locked(path: str) -> Iterator[None]:
     """Lock the file to replace. If the file system does not support locks, do nothing.
 
-    If two processes edit one file, the second process waits for the lock. Then, `check_still_there`
-    detects that another file has replaced the source.
+    If two processes edit one file, the second process waits for the lock. After the wait,
+    `check_still_there` detects that another file has replaced the source.
     """
     with ExitStack() as held:
         with suppress(ImportError, OSError):

@@ -88,9 +88,10 @@ def upload(plan: Plan, url: str, options: Options) -> None:
 def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
     """Return the paths of files from an interrupted upload of the same folder.
 
-    These files must be removed, because a mixture of the old and the new output would look
-    complete. Without `force`, raises OutputExistsError if `path` exists. With `force`, a single
-    file at `path` is overwritten. Raises OutputExistsError if the folder contains any other file.
+    The caller must remove the files of the interrupted upload, because a mixture of the old and the
+    new output would look complete. Without `force`, raises OutputExistsError if `path` exists. With
+    `force`, a single file at `path` is overwritten. Raises OutputExistsError if the folder contains
+    any other file.
     """
     is_folder = bool(files[0].name)
     if (force and not is_folder) or not fs.exists(path):

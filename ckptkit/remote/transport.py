@@ -1,15 +1,16 @@
 """Download byte ranges over HTTP, or from any other file system of fsspec.
 
 For HTTP, this module uses the session of fsspec directly, because it needs the status and headers
-of each response. The first response contains the size and identity of the file. The status of this
-response shows whether the server supports byte ranges. A HEAD request would not show whether the
-server supports ranges. Some servers also reject HEAD for signed URLs. The headers of every later
-response show whether the file has changed. If a transfer breaks, this module downloads the
+of each response. The first response contains the size and identity of the file. The status of the
+first response shows whether the server supports byte ranges. A HEAD request would not show whether
+the server supports ranges. Some servers also reject HEAD for signed URLs. The headers of every
+later response show whether the file has changed. If a transfer breaks, this module downloads the
 remaining bytes.
 
 If a network or server fails, this module raises an error with a hint. The libraries that fsspec
-uses raise errors of many classes. The messages of these errors may contain a URL with secrets. If
-the URL may contain a secret, this module does not show the messages of these errors.
+uses raise errors of many classes. The error messages of these libraries may contain a URL with
+secrets. If the URL may contain a secret, this module does not show the error messages of the
+libraries.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class Http(Transport):
         session = await self._fs.set_session()
         options = dict(self._fs.kwargs)
         # "identity" requests an uncompressed response. Offsets in a compressed response would
-        # differ from those in the file.
+        # differ from offsets in the file.
         ranged = {
             **options.pop("headers", {}),
             "Range": f"bytes={start}-{stop - 1}",
@@ -202,7 +203,7 @@ class Http(Transport):
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
                 # The server does not support byte ranges. If the file is small, read the complete
-                # file. If its size is unknown, read at most PAGE bytes.
+                # file. If the size of the file is unknown, read at most PAGE bytes.
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
             elif known is None:
@@ -293,7 +294,7 @@ class Stored(Transport):
 def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
     """Call a method of a file system.
 
-    If the file system is asynchronous, raise TimeoutError after `seconds`. Without this limit, the
+    If the file system is asynchronous, raise TimeoutError after `seconds`. Without the timeout, the
     libraries of object stores retry a request several times, and wait for a timeout each time.
     """
     if not fs.async_impl:
@@ -362,7 +363,7 @@ class MissingError(MissingFileError):
 def passing(error: BaseException) -> bool:
     """Return whether another attempt may succeed.
 
-    This is true if the connection broke or timed out, or if the server is busy.
+    Return True if the connection broke or timed out, or if the server is busy.
     """
     if _misled(error) is not None:
         return False
@@ -507,7 +508,7 @@ def _status(error: BaseException) -> int | None:
 def _is_malformed(error: BaseException) -> bool:
     """Return whether aiohttp failed to parse a response.
 
-    Such an error has the status 400, although the server did not send this status.
+    The error of aiohttp has the status 400, although the server did not send the status 400.
     """
     return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
 

@@ -107,9 +107,9 @@ def scan_all(
     For a file that cannot be read, yield a Failure. `workers` is the number of processes. For 16
     files or more, the default is the number of cores, but at most 8.
 
-    Calls of `progress` have two arguments: a path, and a number of bytes read from this file. The
-    sum of these numbers is the size of the file. If a worker process scans a file, `progress` is
-    called once, after the scan.
+    Calls of `progress` have two arguments: a path, and a number of bytes read from this file. For
+    each file, the numbers add up to the size of the file. If a worker process scans a file,
+    `progress` is called once, after the scan.
     """
     trust = tuple(trust)
     files = _files(paths)

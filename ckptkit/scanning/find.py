@@ -1,4 +1,4 @@
-"""Find every pickle in a file, also in places that readers of the file ignore.
+"""Find every pickle in a file, including places that readers of the file ignore.
 
 Programs may disagree about the format of a file. ckptkit therefore searches for pickles in all
 formats that the file can have. ckptkit also searches members of archives, compressed streams, and
@@ -305,7 +305,7 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 def _convinces(found: Trace) -> bool:
     """Return True if bytes that begin like a pickle are probably a pickle.
 
-    Return True if the bytes call a function whose name is a valid identifier. Return True also for
+    Return True if the bytes call a function whose name is a valid identifier. Also return True for
     a complete pickle with valid names. Random bytes contain a call opcode about once in a few
     thousand bytes, but the name of the called function is rarely valid.
 
@@ -383,10 +383,10 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
 
     This function finds two kinds of members:
 
-    * Members that the last directory of the file lists. Readers such as zipfile, miniz and torch
-      find these members. The archive may begin anywhere in the file.
-    * Members that have a local header. Readers that start at the front of the file, or that repair
-      a file, find these members.
+    * Members in the last directory of the file, which zipfile, miniz and torch read. The archive
+      may begin anywhere in the file.
+    * Members with a local header. Readers that start at the front of the file, or that repair a
+      file, find members by their local headers.
 
     The bytes of a member start after its local header. Wrong checksums, flags, sizes and names do
     not matter.

@@ -58,8 +58,8 @@ class Sign:
     `made` is the class or function that returned the value. For a literal, `made` is None. `items`
     are the items of a container. For a dict, keys and values alternate. `data` is a large byte
     string. `type` is the element type of a numpy.dtype. `built` is True after the state of the
-    object was set. From then on, any change of the object is suspicious. If `fixed` is True, any
-    change of the dict is suspicious.
+    object was set. After the state was set, any change of the object is suspicious. If `fixed` is
+    True, any change of the dict is suspicious.
     """
 
     sort: int
@@ -127,7 +127,7 @@ class Tracer:
         self.unfinished: Sign | None = None  # an object whose state the next opcode must set
         # Cache for calls whose verdict depends only on the types of the arguments. Each value
         # contains three items: the verdict, the result of the call, and a bool. The bool is True if
-        # a pickle cannot change the result. Then all calls can return the same object.
+        # a pickle cannot change the result, so that all calls can return the same object.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
@@ -300,8 +300,8 @@ class Tracer:
     def persistent(self, pid: Any) -> Any:
         """Resolve a persistent id. Return a storage, or the class in the id of a legacy file.
 
-        In a legacy file, such an id is ("module", class, file name, source code). The oldest files
-        omit "module". ckptkit never runs the source code.
+        In a legacy file, the id of a class is ("module", class, file name, source code). The oldest
+        files omit "module". ckptkit never runs the source code.
         """
         parts = pid if isinstance(pid, tuple) else ()
         if parts[:1] == ("storage",):

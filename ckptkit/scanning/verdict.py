@@ -7,8 +7,8 @@ A pickle gets one of these verdicts, from harmless to harmful:
 
 * ``safe for weights_only``: `torch.load(weights_only=True)`, the default of torch, loads the file.
 * ``harmless``: every call and name is allowlisted, but weights_only rejects the file.
-* ``needs these classes``: the pickle contains objects of classes that are not allowlisted. Nobody
-  reviewed the code of these classes. Every other call and name is allowlisted.
+* ``needs these classes``: the pickle contains objects of classes that are not allowlisted, because
+  nobody has reviewed the code of these classes. Every other call and name is allowlisted.
 * ``cannot tell``: ckptkit cannot determine what the pickle does. For example, the pickle is
   malformed, computes a name, or makes a call that ckptkit cannot verify. A pickle with a function
   of Python or torch that is not allowlisted also gets the verdict ``cannot tell``, even if no
@@ -46,7 +46,7 @@ LABELS = {
 # names that other versions of torch treat differently. The source is
 # torch/_weights_only_unpickler.py of torch 2.13, 2.14.1 and the development branch after 2.14.
 # Torch 2.15 also requires a state (BUILD after NEWOBJ) for objects of pybind11 classes that the
-# user added to the allowlist. The default allowlist contains no such class.
+# user added to the allowlist. The default allowlist of torch contains no pybind11 class.
 SINCE = {("torch", "bcomplex32"): "2.15"}  # first version that accepts the name
 UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}  # first version that rejects the name
 SHOWN = 8  # maximum number of names in a reason

@@ -77,7 +77,8 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 
     Yield (is_column, boxes) for each strip. A strip is a column at the left of the free space, or a
     row at the top of the free space. If the last value of a strip equals the first value of the
-    next strip, both strips have the same direction. Layers of equal size then appear in order.
+    next strip, both strips have the same direction. Therefore, layers of equal size appear in
+    order.
     """
     x, y, width, height = box
     rest, start, is_column = float(sum(values)), 0, True
@@ -214,8 +215,8 @@ def arranged(
                 line.append(numbers[id(cell.branch)] if is_branch else -(cell.rest or 1))
                 if is_branch and not cell.own and cell.branch.children:
                     waiting.append((cell.branch, _inner(cell, part, FRAME) or WINDOW))
-                    # The page can also zoom to the branches between `branch` and `cell.branch`.
-                    # Each of these branches has only one child.
+                    # The page can also zoom to the branches between `branch` and `cell.branch`,
+                    # which have only one child each.
                     for child in branch.children.values():
                         while child is not cell.branch and joined(child) is cell.branch:
                             found[numbers[id(child)]] = [[1, numbers[id(cell.branch)]]]

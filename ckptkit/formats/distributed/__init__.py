@@ -1,7 +1,7 @@
 """Read a folder of rank files as one checkpoint. Each rank wrote its own shards of the tensors.
 
-The module :mod:`rank_files` reads rank files of FSDP and tensor parallelism. The pickles of these
-files contain the offset and size of each shard. For all other layouts, the module :mod:`table`
+The module :mod:`rank_files` reads rank files of FSDP and tensor parallelism. The pickles in such
+rank files contain the offset and size of each shard. For all other layouts, the module :mod:`table`
 describes how each tensor was split over the files. A single rank's file is not a complete
 checkpoint.
 """

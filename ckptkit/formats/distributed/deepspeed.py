@@ -44,7 +44,7 @@ The optimizer state is a list with the state of each group, or {"state": {group:
 tensor, ..., "step"}}, "param_groups"}.
 
 ``fp32.pt`` and the optimizer files of a parameter contain {"param": tensor, ...}, or only a tensor.
-If the checkpoint was converted from stage 3, the tensors in these files are flat.
+If the checkpoint was converted from stage 3, the tensors in all files of a parameter are flat.
 
 To read stages 1 and 2, :func:`read` concatenates all ranks' tensors of one group. The concatenated
 tensor contains the parameters of the group in order. ``param_alignment_paddings`` gives the number
@@ -113,8 +113,8 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
 _GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-# Fields that `read` drops. These fields describe the split, or their tensors become part of
-# `module`.
+# Fields that `read` drops, because they describe the split, or because `module` then contains their
+# tensors.
 _DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)
 
 

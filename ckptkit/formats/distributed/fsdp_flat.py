@@ -21,16 +21,16 @@ Each file contains ``model`` and ``shard_metadata``, a dict with ``param_metadat
 
 * ``fsdp_path`` is the path of the module.
 * ``params`` maps the name of a flat parameter to {"names", "shapes", "numels", "padding"}.
-* ``shared_param_info`` lists pairs of names that share a parameter. These names are relative to the
-  module.
+* ``shared_param_info`` lists pairs of names that share a parameter. The names in each pair are
+  relative to the module.
 * ``no_broadcast_optim_state`` is True if the first shard contains the complete parameter.
 
 Until fairscale 0.4.0, the dict contains ``is_flat``, ``param_names``, ``param_shapes``,
 ``param_numels`` and ``num_padded`` in place of ``params``.
 
 To restore the parameters, ckptkit removes the padding of each shard and concatenates the shards.
-The concatenated tensor contains the parameters in the recorded order. Then ckptkit merges the model
-parts, as metaseq does.
+The concatenated tensor contains the parameters in the recorded order. After joining the shards,
+ckptkit merges the model parts as metaseq does.
 
 Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
 fully_sharded_data_parallel.py.

@@ -218,8 +218,9 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
-    # Split the embedding along the same dimension as in the input. If this dimension is unknown,
-    # infer the version from vocab_size: -1 in Llama 1 and 2, and 100,000 or more since Llama 3.
+    # Split the embedding along the same dimension as in the input. If the dimension in the input is
+    # unknown, infer the version from vocab_size: -1 in Llama 1 and 2, and 100,000 or more since
+    # Llama 3.
     recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
     by_rows = recorded != "1"
     if recorded not in ("0", "1"):

@@ -100,8 +100,8 @@ class MeshPiece(_OfRank):
     """The shard of a DTensor in one rank's file.
 
     ``order`` maps a tensor dimension to the mesh dimensions that shard this dimension, in the order
-    of the splits. ``ordered`` is True if the pickle has ``shard_order``. In this case, all tensor
-    dimensions that ``shard_order`` omits were split in the order of the mesh dimensions.
+    of the splits. ``ordered`` is True if the pickle has ``shard_order``. If ``ordered`` is True,
+    all tensor dimensions that ``shard_order`` omits were split in the order of the mesh dimensions.
     """
 
     tensor: Tensor
@@ -151,8 +151,8 @@ class MeshPiece(_OfRank):
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
         """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
 
-        FSDP with tensor parallelism splits a tensor along the last mesh dimension first. In this
-        case, the split factor of each _StridedShard equals the number of shards along all later
+        FSDP with tensor parallelism splits a tensor along the last mesh dimension first. For such a
+        tensor, the split factor of each _StridedShard equals the number of shards along all later
         mesh dimensions. With other split factors, the indices are split as documented for torch's
         _StridedShard.
         """

@@ -207,8 +207,8 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     A SubparamShape describes fused parameters. A SubparamShape contains patterns, a shape, and
     ``partition_dim``, the index of the split dimension. At index ``partition_dim``, the shape
     contains a tuple with the size of each fused parameter. If all fused parameters have the same
-    size, the shape may contain their number in place of the tuple. ``sub_param_shard_widths``
-    contains the width of each fused parameter on each rank.
+    size, the shape may contain the number of fused parameters in place of the tuple.
+    ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():

@@ -17,8 +17,8 @@ ckptkit raises an error.
 
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
 and shapes on all ranks match. If the row of a tensor contains a line, but all shards of the tensor
-are equal, the table is wrong. In this case, :func:`merge` raises an error, unless all elements of
-the tensor have the same value.
+are equal, :func:`merge` raises an error, because the table is wrong. If all elements of all shards
+have the same value, :func:`merge` only adds a warning.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
 class Offset:
     """A rule for the layer or expert numbers in tensor names. Each rank counts from 0.
 
-    Group 1 of `pattern` matches the number. `merge` replaces these numbers by global numbers. The
-    global numbers increase along the axes `by`. The first axis varies slowest. ``total`` is the
-    expected number of layers or experts, or None if it is unknown.
+    Group 1 of `pattern` matches the number. `merge` replaces the numbers of each rank by global
+    numbers. The global numbers increase along the axes `by`. The first axis varies slowest.
+    ``total`` is the expected number of layers or experts, or None if it is unknown.
     """
 
     pattern: re.Pattern[str]
@@ -403,8 +403,8 @@ def _whole(
 ) -> Tensor:
     """Join the shards of a tensor.
 
-    Add the name to `constant` if all elements of all shards are equal. In this case, the shards do
-    not show whether the table is right.
+    Add the name to `constant` if all elements of all shards are equal. If all elements are equal,
+    the shards do not show whether the table is right.
     """
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
@@ -579,8 +579,8 @@ def file(name: str, root: Node, options: Options) -> OutputFile:
 # * ``files`` is a regular expression that matches paths in the folder. The named groups of the
 #   expression are the axes. Tensors are split along the axis ``tp``.
 # * ``root`` is the key of the state_dict in each file.
-# * ``layers`` contains a pattern for the layer number in a name, and a list of axes. Each rank on
-#   these axes counts its layers from 0.
+# * ``layers`` contains a pattern for the layer number in a name, and a list of axes. Each rank
+#   along the axes in ``layers`` counts its layers from 0.
 #
 # `ckptkit help parallel` shows an example.
 

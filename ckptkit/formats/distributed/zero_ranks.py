@@ -227,7 +227,7 @@ FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
 COUNT, STAGE = "partition_count", "zero_stage"
 GAPS, TRIMMED = "param_alignment_paddings", "group_paddings"
-# Fields that describe the split. The assembled state is complete and omits these fields.
+# Fields that describe the split. The assembled state does not contain these fields.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
