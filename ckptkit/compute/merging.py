@@ -78,7 +78,7 @@ class Merge(Operation):
     scale: float
     seed: int
     # If only some of several equal differences are kept, the operation keeps the first of these.
-    # Therefore it must read the elements in order.
+    # Therefore the operation must read the elements in order.
     seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:

@@ -2,7 +2,8 @@
 
 The import of torch takes a second and 200 MiB, more than most conversions. numpy lacks
 ``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. `decode`
-converts these types to float32 or complex64, which represent all of their values. `encode` rounds
+converts floats of 8 and 16 bits to float32, and complex numbers of 32 bits to complex64. Both
+conversions are exact. `encode` rounds
 float32 numbers to nearest, ties to even, as torch does. `encode` rounds float64 numbers to float32
 first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on the processor.
 
@@ -91,8 +92,8 @@ def encode(values: Array, dtype: DType) -> memoryview:
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
         # Use the upper 16 bits of each number to look up the code. The upper 16 bits contain 7 bits
-        # of mantissa, but an 8-bit code has at most 3. Therefore the last of the 16 bits can be set
-        # to 1 if the lower 16 bits are not 0.
+        # of mantissa, but an 8-bit code has at most 3. If the lower 16 bits are not 0, set the last
+        # of the upper 16 bits to 1. Otherwise, a number slightly above a tie would look like a tie.
         bits = single.view("<u4")
         halves = (bits >> 16).astype(np.uint16)
         halves |= (bits & 0xFFFF) != 0

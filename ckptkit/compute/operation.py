@@ -116,9 +116,9 @@ def keep_memory() -> None:
 def import_numpy() -> None:
     """Import numpy. In a command, disable the threads of numpy's linear algebra library.
 
-    The threads of the library would busy-wait at first, and take processor time from the threads of
-    ckptkit. If another program imports ckptkit, do not disable the threads of the library, because
-    the program may need these threads.
+    Otherwise, the threads of the library would busy-wait at first, and take processor time from the
+    threads of ckptkit. If another program imports ckptkit, do not disable the threads of the
+    library, because the program may need these threads.
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:

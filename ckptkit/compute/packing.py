@@ -432,7 +432,8 @@ class Scale:
             made = np.take(self._table, data, mode="clip")
         else:
             made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
-        made[np.isnan(made)] = np.nan  # with other NaN bits, rounding could return an infinity
+        # Replace every NaN by numpy's NaN. Rounding could convert a NaN with other bits to infinity.
+        made[np.isnan(made)] = np.nan
         found: Array = made.reshape(raw.shape)
         return found
 

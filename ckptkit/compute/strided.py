@@ -45,7 +45,8 @@ def of_box(
 ) -> StridedCopy:
     """Return the copy that fills a box of a row-major array of `shape`.
 
-    The first element of the source is number `start`. `stride` are the strides in the source.
+    `start` is the position of the copy's first element in the source. `stride` contains the strides
+    in the source.
     """
     steps = row_major(shape)
     place = sum(offset * step for offset, step in zip(offsets, steps, strict=True))

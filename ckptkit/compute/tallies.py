@@ -107,7 +107,7 @@ class Histogram:
 def _scaled(number: float, exponent: int) -> float:
     try:
         return math.ldexp(number, exponent)
-    except OverflowError:  # possible for a norm, and for the upper edge of the last bin
+    except OverflowError:  # a norm or the upper edge of the last bin may exceed the largest float
         return math.copysign(math.inf, number)
 
 

@@ -46,7 +46,7 @@ _ML_DTYPES = (
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype of numpy, or the dtype of ml_dtypes if numpy has no such dtype.
+    """Return numpy's dtype for a ckptkit dtype. If numpy lacks the dtype, use ml_dtypes.
 
     Raise TensorError if both packages lack the dtype.
     """

@@ -11,8 +11,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 # GPTQ has integer codes of 2, 3, 4 or 8 bits.
 #
 # The codes are a transposed matrix [in, out]. Consecutive codes of a column are packed into an
-# int32 element. ``g_idx`` contains the group of each input. Each zero point is stored minus 1,
-# unless ``checkpoint_format`` is ``gptq_v2``. AutoRound writes the same files.
+# int32 element. ``g_idx`` contains the group of each input feature. Each zero point is stored
+# minus 1, unless ``checkpoint_format`` is ``gptq_v2``. AutoRound writes the same files.
 
 
 _BITS = (2, 3, 4, 8)
@@ -116,8 +116,8 @@ GPTQ = QuantizationMethod(
 
 # AWQ in the ``gemm`` format of AutoAWQ has integer codes of 4 bits.
 #
-# The codes are a transposed matrix [in, out]. An int32 element contains eight codes of consecutive
-# outputs, in a special order.
+# The codes are a transposed matrix [in, out]. An int32 element contains the codes of eight
+# consecutive output features, in a special order.
 
 
 def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:

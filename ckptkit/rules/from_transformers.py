@@ -16,7 +16,7 @@ from ckptkit.rules.planner import REST, RuleSet
 # Reading the registry of conversions in transformers.
 #
 # First, ckptkit builds the model on the meta device, without weights. Then ckptkit converts the
-# keys of the model to the keys in the model's files, like `save_pretrained`. No code from
+# keys of the model to the keys in the model's files, as `save_pretrained` does. No code from
 # checkpoints runs.
 
 
@@ -136,7 +136,7 @@ class _SourceReading:
         )
 
     def read(self, state: Mapping[str, Any], found: Layouts) -> None:
-        """Convert each key of the model to a key of the files, like `revert_weight_conversion`."""
+        """Convert model keys to keys of the files, as `revert_weight_conversion` does."""
         from transformers.core_model_loading import (
             apply_converters,
             apply_renamings,

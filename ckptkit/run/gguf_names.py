@@ -142,7 +142,10 @@ def known() -> list[str]:
 
 
 class _Traced(NamedTuple):
-    """The GGUF tensors that a tensor was made from, and the expression that computed its values."""
+    """The GGUF tensors that a recipe converts to one tensor, and the expression of a computation.
+
+    ``computed`` is the expression, such as ``x - 1``, or "" if the recipe computes no values.
+    """
 
     names: frozenset[str]
     computed: str

@@ -116,7 +116,7 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         from multiprocessing import get_context
 
-        # After a fork, locks of the parent's threads would stay locked.
+        # Do not fork: locks that other threads of the parent hold would stay locked in the worker.
         context = get_context("spawn")
         theirs, self._lifeline = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
@@ -258,7 +258,7 @@ class Cluster(Pool):
         return self._cores
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        # Dask searches arguments for Dask objects, but not inside a partial.
+        # Dask would search the arguments for Dask objects. A partial hides the arguments.
         call = self._executor.submit(partial(function, *args, **named))
         return _Remote(call, self.address)
 

@@ -130,7 +130,7 @@ def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
     )  # fmt: skip
     done = command("run", "gguf", source, tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
-    assert "does not contain the rotary scaling: 'rope_freqs.weight'" in done.stdout
+    assert "does not contain the rotary scaling in 'rope_freqs.weight'" in done.stdout
     assert "used the recipe gguf-llama" in done.stdout
     found = load_file(tmp_path / "hf" / "model.safetensors")
     weight = torch.arange(64.0).view(8, 8) + 1
@@ -198,7 +198,7 @@ def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> 
     other = [*tensors, floats("rope_freqs.weight", factors * 1.01)]
     config, said = config_for(tmp_path, command, "llama", other, **values)
     assert "rope_scaling" not in config
-    assert "does not contain the rotary scaling: 'rope_freqs.weight'" in said
+    assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     ones = [*tensors, floats("rope_freqs.weight", torch.ones(64))]
     config, said = config_for(tmp_path, command, "llama", ones, **values)
     assert "rope_scaling" not in config and "rotary" not in said
@@ -239,7 +239,7 @@ def test_factors_that_are_none(
         config, said = config_for(tmp_path, command, "llama", tensors, **HEADS,
                                   rope__freq_base=base)  # fmt: skip
         assert "rope_scaling" not in config
-        assert "does not contain the rotary scaling: 'rope_freqs.weight'" in said
+        assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
     done = command("run", "gguf", source, tmp_path / "other")
     assert done.exit_code == 3

@@ -227,7 +227,9 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
     if found is None or model is None:
-        return None, [] if found is None else [f"ckptkit makes no config.json for {found}"]
+        return None, [] if found is None else [
+            f"ckptkit makes no config.json for architecture {found}"
+        ]
     values = metadata(checkpoint)
     for key in DECIDING & values.keys():
         _number(values[key], f"{found}.{key}", checkpoint)
@@ -256,7 +258,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     if scaling is not None:
         config["rope_scaling"] = scaling
     if unread:
-        notes.append(f"config.json does not contain the rotary scaling: {quoted(unread)}")
+        notes.append(f"config.json does not contain the rotary scaling in {quoted(unread)}")
     if found in UNKNOWN and "n_group" not in config:
         notes.append(UNKNOWN[found])
     return config, notes
