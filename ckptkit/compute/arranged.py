@@ -9,12 +9,12 @@ these bytes by the simplest of the following extents:
 * or an array that several strided copies fill.
 
 If the source of a rearrangement is the result of another rearrangement, ckptkit combines both
-rearrangements. Several rearrangements therefore read each byte only once.
+rearrangements. Therefore ckptkit reads each byte only once for a chain of rearrangements.
 
 A tensor may have more elements than its storage, because of stride 0 or overlapping windows. A file
-of a kilobyte can describe a tensor of terabytes. Computations therefore read a repeated element
-once. An operation that needs every element raises TensorError if the tensor is many times larger
-than its storage.
+of a kilobyte can describe a tensor of terabytes. Statistics and comparisons read a repeated element
+only once. An operation that needs every element raises TensorError if the tensor is many times
+larger than its storage.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def contiguous(tensor: Tensor) -> Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arranged:
-    """A record whose elements are copied from other records. `locate` returns its extent."""
+    """A record whose elements are copied from other records.
+
+    `locate` returns the extent of the record.
+    """
 
     records: tuple[Record, ...]
     copies: tuple[StridedCopy, ...]
@@ -156,7 +159,7 @@ def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
 
 
 def _outside(extent: Extent) -> Extent:
-    """Replace each range of an archive member by the same range of the archive file.
+    """Replace each range of an archive member by the range of the archive file with these bytes.
 
     The operating system can copy such ranges directly.
     """

@@ -69,8 +69,8 @@ def compare(
     NaN equals NaN.
 
     If `measured` is set and the dtypes are numeric, the result also contains the distances between
-    the tensors. Only finite elements count for these distances. Raise TensorError if the shapes
-    differ. Without tolerances, raise TensorError also if the dtypes differ.
+    the tensors. The distances ignore infinities and NaN. Raise TensorError if the shapes differ.
+    Without tolerances, raise TensorError also if the dtypes differ.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):

@@ -109,7 +109,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
             first = row * columns + right
             continue
         end = min(top - top % tall + tall, rows, -(-last // columns) - batch * rows)
-        if blocks.packing.kind == "turned":  # in this layout, several rows share a scale
+        if blocks.packing.kind == "turned":  # in the layout "turned", several rows share a scale
             top -= top % tall
             end = min(top + tall, rows)
         yield (batch * rows + top) * columns, Span(batch, top, end, 0, columns)
@@ -228,7 +228,8 @@ class Dequantizer:
         """Fill `values` with the numbers that the codes represent.
 
         Return True if no product of a number and its scale is NaN or halfway between two bfloat16
-        numbers. Then an addition to the bits of a product rounds the product to bfloat16.
+        numbers. If the result is True, the caller can round a product to bfloat16 by an addition to
+        the bits of the product.
         """
         import numpy as np
 
@@ -386,10 +387,10 @@ class TabledDequantizer(Dequantizer):
         transposed_copy(made, found.view(self.unit).reshape(len(data), -1).T)
 
     def _computed(self, span: Span) -> Array:
-        """Return a table of elements, with the index ``scale * 256 + byte``.
+        """Return a table of elements for all pairs of a scale byte and a code byte.
 
-        The item at this index is the element for the scale and the code in the byte. If the byte
-        contains two codes, the item contains two elements.
+        Item ``scale * 256 + byte`` is the element for a scale and the code in a byte. If a byte
+        contains two codes, an item contains two elements.
         """
         import numpy as np
 

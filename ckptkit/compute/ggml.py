@@ -393,7 +393,7 @@ def _q3_k(b: Array) -> Parts:
 def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
     """Return the 8 scales and the 8 minimums of each block of Q4_K or Q5_K.
 
-    A block stores these 16 numbers in 12 bytes.
+    A block stores the scales and minimums in 12 bytes.
     """
     import numpy as np
 

@@ -2,12 +2,12 @@
 
 The source is mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in
 float32 and rounded once. All other methods except passthrough add differences to the tensors of a
-base model. Each step of these methods is rounded to the dtype of the tensors, as in torch. For
-example, the difference of two bfloat16 tensors is rounded to bfloat16.
+base model. A method that adds differences rounds each step to the dtype of the tensors, as torch
+does. For example, the difference of two bfloat16 tensors is rounded to bfloat16.
 
-Some methods need the angle between two tensors, or the magnitude below which differences are
-dropped. To find the angle or the magnitude, such a method reads the complete tensors once or twice
-before the merge.
+Slerp needs the angle between two tensors. Methods that drop small differences need the smallest
+magnitude to keep. To find the angle or the magnitude, ckptkit reads the complete tensors once or
+twice before the merge.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Merge(Operation):
         if dtype.name in ("float32", "float64"):
             return
         if dtype.name == "bfloat16":
-            # This code is twice as fast as ml_dtypes. The addition does not overflow for a NaN,
-            # because every NaN is the result of arithmetic on 16-bit floats. The lower bits of such
-            # a NaN are 0.
+            # An addition to the bits is twice as fast as ml_dtypes. The addition does not overflow
+            # for a NaN: every NaN results from arithmetic on 16-bit floats, so its lower 16 bits
+            # are 0.
             bits = values.view("u4")
             made = bits >> 16
             made &= 1  # rounds ties to even
@@ -448,9 +448,9 @@ class _MagnitudeSearch:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # Interval of codes of unrounded elements. Only these elements may round into `interval`.
-        # Adjacent 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for
-        # subnormal float16 numbers.
+        # Interval of the codes of unrounded elements that may round into `interval`. Adjacent
+        # 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for subnormal
+        # float16 numbers.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)

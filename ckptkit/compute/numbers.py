@@ -2,8 +2,8 @@
 
 The import of torch takes a second and 200 MiB, more than most conversions. numpy lacks
 ``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. `decode`
-converts floats of 8 and 16 bits to float32, and complex numbers of 32 bits to complex64. Both
-conversions are exact. `encode` rounds
+converts floats of 8 and 16 bits exactly to float32, and complex numbers of 32 bits exactly to
+complex64. `encode` rounds
 float32 numbers to nearest, ties to even, as torch does. `encode` rounds float64 numbers to float32
 first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on the processor.
 

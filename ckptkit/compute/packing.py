@@ -59,8 +59,9 @@ class Numbers:
     * ``map``: the byte is an index into the float32 numbers of the input with the index `map`.
 
     If ``shared`` is set, one batch of scales applies to all batches of the weight. `combine` is
-    ``multiply`` or ``divide``. The product of the previous arrays is multiplied or divided by these
-    scales. Then the float32 number `add`, the offset of nested scales, is added.
+    ``multiply`` or ``divide``. If a layout has several arrays, ckptkit multiplies or divides the
+    product of the previous arrays by this array. Then ckptkit adds the float32 number `add`, which
+    is the offset of nested scales.
     """
 
     input: int
@@ -432,7 +433,7 @@ class Scale:
             made = np.take(self._table, data, mode="clip")
         else:
             made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
-        # Replace every NaN by numpy's NaN. Rounding could convert a NaN with other bits to infinity.
+        # Replace each NaN by numpy's NaN. Rounding could convert a NaN with other bits to infinity.
         made[np.isnan(made)] = np.nan
         found: Array = made.reshape(raw.shape)
         return found
@@ -528,7 +529,7 @@ def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
     made = rounded(first.part(span), dtype)
     for each in others:
         part = each.part(span)
-        if part.size > 1:  # repeat each scale for all smaller blocks in its block
+        if part.size > 1:  # repeat the scale of a large block for each small block inside
             rows = places(span.top, span.bottom, first.grid.height, each.grid.height)
             columns = places(span.left, span.right, first.grid.width, each.grid.width)
             part = part[rows[:, None], columns]
@@ -563,8 +564,8 @@ def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, ind
     """Combine each element of a rectangle with the scale of its block, in place.
 
     `how` is a numpy function such as `np.multiply`. `part` contains the scales of the blocks that
-    overlap the rectangle. It may contain zero points or biases instead. If `index` maps columns to
-    blocks, `part` contains the scales of all columns of blocks.
+    overlap the rectangle, or their zero points or biases. If `index` maps columns to blocks, `part`
+    contains the scales of all columns of blocks.
     """
     import numpy as np
 

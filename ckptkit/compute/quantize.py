@@ -1,7 +1,7 @@
 """Quantize weights: compute codes and scales by rounding to nearest.
 
 * ``fp8-block`` has blocks of 128 x 128 elements, as in transformers. ckptkit scales each block so
-  that its largest magnitude is 448. The file contains the inverse of this scale.
+  that its largest magnitude is 448. The file contains the inverse of the scale of each block.
 * ``mxfp4`` has blocks of 32 columns, as in compressed-tensors. The scale of a block is its largest
   magnitude, rounded to a power of two and divided by 4.
 * ``Q8_0`` of GGUF has blocks of 32 elements, with a float16 scale and int8 codes. The results are
@@ -176,7 +176,7 @@ def _mxfp4(values: Array, part: str) -> memoryview:
     """Return the codes of groups of 32 elements, or the exponent byte of each group.
 
     A byte contains two codes. The scale of a group is the largest magnitude, rounded to a power of
-    two (up from 1.75 times a power) and divided by 4.
+    two and divided by 4. For example, 1.74 is rounded to 1, and 1.75 to 2.
     """
     import numpy as np
 

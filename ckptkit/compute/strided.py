@@ -196,7 +196,7 @@ class Axes:
 
 @lru_cache(64)  # cached, because the layers of a model have equal shapes and copies
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
-    """Return the shape of an array in which each copy fills a box. Also return these boxes.
+    """Return the shape of an array in which each copy fills a box, and a list of the boxes.
 
     Return None if no such array exists. The copies must be in normal form (:func:`normal`). The
     strides of the boxes are the strides in the sources.

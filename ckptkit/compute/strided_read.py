@@ -4,8 +4,8 @@ The operation computes its output in tiles. A tile is a range of indices along o
 indices along the outer axes and all indices along the inner axes. If ckptkit may write the output
 in any order, it writes a large transpose in blocks instead.
 
-A copy supplies a part of a tile or block. The operation reads this part in boxes. A box is a
-rectangular region of the source. The operation chooses the range of a box in each dimension,
+A copy supplies a part of a tile or block. The operation reads the source of a copy in boxes. A box
+is a rectangular region of the source. The operation chooses the range of a box in each dimension,
 beginning with the dimension of the smallest stride:
 
 1. While gaps and box are small, the box spans complete dimensions, and the operation also reads the
@@ -202,8 +202,8 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
     """Fill `made` with elements of the source.
 
-    `offset` is the offset of the first element in the source. `strides` contains the strides in the
-    source. Both are in bytes.
+    `offset` is the byte offset of the first element in the source. `strides` contains the strides
+    in the source, in bytes.
     """
     import numpy as np
 

@@ -470,8 +470,9 @@ def _count(bins: Array) -> Array:
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
     """Return the number of NaN elements and the number of infinite elements.
 
-    A complex number is NaN or infinite if its real or imaginary part is. For dtypes without NaN and
-    infinities, return (0, 0). Raise TensorError for a tensor whose elements cannot be read.
+    A complex number counts as NaN or infinite if one of its parts is NaN or infinite. For dtypes
+    without NaN and infinities, return (0, 0). Raise TensorError for a tensor whose elements cannot
+    be read.
     """
     import numpy as np
 
@@ -495,7 +496,7 @@ def zeros(tensor: Tensor) -> int:
 def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], str]]:
     """Return the index and the kind (nan, inf, -inf) of the first `most` non-finite elements.
 
-    A complex number is non-finite if its real or imaginary part is. Raise TensorError as
+    A complex number is non-finite if its real or imaginary part is non-finite. Raise TensorError as
     `nonfinite` does.
     """
     import numpy as np

@@ -20,8 +20,8 @@ DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
     ".input_global_scale", ".output_global_scale", ".input_scale_ub",
 )  # fmt: skip
-# The first version of compressed-tensors in which a code can extend over two int32 elements. This
-# concerns codes of 3, 5, 6 and 7 bits.
+# The first version of compressed-tensors in which a code of 3, 5, 6 or 7 bits can extend over two
+# int32 elements.
 _DENSE_SINCE = (0, 18)
 _ROTATED = "it is rotated (transform_config), so the dequantized weight would give wrong results"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")

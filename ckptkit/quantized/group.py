@@ -190,7 +190,7 @@ class QuantizationMethod:
 
 
 class TensorView:
-    """Access for recognizers: names, dtypes, shapes, small tensors, and configuration files."""
+    """Gives recognizers access to names, dtypes, shapes, small tensors and configuration files."""
 
     def __init__(
         self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]

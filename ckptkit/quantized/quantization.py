@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.quantized.group import QuantizedWeight, TensorView
 
 # The union of ``marks`` of all quantization methods, repeated here because an import of all methods
-# takes time. A test compares these marks with the methods.
+# takes time. A test compares this set with the marks of all methods.
 MARKS = frozenset({
     "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
     "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",

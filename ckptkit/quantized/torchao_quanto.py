@@ -94,7 +94,9 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     if isinstance(form, g.BlockForm):
         size = data.get("block_size")
         if type(size) is not int or size <= 0 or codes.dtype.name not in _CODES:
-            return group.refused(f"unsupported blocks of {size} with codes of {codes.dtype}")
+            return group.refused(
+                f"ckptkit does not support blocks of {size} with codes of dtype {codes.dtype}"
+            )
         form = form._replace(width=size, tiled=bool(data.get("is_swizzled_scales")))
         second = inner.get("per_tensor_scale")
         if second is None:  # the second scale is optional
@@ -164,7 +166,8 @@ TORCHAO = QuantizationMethod(
 # the bias.
 
 
-# Name components that wrapper modules insert. Names in quanto_qmap.json lack these components.
+# Name components that wrapper modules insert into tensor names, but not into the names in
+# quanto_qmap.json.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _BITS = {"qint4": 4, "qint2": 2}
 

@@ -43,9 +43,9 @@ class Moved:
 
 @dataclass(slots=True)
 class Layouts:
-    """Names and shapes of tensors in the files and in the model, and the conversions.
+    """Tensor names and shapes in the files and in the model, and the conversions between both.
 
-    ``old`` describes the files, and ``new`` the model.
+    ``old`` describes the files, and ``new`` describes the model.
     """
 
     model_type: str
@@ -308,7 +308,8 @@ def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
 class _Anything(dict[str, Any]):
     """A configuration in which each entry is 1.
 
-    This is sufficient to compute names and shapes, because the number of heads changes neither.
+    To compute names and shapes, any entries are sufficient, because the number of heads changes
+    neither names nor shapes.
     """
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -352,9 +353,9 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
     """Return the sizes of the parts of a concatenated or split tensor.
 
-    The result maps the axis along which the tensor is concatenated or split to these sizes, such as
-    ``{"a": "64|16|16"}``. If the sizes do not follow from the shapes, return "_" for each part. If
-    all parts have the same shape, return {}.
+    The key of the result is the axis of the concatenation or split, as in ``{"a": "64|16|16"}``. If
+    the sizes do not follow from the shapes, return "_" for each part. If all parts have the same
+    shape, return {}.
     """
     old = [layouts.old.get(each[0], ()) for each in moved.old]
     new = [layouts.new[name] for name in moved.new]
@@ -453,7 +454,7 @@ class _Symbolic:
 
 
 def _indexed(names: Sequence[str], index: str) -> str:
-    """Return one name for names that differ in one number. Replace this number by `index`."""
+    """Return one name for names that differ in one number, with `index` in place of the number."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -466,7 +467,7 @@ def _indexed(names: Sequence[str], index: str) -> str:
 
 
 def _labelled(names: list[str], word: str) -> str:
-    """Return one name for names that differ in one place. Replace this place by labels."""
+    """Return one name for names that differ in one place, with labels in this place."""
     if len(names) == 1:
         return names[0]
     low = _alike(names)

@@ -456,10 +456,10 @@ class Words:
     """The variables of a rule, grouped by where they occur.
 
     * ``loops`` contains the variables in both names.
-    * ``gathered`` contains the variables in the left name that are axes of the right shape. Along
-      such an axis, the rule stacks tensors.
-    * ``scattered`` contains the variables in the right name that are axes of the left shape. Along
-      such an axis, the rule splits a tensor.
+    * ``gathered`` contains variables that occur in the left name and as axes of the right shape.
+      The rule stacks tensors along each of these axes.
+    * ``scattered`` contains variables that occur in the right name and as axes of the left shape.
+      The rule splits a tensor along each of these axes.
     """
 
     loops: tuple[str, ...]
@@ -554,8 +554,8 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
     """Map each size with several values to the variable whose labels select a value.
 
-    The variable must have one label for each value of the size. Raises RuleError if no variable has
-    this number of labels, or if several variables do.
+    The variable must have one label for each value of the size. Raises RuleError if no variable or
+    several variables have this number of labels.
     """
     found = {}
     for word, size in known.sizes.items():

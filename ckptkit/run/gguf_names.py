@@ -159,7 +159,7 @@ def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, 
     traced = {key: _Traced(frozenset((key,)), "") for key in types}
     ck = gguf.with_matrices(file)
     for step, written in zip(recipe.steps, recipe.written, strict=True):
-        if written.word == "gguf":  # this step only makes config.json
+        if written.word == "gguf":  # the step `gguf` makes config.json
             continue
         before, ck = len(ck.reports), step(ck)
         if written.word == "compute":

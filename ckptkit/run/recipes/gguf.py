@@ -1,9 +1,9 @@
 """Select the recipe for a GGUF architecture, and make config.json from GGUF metadata.
 
 The metadata keys are from llama.cpp (``gguf-py/gguf/constants.py``). The mapping from keys to
-fields is from transformers (``integrations/ggml.py``). transformers does not read GGUF files of
-BERT and DeepSeek, or of models with scaled rotary embeddings. For these models, the mapping is the
-inverse of ``convert_hf_to_gguf.py`` of llama.cpp.
+fields is from transformers (``integrations/ggml.py``). For models that transformers does not read
+from GGUF files, the mapping is the inverse of ``convert_hf_to_gguf.py`` of llama.cpp. These models
+are BERT, DeepSeek, and models with scaled rotary embeddings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIANTS = {
 ALIASES = {"t5encoder": "t5"}
 # Weights that only GGUF files have: scaling factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Matrices with one row. Converters of 2024 dropped the first dimension of these matrices.
+# Matrices with one row, from which converters of 2024 dropped the first dimension.
 ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
 
@@ -369,8 +369,8 @@ def _rope_scaling(
     - Phi-3 with a long context: the file contains two lists of factors.
     - Llama 3.1: the file contains factors that were computed from four numbers. If the four numbers
       of the released models produce the same factors, the result contains these numbers.
-    - DeepSeek with ``yarn``: the file contains only ``mscale_all_dim``. ``mscale`` gets the same
-      value, as in the released models.
+    - DeepSeek with ``yarn``: the file contains only ``mscale_all_dim``. ``mscale`` gets the value
+      of ``mscale_all_dim``, as in the released models.
     """
     factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
     unread = [name for name in SCALING if name in weights and name not in factors]
