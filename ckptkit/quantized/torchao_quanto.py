@@ -95,7 +95,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
         size = data.get("block_size")
         if type(size) is not int or size <= 0 or codes.dtype.name not in _CODES:
             return group.refused(
-                f"ckptkit does not support blocks of {size} with codes of dtype {codes.dtype}"
+                f"ckptkit does not support a block_size of {size} with codes of dtype {codes.dtype}"
             )
         form = form._replace(width=size, tiled=bool(data.get("is_swizzled_scales")))
         second = inner.get("per_tensor_scale")

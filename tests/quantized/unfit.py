@@ -158,7 +158,7 @@ UNFIT = {
         torchao("Float8Tensor", ["qdata", "scale"], block_size=[8, 32]),
     ),
     "the size of blocks of torchao": Refusal(
-        inner(qdata=U8, scale=row("U8", [8, 1])), "unsupported blocks of None", None,
+        inner(qdata=U8, scale=row("U8", [8, 1])), "a block_size of", None,
         torchao("MXTensor", ["qdata", "scale"]),
     ),
     "zero points of torchao": Refusal(
