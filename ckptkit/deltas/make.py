@@ -373,7 +373,8 @@ def squash_delta(
     for one, other in pairwise(found):
         if other.base_version != one.version:
             raise UsageError(
-                f"applies to version {other.base_version}, but {one.name} is version {one.version}",
+                f"applies to version {other.base_version}, but {one.name} is version "
+                f"{one.version}: the deltas are not consecutive",
                 where=other.name,
             )
     if first.version is None or last.version is None or first.base_version is None:

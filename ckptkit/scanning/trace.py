@@ -200,7 +200,7 @@ class Tracer:
             return self._named(Global(module, name))
         if not isinstance(module, Sign) and not isinstance(name, Sign):
             raise FormatError("names a global with values that are not strings")
-        self.doubt("computes the name of a global")
+        self.doubt("computes the name of a global, so ckptkit cannot determine the name")
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:

@@ -230,7 +230,11 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
     yield from (Finding(UNKNOWN, each.where, each.reason) for each in doubts)
     for program in file.programs:
         if program.files:
-            yield Finding(CODE, program.where, f"its program uses {', '.join(program.files)}")
+            yield Finding(
+                CODE,
+                program.where,
+                f"its TorchScript code uses file operators: {', '.join(program.files)}",
+            )
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:

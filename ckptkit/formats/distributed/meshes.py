@@ -350,7 +350,8 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
     if len(placements) != len(mesh.shape):
         raise FormatError(
-            f"contains {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions"
+            f"contains a DTensor with {len(placements)} placements on a mesh of {len(mesh.shape)} "
+            "dimensions, but each mesh dimension needs one placement"
         )
     order: dict[int, tuple[int, ...]] | None = None
     if spec.get("shard_order") is not None:

@@ -302,8 +302,8 @@ class ZeroRank:
         first = len(self.first.items(self.key))
         if not len(flats) == len(cut) == first:
             raise CorruptError(
-                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}; the file of "
-                f"rank 0 has {first:,} {self.key}"
+                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}; both numbers "
+                f"must be {first:,}, as in the file of rank 0"
             )
         # The optimizer state of each group. The state is empty before the first training step, or
         # if DeepSpeed did not save the optimizer.

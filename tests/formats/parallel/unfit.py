@@ -785,7 +785,7 @@ ZERO = {
         UnsupportedError, "expert parallelism"),
     "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
     "its stage differs": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
-    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "rank 0 has 1"),
+    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "must be 1, as in the file of rank 0"),
     "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
     "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
     "other gaps": Row(
