@@ -406,7 +406,7 @@ _LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
 LARGEST = 512 << 20  # maximum bytes of a journal
 HEAD = len(_MAGIC) + _LINE  # maximum number of bytes of the journal's first two lines
-_NOT_WHOLE = "is not a journal of an edit, or is incomplete"
+_NOT_WHOLE = "the journal is invalid or incomplete"
 
 
 class JournalSpan(NamedTuple):

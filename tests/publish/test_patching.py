@@ -493,7 +493,7 @@ def test_a_huge_journal_is_not_read(tmp_path: Path, lengths_read: list[int]) -> 
         with open(journal_path(path), "wb") as file:
             file.write(head)
             file.truncate(3 << 30)
-        with pytest.raises(InputError, match="is not a journal of an edit"):
+        with pytest.raises(InputError, match="the journal is invalid or incomplete"):
             ckptkit.open(path)
     assert sum(lengths_read) < 8 << 20
 
@@ -562,7 +562,7 @@ def test_a_journal_of_another_file(interrupted: Path, tmp_path: Path) -> None:
 def test_a_journal_that_is_none(damage: bytes, tmp_path: Path) -> None:
     path = make_pth(tmp_path)
     Path(journal_path(path)).write_bytes(damage)
-    with pytest.raises(InputError, match="is not a journal of an edit"):
+    with pytest.raises(InputError, match="the journal is invalid or incomplete"):
         ckptkit.open(path)
 
 

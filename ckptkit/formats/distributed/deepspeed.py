@@ -294,9 +294,9 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
     files = RankFiles(folder.list(), merged=universal)
     if universal and files.optims:
         raise AmbiguousError(
-            f"contains a universal checkpoint ({UNIVERSAL}) and files of ranks: "
+            f"contains both a universal checkpoint ({UNIVERSAL}) and rank files: "
             f"{some(files.optims.values())}",
-            hint="move the folder `zero` or the files of ranks into another folder",
+            hint="move the folder `zero` or the rank files into another folder",
         )
     states = reader.fields(files.model)
     if MODULE not in states and not universal:

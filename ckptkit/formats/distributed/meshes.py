@@ -454,7 +454,7 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
 def _integers(tensor: Node) -> tuple[int, ...]:
     """Return the elements of a small integer tensor."""
     if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
-        raise FormatError("contains a mesh whose ranks are not integers")
+        raise FormatError("contains a device mesh whose ranks are not integers")
     if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
         raise FormatError(
             f"the rank tensor of a device mesh ({tensor.numel:,} ranks) is too large, or not "

@@ -142,7 +142,8 @@ def _check_ranks(
     stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
     if not layers and type(stages) is int and stages > 1:
         raise UnsupportedError(
-            f"has {stages} pipeline stages in files of ranks, which ckptkit cannot join"
+            f"has {stages} pipeline stages, but no layer files (layer_*), so ckptkit cannot join "
+            "the stages"
         )
     is_said = type(promised) is int and promised > 0
     expected = promised if is_said else first.get("mp_world_size")
