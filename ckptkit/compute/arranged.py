@@ -290,7 +290,7 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
     if not whole or copy.start:
         raise UnsupportedError(
             "a large compressed tensor cannot be read out of order",
-            hint="write it uncompressed first: `ckptkit convert {where} {new}`",
+            hint="write the checkpoint uncompressed first: `ckptkit convert {where} {new}`",
         )
 
 

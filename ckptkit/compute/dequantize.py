@@ -155,7 +155,8 @@ class Dequantizer:
         self.unit = np.dtype(f"<u{self.target.itemsize}")
         self._memory, self._spare = ScratchBuffer(), ScratchBuffer()
         self._pairs: Array | None = None  # the two numbers of each pair of adjacent codes
-        self._ties: tuple[Array, bool] | None = None  # scales, and the result of `_has_ties`
+        # A pair: the scales that `_has_ties` tested last, and the result of `_has_ties`.
+        self._ties: tuple[Array, bool] | None = None
 
     def __call__(self, span: Span) -> memoryview:
         """Return the bytes of the elements of a rectangle."""
@@ -274,8 +275,8 @@ class Dequantizer:
         """Return a table that contains two float32 numbers for each pair of codes.
 
         With this table, the number of lookups is half the number of codes. A computation from the
-        bits of the codes would be slower, because many processors take 100x as long for subnormal
-        numbers. For the smallest codes, intermediate results would be subnormal.
+        bits of the codes would be slower. Its intermediate results are subnormal for the smallest
+        codes, and many processors take 100x as long for subnormal numbers.
         """
         import numpy as np
 
@@ -430,19 +431,15 @@ class TorchDequantize(Operation):
     The sources are AffineQuantizerBase.cpp and cpu/kernels/QuantizedOpKernels.cpp in
     ATen/native/quantized.
 
-    Tensors with one scale:
+    If the tensor has one scale, `parameters` contains the scale and the zero point. In this case,
+    ckptkit rounds the scale to float32, and subtracts the zero point as a 32-bit integer, which may
+    overflow.
 
-    * `parameters` contains the scale and the zero point.
-    * The scale is rounded to float32.
-    * The subtraction of the zero point is a 32-bit integer subtraction, and may overflow.
-
-    Tensors with one scale per channel:
-
-    * The second input contains the scales, and the third input contains the zero points.
-    * `parameters` contains the dtype of the scales, the dtype of the zero points, and the number of
-      elements of a channel.
-    * The subtraction of the zero point is a float32 subtraction.
-    * The product with the scale has the dtype of the scale, and is rounded to float32.
+    If each channel has a scale, the second input contains the scales, and the third input contains
+    the zero points. In this case, `parameters` contains the dtype of the scales, the dtype of the
+    zero points, and the number of elements of a channel. ckptkit subtracts the zero point of a
+    channel as float32. The product with the scale of a channel has the dtype of the scale, and is
+    rounded to float32.
     """
 
     dtype: str

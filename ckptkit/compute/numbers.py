@@ -288,7 +288,7 @@ def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch.dtype. Raise UnsupportedError if the installed torch lacks this dtype."""
+    """Return torch's dtype for `dtype`. Raise UnsupportedError if the installed torch lacks it."""
     import torch
 
     found = getattr(torch, dtype.name, None)

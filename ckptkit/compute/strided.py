@@ -177,7 +177,7 @@ class Axes:
     ) -> bool:
         """Assign a dimension to its axis. If the dimension exceeds the axis, use outer axes too.
 
-        Return False if this is not possible.
+        Return False if the elements do not form a box.
         """
         while n > 1:
             if axis < 0 or counts[axis] != 1:

@@ -133,7 +133,7 @@ class Outcome:
     """
 
     state: str
-    size: int = 0  # bytes of the output
+    size: int = 0  # number of bytes of the output
     format: str | None = None
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()

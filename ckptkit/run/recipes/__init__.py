@@ -534,7 +534,7 @@ def _plain_value(value: Any, name: str) -> bool | int | float | str:
 def _unfit(message: str) -> UnsupportedError:
     return UnsupportedError(
         f"cannot make config.json: {message}",
-        hint=f"give one with {typed('--config config.json', 'config')}",
+        hint=f"give a config.json with {typed('--config config.json', 'config')}",
     )
 
 

@@ -274,7 +274,7 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
     raise UnsupportedError(
         f"cannot make config.json: {key} must be a finite number, but is {what}",
         where=checkpoint.name,
-        hint="give one with --config",
+        hint="give a config.json with --config",
     )  # fmt: skip
 
 

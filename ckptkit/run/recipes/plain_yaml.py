@@ -26,13 +26,13 @@ class PlainLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: Any) -> int:
         if len(node.value) > _DIGITS or re.search(":", node.value):
-            text = "a number with too many digits, or in base 60"
+            text = f"a number has more than {_DIGITS} characters, or is in base 60"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
         return int(super().construct_yaml_int(node))
 
     def construct_yaml_float(self, node: Any) -> float:
         if len(node.value) > _DIGITS:
-            text = "a number with too many digits"
+            text = f"a number has more than {_DIGITS} characters"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
         return float(super().construct_yaml_float(node))
 
