@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import dropwhile
 from typing import Any, NoReturn
 
 import click
@@ -109,6 +110,7 @@ class CommandLine(click.Group):
     """The group of all commands. It prints errors and sets the exit code."""
 
     traceback = False  # whether to print the traceback of an error
+    words: Sequence[str] = ()  # the arguments of the running command line
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -131,6 +133,14 @@ class CommandLine(click.Group):
 
             completing.attach(command)
         return command
+
+    def improve(self, error: BaseException) -> None:
+        """Set a better hint for an error, if possible."""
+        # If the search for a hint fails, keep the original error.
+        with suppress(click.ClickException, CkptkitError, ValueError, OSError):
+            from ckptkit.cli import suggestions
+
+            suggestions.improve(error, self.words, self)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in their groups."""
@@ -201,11 +211,15 @@ class CommandLine(click.Group):
         if anywhere:  # click accepts these options only before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
-        first = next((word for word in words if not word.startswith("-")), "")
-        if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
-            # `ckptkit FILE` means `ckptkit inspect FILE`
-            own = {option for each in self.params for option in (*each.opts, "--help", "-h")}
-            words.insert(next(n for n, word in enumerate(words) if word not in own), "inspect")
+        own = {option for each in self.params for option in (*each.opts, "--help", "-h")}
+        rest = list(dropwhile(own.__contains__, words))
+        # `ckptkit FILE` means `ckptkit inspect FILE`. An option of `inspect` may precede FILE.
+        named = [word for word in rest if not word.startswith("-")]
+        named = named if rest[:1] != named[:1] else named[:1]
+        is_file = any(os.path.lexists(word) or {*"./*:"} & {*word} for word in named)
+        if is_file and not {*COMMANDS} & {*named}:
+            words.insert(len(words) - len(rest), "inspect")
+        self.words = words
         self.traceback = render.begun = render.progress_asked = render.quiet = False
         render.table_format = ""
         code: Any = 0
@@ -280,11 +294,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
         render.emit(error.message)  # a group such as `ckptkit lora` without a command
         return USAGE
     if isinstance(error, (click.UsageError, CkptkitError)):
-        # If the search for a hint fails, print the original error unchanged.
-        with suppress(click.ClickException, CkptkitError, ValueError, OSError):
-            from ckptkit.cli import suggestions
-
-            suggestions.improve(error, words, main)
+        main.improve(error)
     code = BUG
     if isinstance(error, click.ClickException):
         code = error.exit_code

@@ -12,7 +12,7 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command, expanded
-from ckptkit.core.errors import CkptkitError, SeveralError
+from ckptkit.core.errors import CkptkitError, MissingFileError, SeveralError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
 
@@ -126,6 +126,9 @@ def each_of(
                     continue
                 if raises or isinstance(error, stops):
                     raise
+                if isinstance(error, MissingFileError):
+                    root: Any = click.get_current_context().find_root().command
+                    root.improve(error)
                 render.error(str(error.at(shown_url(file))), error.hint)
                 failures.append(error)
                 yield file, error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from glob import glob, has_magic
 from io import StringIO
@@ -18,6 +18,8 @@ from itertools import pairwise
 import click
 
 from ckptkit.cli.options import Writer, dequantize_said
+from ckptkit.cli.reading import is_model
+from ckptkit.core import dtypes
 from ckptkit.core.errors import (
     CkptkitError,
     MissingFileError,
@@ -25,28 +27,50 @@ from ckptkit.core.errors import (
     SeveralError,
     UsageError,
 )
-from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
+from ckptkit.core.text import (
+    WRITTEN,
+    is_url,
+    matcher,
+    nearest,
+    on_command_line,
+    output_name,
+    parse_size,
+    shell_command,
+    shell_word,
+    some,
+)
 from ckptkit.core.tree import join
 
 # Maps commands of other tools to the ckptkit command that does the same.
 WORDS = {
-    "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
-    "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
-    "count": "inspect --brief", "cp": "convert", "delete": "convert --drop",
-    "dequantize": "convert --dequantize", "diagnose": "doctor", "drop": "convert --drop",
-    "dtype": "convert --cast float16", "du": "inspect --brief", "equal": "diff",
-    "export": "convert", "fix": "doctor", "float16": "convert --cast float16",
-    "fp16": "convert --cast float16", "gguf": "convert --like", "half": "convert --cast float16",
-    "hash": "digest", "histogram": "stats", "inf": "verify --values", "info": "inspect",
-    "keys": "inspect --names", "list": "inspect", "ls": "inspect", "man": "help", "mean": "average",
-    "merge-lora": "lora merge", "names": "inspect --names", "nan": "verify --values",
-    "nans": "verify --values", "params": "inspect --brief", "plot": "report", "print": "inspect",
-    "quantize": "convert --quantize fp8-block", "remove": "convert --drop", "repair": "recover",
-    "save": "convert", "security": "scan", "select": "convert --keep", "sha256": "digest",
+    "add-prefix": "add-module", "allclose": "diff", "bf16": "convert --cast bfloat16",
+    "cast": "convert --cast float16", "cat": "inspect", "checksum": "digest", "cmp": "diff",
+    "compare": "diff", "concat": "join", "consolidate": "convert", "copy": "convert",
+    "count": "inspect --brief", "cp": "convert", "cpu": "remap --to cpu",
+    "cuda": "remap --to cuda", "delete": "convert --drop", "dequantize": "convert --dequantize",
+    "diagnose": "doctor", "drop": "convert --drop", "dtype": "convert --cast float16",
+    "du": "inspect --brief", "equal": "diff", "export": "convert", "extract-ema": "ema",
+    "fix": "doctor", "float16": "convert --cast float16", "fp16": "convert --cast float16",
+    "get": "inspect", "gguf": "convert --like", "gguf2safetensors": "convert",
+    "half": "convert --cast float16", "hash": "digest", "head": "inspect", "histogram": "stats",
+    "inf": "verify --values", "info": "inspect", "is-safe": "scan", "keys": "inspect --names",
+    "list": "inspect", "list-keys": "inspect --names", "load": "inspect", "load-into": "diff",
+    "ls": "inspect", "man": "help", "mean": "average", "merge-lora": "lora merge",
+    "merge-shards": "convert", "module": "strip-module", "names": "inspect --names",
+    "nan": "verify --values", "nans": "verify --values", "open": "inspect",
+    "params": "inspect --brief", "plot": "report", "prefix": "add-module", "print": "inspect",
+    "prune": "convert --drop", "quantize": "convert --quantize fp8-block",
+    "remove": "convert --drop", "remove-module": "strip-module", "remove-optimizer": "extract",
+    "remove-prefix": "strip-module", "rename-keys": "rename", "repair": "recover", "safe": "scan",
+    "safetensors": "convert --format safetensors", "save": "convert", "security": "scan",
+    "sed": "rename --sub", "select": "convert --keep", "sha256": "digest",
     "shard": "convert --shard-size 5GB", "size": "inspect --brief", "soup": "average",
-    "split": "convert --shard-size 5GB", "sum": "average", "summary": "inspect --brief",
-    "swa": "average", "tree": "inspect --tree", "union": "join", "unwrap": "extract",
-    "validate": "verify", "view": "inspect",
+    "split": "convert --shard-size 5GB", "strip-optimizer": "extract",
+    "strip-prefix": "strip-module", "sum": "average", "summary": "inspect --brief",
+    "swa": "average", "test": "verify", "to": "remap --to",
+    "to-safetensors": "convert --format safetensors", "tree": "inspect --tree", "union": "join",
+    "unwrap": "extract", "validate": "verify", "version": "env", "view": "inspect",
+    "zero-to-fp32": "convert",
 }  # fmt: skip
 DST = "DST"
 # Maps option names of other tools to ckptkit options. A key may start with the command of the
@@ -62,11 +86,18 @@ OPTIONS = {
     "--output-dir": DST, "--overwrite": "convert --force", "--pattern": "rename --sub",
     "--regex": "rename --sub", "--remove": "convert --drop", "--replace": "convert --force",
     "--resize": "resize --rows", "--select": "convert --keep", "--strip": "--prefix",
-    "--summary": "inspect --brief", "--yes": "convert --force", "-e": "rename --sub",
+    "--strip-prefix": "strip-module --prefix",
+    "--summary": "inspect --brief", "--tol": "diff --atol", "--tolerance": "diff --atol",
+    "--yes": "convert --force", "-e": "rename --sub",
     "-f": "convert --force", "-k": "extract --key", "-n": "convert --dry-run", "-o": DST,
     "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
     "batch -o": "--into", "batch --output": "--into", "batch --out": "--into",
-    "browse --json": "inspect --json",
+    "browse --json": "inspect --json", "check --model": "diff --model",
+    "convert --ema": "ema", "convert --no-optimizer": "extract", "convert --only-model": "extract",
+    "convert --remove-optimizer": "extract", "convert --strip-prefix": "--strip",
+    "convert --weights-only": "extract", "extract --ema": "ema",
+    "inspect --full": "--flat", "inspect --keys-only": "--names", "inspect --list": "--names",
+    "inspect --shapes": "--flat", "rename --replace": "--sub", "rename --rename": "--sub",
     "convert --keys": "--keep", "doctor --out": "--fix", "doctor --output": "--fix",
     "doctor -o": "--fix", "extract --keys": "convert --keep", "convert --prefix": "--strip",
     "inspect --all": "--tree",
@@ -87,7 +118,9 @@ WITHOUT_JSON = {
 # Maps a group of commands to one of its commands. If a user gives a file in place of a command, the
 # hint contains this command.
 GROUPS = {"lora": "check", "delta": "make"}
-NEEDED = {"remap": ("--to", "cpu")}  # command -> required option and a default value
+# Maps a command to its required option and a default value.
+NEEDED = {"remap": ("--to", "cpu"), "merge": ("--method", "linear")}
+OUTPUT = {"doctor": "--fix", "digest": "--output"}  # maps a command to the option for its output
 # Names of parameters for input files.
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")
 CLOSE = 0.75  # minimum similarity of a misspelled word
@@ -97,6 +130,18 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
 _DEVICE = re.compile(r"(cpu|meta|mps|cuda(:\d+)?)")
 
+
+def _is_dtype(word: str) -> bool:
+    plain = word.lower().removeprefix("torch.")
+    return plain in dtypes.BY_NAME or plain in dtypes.ALIASES
+
+
+# Maps an option to a function that returns whether a word is a value of the option.
+VALUES: dict[str, Callable[[str], bool]] = {
+    "--cast": _is_dtype,
+    "--shard-size": lambda word: not word.isdigit() and parse_size(word) is not None,
+    "--sub": lambda word: "=" in word and not os.path.lexists(word),
+}
 Words = list[str]
 Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected command line
 
@@ -142,13 +187,20 @@ class Line:
         at = self.words.index(old)
         return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
 
+    def without(self, *words: str) -> Line:
+        """Remove each of `words` once."""
+        left = [*self.words]
+        for word in words:
+            left.remove(word)
+        return self.with_words(left)
+
     def works(self) -> bool:
         """Return True if all inputs exist. If the command writes, also do a dry run.
 
-        Raises UsageError if the command line is invalid. If the dry run fails, raises the error of
-        the dry run.
+        Raises UsageError if the command line is invalid. Raises MissingFileError if an input is
+        missing. If the dry run fails, raises the error of the dry run.
         """
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()), on_command_line():
             try:
                 return self._is_right()
             except click.exceptions.Exit:  # --help and other options that print and exit
@@ -169,7 +221,7 @@ class Line:
         for value in (context.params[name] for name in arguments if name in INPUTS):
             for place in (value,) if isinstance(value, str) else value or ():
                 if not os.path.exists(place) and not is_url(place) and not glob(place):
-                    return False
+                    raise MissingFileError("does not exist", where=place)
         # Dry-run only commands that read local files and run no code of a model.
         is_local = not any(map(is_url, self.words)) and not context.params.get("like")
         if isinstance(command, Writer) and is_local:
@@ -184,10 +236,16 @@ class Line:
         The first list contains the arguments of the command, such as files, without the recipe of
         `run`. The second list contains all other words after the command.
         """
-        own = list(dequantize_said(self.words[self.at + 1 :]))
-        context = click.Context(self.command, parent=self.context)
-        values, extra, _ = self.command.make_parser(context).parse_args(list(own))
-        each_argument = (p for p in self.command.params if isinstance(p, click.Argument))
+        command, own = self.command, list(dequantize_said(self.words[self.at + 1 :]))
+        context = click.Context(command, parent=self.context)
+        while isinstance(command, click.Group) and own:
+            found = command.get_command(context, own[0])
+            if found is None:
+                break
+            command, own = found, own[1:]
+            context = click.Context(command, parent=context)
+        values, extra, _ = command.make_parser(context).parse_args(list(own))
+        each_argument = (p for p in command.params if isinstance(p, click.Argument))
         given: Words = []
         for each in (*(values.get(each.name or "") for each in each_argument), *extra):
             if isinstance(each, str):
@@ -221,7 +279,8 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
         except click.UsageError as another:
             error = another
         except CkptkitError as refused:
-            return _first(_others(refused, found)) or said
+            also = f"{refused}; {refused.hint}" if refused.hint else str(refused)
+            return _first(_others(refused, found)) or said or f"the next error: {also}"
     return said
 
 
@@ -247,10 +306,16 @@ def _step(error: click.UsageError, line: Line) -> Step:
         return _command(line) if context.command is line.main else (None, _subcommand(line))
     if error.message.startswith("name two or more SRC"):
         return None, _several(line)
+    if error.message.startswith("give either B"):
+        return None, _beside(line)
     for word in line.words:
         if (sed := _SED.fullmatch(word)) is not None:
             known = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
             return None, line.replaced(word, *[] if known else ["--sub"], f"{sed[2]}={sed[3]}")
+        pair = [word, next(iter(line.words[line.words.index(word) + 1 :]), "")]
+        if "REGEX=" in error.message and repr(word) in error.message and "=" not in pair[1]:
+            new = line.replaced(pair[1])
+            return None, new and new.replaced(word, "=".join(pair))  # `--sub OLD NEW`
     if "is not of the form A=B" in error.message:  # a single device applies to all tensors
         return None, line.replaced("--device", "--to")
     if "unexpected extra argument" in error.message:
@@ -263,7 +328,7 @@ def _step(error: click.UsageError, line: Line) -> Step:
 def _command(line: Line) -> Step:
     """Replace an unknown command."""
     word, rest = line.words[line.at], line.words[line.at + 1 :]
-    if (known := WORDS.get(word.lower())) is not None:
+    if (known := WORDS.get(word.lower().replace("_", "-"))) is not None:
         name, *options = known.split()
         new = line.with_words([*line.words[: line.at], name, *options, *rest])
         return f"did you mean {known}? see `ckptkit {name} --help`", new
@@ -292,11 +357,19 @@ def _subcommand(line: Line) -> Line | None:
 def _several(line: Line) -> Line | None:
     """Add the missing DST, or replace a folder of checkpoints by a pattern."""
     places = line.parts()[0]
-    if os.path.isdir(places[0]) and len(places) > 1:
-        return line.replaced(places[0], os.path.join(places[0], "*"))
-    if all(map(os.path.isfile, places)):
+    if all(map(os.path.exists, places)):
         return line.with_words([*line.words, output_name(places[0], "new")])
+    if os.path.isdir(places[0]):
+        return line.replaced(places[0], os.path.join(places[0], "*"))
     return None
+
+
+def _beside(line: Line) -> Line | None:
+    """Add the file that `diff` is to compare with: the file with the most similar name."""
+    (place, *_) = line.parts()[0]
+    others = {*glob(os.path.join(os.path.dirname(place), f"*{os.path.splitext(place)[1]}"))}
+    near = nearest(place, sorted(others - {place}), 0)
+    return line.with_words([*line.words, near[0]]) if near and os.path.isfile(place) else None
 
 
 def _has(command: click.Command, option: str) -> bool:
@@ -325,10 +398,13 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
         value = value or [after.pop(0)] if after else []
         new = line.with_words([*before, *after, *value])
         return f"the destination is the last argument: {see}", new
-    owner, dashes, name = known.rpartition("--")
+    owner, dashes, name = known.rpartition("--") if "--" in known else (known, "", "")
     words, owner = (dashes + name).split(), owner.strip()
     said = f"use {' '.join(words)}: {see}"
-    if not _has(command, words[0]) and owner:
+    if not words:  # another command does what the option asks for
+        said = f"use {owner}: see `ckptkit {owner} --help`"
+        before[line.at] = owner
+    elif not _has(command, words[0]) and owner:
         said = f"{owner} has {' '.join(words)}: see `ckptkit {owner} --help`"
         if owner == "convert" and line.name not in AS_CONVERT:
             return said, None
@@ -341,7 +417,8 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
     name = None if error.param is None else error.param.name
     if name == "into":
         last = line.words[-1]
-        if not (os.path.lexists(last) or has_magic(last) or last.startswith("-")):
+        named = last in line.parts()[0] and not last.startswith("-")
+        if named and not (os.path.lexists(last) or has_magic(last)):
             return None, line.with_words([*line.words[:-1], "--into", last])
         return None, line.with_words([*line.words, "--into", INTO])
     if name == "files" and "--fix" in line.words[:-1]:  # `doctor --fix FILE`
@@ -349,33 +426,72 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
         file, rest = line.words[at + 1], line.words[at + 2 :]
         words = [*line.words[:at], *rest, file, "--fix", output_name(file, "fixed")]
         return None, line.with_words(words)
-    places = line.parts()[0] if line.name else []
+    places, options = line.parts() if line.name else ([], [])
+    if line.name == "run" and options and os.path.isfile(options[0]):
+        return "name a recipe before SRC; `ckptkit run --list` lists the recipes", None
     if not places:
         return None, None
+    if name == "delta":
+        return None, line.with_words([*line.words, output_name(places[1], "delta", "")])
     if name == "dst":
         end = (".html", "report") if line.name == "report" else (None, "new")
+        for option, value in pairwise(line.words):
+            if option in ("--to", "--format") and f".{value}" in WRITTEN:
+                end = (f".{value}", "new")
+                line = (option == "--to" and line.without(option, value)) or line
         return None, line.with_words([*line.words, output_name(places[0], end[1], end[0])])
+    if name == "key" and line.name == "wrap":
+        return None, _wrapped(line, places)
     if name not in ("key", "name") or not os.path.exists(places[0]):
         return None, None
+    return _in_file(name, line, places)
+
+
+def _in_file(name: str, line: Line, places: Words) -> Step:
+    """Add the missing name of a tensor (`name`) or path of an entry (`key`), from the file."""
     from ckptkit.api import open_checkpoint
 
     with suppress(CkptkitError), open_checkpoint(places[0]) as checkpoint:
         if name == "name":
+            for option, value in pairwise(line.words):
+                if option == "--key" and value in checkpoint.weights:  # a tensor, not an entry
+                    return None, line.replaced(option)
             return None, line.with_words([*line.words, *list(checkpoint.weights)[:1]])
         entries = list(map(str, checkpoint))
         path = checkpoint.selection.path if checkpoint.selection is not None else ()
         said = f"--key is the path of one of these entries: {some(entries, 12)}"
-        chosen = next((each for each in places[1:] if each in entries), None)
-        if chosen is not None:  # the user named the entry without --key
-            return said, line.replaced(chosen, "--key", chosen)
+        for each in places[1:]:  # the user named the entry without --key
+            if each in entries:
+                return said, line.replaced(each, "--key", each)
+        for each in places[2:]:  # the user named a part of the entry
+            for entry in entries:
+                if each in entry:
+                    return said, line.replaced(each, "--key", entry)
         chosen = join(path) or next(iter(entries), "")
         return said, line.with_words([*line.words, "--key", chosen])
     return None, None
 
 
+def _wrapped(line: Line, places: Words) -> Line | None:
+    """Add --key to a `wrap` line. The key is the third argument, or `model`."""
+    if len(places) > 2:
+        return line.replaced(places[2], "--key", places[2])
+    return line.with_words([*line.words, "--key", "model"])
+
+
 def _extra(line: Line) -> Line | None:
-    """Correct a command line with too many arguments: a device, or several files."""
+    """Correct a command line with too many arguments: an option value, or several files."""
     places = line.parts()[0]
+    if any(map(is_model, places)) and line.name == "check":
+        return line.replaced("check", "diff")
+    for word in places[2:]:
+        for option, is_value in VALUES.items():
+            if _has(line.command, option) and is_value(word):
+                new = line.replaced(word)
+                for old, value in pairwise(line.words):
+                    if old == option and new is not None:
+                        return new.replaced(value, word)
+                return line.replaced(word, option, word)
     devices = [word for word in places if _DEVICE.fullmatch(word)]
     if len(devices) == 2 and _has(line.command, "--device"):
         words = [word for word in line.words if word not in devices]
@@ -407,7 +523,8 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
     """Return a hint for an input that ckptkit refused or did not find."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
-        return "; ".join(filter(None, [own, new]))
+        is_path = own is not None and own.startswith("did you mean")  # only corrects the path
+        return new if is_path else "; ".join(filter(None, [own, new]))
     is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
     if is_missing and place is not None and has_magic(place):
         found = sorted(glob(place, recursive=True))
@@ -421,8 +538,13 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
 def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     """Yield corrected command lines for an input that ckptkit refused."""
     place = error.where
+    needed = NEEDED.get(line.name, ())
+    if needed and isinstance(error, UsageError) and needed[0] not in line.words:
+        yield line.with_words([*line.words, *needed])
     if place is None or is_url(place):
         return
+    if line.name in ("average", "join", "merge"):  # an adapter among whole models
+        yield from filter(None, [line.replaced(line.name, "lora", "merge")])
     patterns = [place] if has_magic(place) and not os.path.lexists(place) else []
     if isinstance(error, SeveralError):
         suffixes = {os.path.splitext(each)[1] for each in error.files}
@@ -432,14 +554,14 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     is_missing = isinstance(error, MissingFileError)
     if is_missing and _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
         yield from filter(None, [line.replaced(place, f"hf://{place}")])
-    if is_missing and not isinstance(line.command, Writer):  # two arguments in the wrong order
-        for word in filter(os.path.isfile, line.words):
-            if place in line.words:
-                swap = {word: place, place: word}
-                yield line.with_words([swap.get(each, each) for each in line.words])
+    if is_missing and not isinstance(line.command, Writer) and place in line.words:
+        yield from _of_no_file(place, line)
     for before, word in pairwise(line.words):
         if before in ("--drop", "--keep") and not has_magic(word):
             yield from filter(None, [line.replaced(word, f"{word}*")])
+            if word.startswith("optim"):  # `extract` writes the weights without the optimizer
+                new = line.without(before, word)
+                yield from _extracting(new)
     stem, suffix = os.path.splitext(place.rstrip("/"))
     sources = line.parts()[0] if line.name else []
     is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
@@ -450,3 +572,46 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
         yield from filter(None, [line.replaced(place, stem + source_suffix)])
     if line.name == "convert" and "--key" in line.words:
         yield from filter(None, [line.replaced("convert", "extract")])
+
+
+def _extracting(line: Line) -> Iterator[Line]:
+    """Yield the command line with `extract` and the entry that contains the weights."""
+    if (new := line.replaced("convert", "extract")) is None:
+        return
+    yield from filter(None, [_in_file("key", new, new.parts()[0])[1]])
+
+
+def _of_no_file(place: str, line: Line) -> Iterator[Line]:
+    """Yield corrected command lines for the word `place`, which is no file."""
+    yield from filter(None, [_selected(place, line)])
+    module, _, name = place.rpartition(".")
+    if os.path.isfile(file := f"{module.replace('.', os.sep)}.py"):
+        yield from filter(None, [line.replaced(place, f"{file}:{name}")])
+    if is_model(place) and _has(line.command, "--model"):
+        yield from filter(None, [line.replaced(place, "--model", place)])
+    if line.name in OUTPUT and place != next(iter(line.parts()[0]), None):
+        yield from filter(None, [line.replaced(place, OUTPUT[line.name], place)])
+    for word in filter(os.path.isfile, line.words):  # two arguments in the wrong order
+        swap = {word: place, place: word}
+        yield line.with_words([swap.get(each, each) for each in line.words])
+
+
+def _selected(place: str, line: Line) -> Line | None:
+    """Replace the name of a tensor or entry by the option that selects it.
+
+    `place` is the name. The user wrote the name in place of a file.
+    """
+    from ckptkit.api import open_checkpoint
+
+    for file in filter(os.path.isfile, line.parts()[0]):
+        with suppress(CkptkitError), open_checkpoint(file) as checkpoint:
+            names = list(checkpoint.weights)
+            wide = place if has_magic(place) or place in names else f"*{place}*"
+            if _has(line.command, "--keys") and any(map(matcher([wide]), names)):
+                return line.replaced(place, "--keys", wide)
+            if _has(line.command, "--key") and place in map(str, checkpoint):
+                with suppress(CkptkitError):
+                    if checkpoint.with_key(place).selection is not None:
+                        return line.replaced(place, "--key", place)
+                return line.replaced(place, "--keys", f"{place}*")  # an entry without weights
+    return None

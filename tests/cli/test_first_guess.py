@@ -6,6 +6,7 @@ is a command of ckptkit, it is run. `FINE` is the exit code of what works at onc
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -134,6 +135,67 @@ WRONG = [
     ("delta net.pth two.pth o", "ckptkit delta make net.pth two.pth o"),
     ("lora adapter.safetensors", "ckptkit lora check adapter.safetensors"),
     ("lora chek adapter.safetensors", "ckptkit lora check adapter.safetensors"),
+    ("--keys 'conv*' net.pth", "conv.weight"),
+    ("--keys x net.pth", "no tensor name or path matches --keys x"),
+    ("inspect net.pth head", "ckptkit inspect net.pth --keys '*head*'"),
+    ("inspect net.pth head.bias", "ckptkit inspect net.pth --keys head.bias"),
+    ("inspect run.pth model", "ckptkit inspect run.pth --key model"),
+    ("inspect run.pth optimizer", "ckptkit inspect run.pth --keys 'optimizer*'"),
+    ("stats net.pth head", "ckptkit stats net.pth --keys '*head*'"),
+    ("print net.pth head.bias", "ckptkit inspect net.pth --keys head.bias"),
+    ("get net.pth head.bias", "ckptkit inspect net.pth --keys head.bias"),
+    ("show net.pth --key head.bias", "ckptkit show net.pth head.bias"),
+    ("digest net.pth o.manifest", "ckptkit digest net.pth --output o.manifest"),
+    ("fix run.pth o.pth", "ckptkit doctor run.pth --fix o.pth"),
+    ("run run.pth o.pth", "ckptkit run --list"),
+    ("run run.pth", "ckptkit run --list"),
+    ("delta make net.pth two.pth", "ckptkit delta make net.pth two.pth two-delta"),
+    ("delta net.pth two.pth", "ckptkit delta make net.pth two.pth two-delta"),
+    ("merge net.pth two.pth", "ckptkit merge net.pth two.pth net-new.pth --method linear"),
+    ("merge net.pth two.pth o.pth", "ckptkit merge net.pth two.pth o.pth --method linear"),
+    ("merge wide.safetensors lora", "ckptkit lora merge wide.safetensors lora wide-new.safetensors"),
+    ("merge wide.safetensors lora o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors"),
+    ("lora merge wide.safetensors lora", "ckptkit lora merge wide.safetensors lora wide-new.safetensors"),
+    ("join net.pth wide.safetensors", "ckptkit join net.pth wide.safetensors net-new.pth"),
+    ("join net.pth two.pth", "--last-wins keeps the last tensor of each name"),
+    ("diff net.pth", "ckptkit diff net.pth two.pth"),
+    ("diff folder/0.pth", "ckptkit diff folder/0.pth folder/2.pth"),
+    ("diff net.pth mynet.Net", "ckptkit diff net.pth mynet.py:Net"),
+    ("check net.pth mynet.py:Net", "ckptkit diff net.pth mynet.py:Net"),
+    ("check net.pth --model mynet.py:Net", "ckptkit diff net.pth --model mynet.py:Net"),
+    ("doctor net.pth mynet.py:Net", "ckptkit doctor net.pth --model mynet.py:Net"),
+    ("load-into net.pth mynet.py:Net", "ckptkit diff net.pth mynet.py:Net"),
+    ("convert net.pth", "ckptkit convert net.pth net-new.pth"),
+    ("convert net.pth --to safetensors", "ckptkit convert net.pth net-new.safetensors"),
+    ("convert net.pth --format safetensors", "ckptkit convert net.pth --format safetensors net-new.safetensors"),
+    ("to_safetensors net.pth", "ckptkit convert --format safetensors net.pth net-new.safetensors"),
+    ("convert net.pth o.pth bf16", "ckptkit convert net.pth o.pth --cast bf16"),
+    ("shard net.pth outd 2GB", "ckptkit convert --shard-size 2GB net.pth outd"),
+    ("to cpu net.pth o.pth", "ckptkit remap --to cpu net.pth o.pth"),
+    ("cpu net.pth o.pth", "ckptkit remap --to cpu net.pth o.pth"),
+    ("convert run.pth o.pth --no-optimizer", "ckptkit extract run.pth o.pth --key model"),
+    ("convert run.pth o.pth --drop optimizer", "ckptkit extract run.pth o.pth --key model"),
+    ("strip-optimizer run.pth o.pth", "ckptkit extract run.pth o.pth --key model"),
+    ("remove-module run.pth o.pth", "ckptkit strip-module run.pth o.pth"),
+    ("strip-prefix run.pth o.pth module.", "ckptkit strip-module run.pth o.pth --prefix module."),
+    ("convert run.pth o.pth --strip-prefix module.", "ckptkit convert run.pth o.pth --strip module."),
+    ("rename net.pth o.pth conv=c", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("rename net.pth o.pth --sub conv c", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("sed s/conv/c/ net.pth o.pth", "ckptkit rename --sub conv=c net.pth o.pth"),
+    ("rename-keys net.pth o.pth s/conv/c/g", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("extract ema.pth o.pth ema", "ckptkit extract ema.pth o.pth --key model_ema"),
+    ("extract ema.pth o.pth --ema", "ckptkit ema ema.pth o.pth"),
+    ("extract-ema ema.pth o.pth", "ckptkit ema ema.pth o.pth"),
+    ("wrap net.pth o.pth", "ckptkit wrap net.pth o.pth --key model"),
+    ("wrap net.pth o.pth state_dict", "ckptkit wrap net.pth o.pth --key state_dict"),
+    ("inspect net.pth --list", "ckptkit inspect net.pth --names"),
+    ("inspect net.pth --shapes", "ckptkit inspect net.pth --flat"),
+    ("list-keys net.pth", "ckptkit inspect --names net.pth"),
+    ("diff net.pth two.pth --tolerance 1e-3", "ckptkit diff net.pth two.pth --atol 1e-3"),
+    ("allclose net.pth two.pth", "ckptkit diff net.pth two.pth"),
+    ("is-safe net.pth", "ckptkit scan net.pth"),
+    ("load net.pth", "ckptkit inspect net.pth"),
+    ("batch convert 'folder/*.pth' --format safetensors", "ckptkit batch convert 'folder/*.pth' --format safetensors --into out"),
 ]  # fmt: skip
 
 
@@ -164,6 +226,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {f"base_model.model.mlp.{name}.weight": value for name, value in adapter.items()},
             "adapter.safetensors",
         )
+        Path("lora").mkdir()
+        shutil.copy("adapter.safetensors", "lora/adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+        Path("lora/adapter_config.json").write_text(json.dumps(config))
         Path("cut.pth").write_bytes(Path("net.pth").read_bytes()[:-1300])
         Path("folder").mkdir()
         for number in range(3):
