@@ -8,11 +8,11 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 
 # Maps each type that must not occur in files to the reason for this.
 _REFUSED = {
-    "Q8_1": "llama.cpp uses it only for intermediate results",
-    "Q8_K": "llama.cpp uses it only for intermediate results",
+    "Q8_1": "llama.cpp uses this type only for intermediate results",
+    "Q8_K": "llama.cpp uses this type only for intermediate results",
     **dict.fromkeys(
         ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"),
-        "its rows are interleaved for a processor whose support llama.cpp removed",
+        "its rows are interleaved for some processors, and llama.cpp removed this layout",
     ),
 }
 _AGAIN = "quantize the original model again"

@@ -48,7 +48,7 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
         return _fbgemm(group, weight, scale)
     if scale.dtype.name in g.EXPONENTS:
         if method != "modelopt":
-            return group.refused("the library that quantized it is unknown", _NEEDS_CONFIG)
+            return group.refused("the library that quantized the weight is unknown", _NEEDS_CONFIG)
         return group.in_blocks(g.MX, weight, scale)
     if not g.is_scale(scale):
         return None

@@ -499,9 +499,14 @@ def axis_words(rule: Rule) -> Words:
             hint = (
                 "if {l} occurs in only one name, l must be an axis of the shape on the other side"
             )
-            raise RuleError(f"{noun} {word} occurs on one side only", hint=hint)
+            raise RuleError(
+                f"{noun} {word} occurs on one side only, but must occur on both", hint=hint
+            )
     if (REST in rule.left.shape) != (REST in rule.right.shape):
-        raise RuleError("... occurs on one side only", hint="a side without [ ] means [...]")
+        raise RuleError(
+            "... occurs on one side only, but must occur on both",
+            hint="a side without [ ] means [...]",
+        )
     left_kinds, right_kinds = _kinds(rule)
     names = set(rule.left.words), set(rule.right.words)
     return Words(

@@ -58,7 +58,7 @@ def give_size(word: str, unset: Mapping[str, str]) -> str:
     `unset` maps sizes to entries that config.json or the metadata lacks.
     """
     asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
-    hint = f"give it with {asked}, as `with {word}=32` in the rule, or in config.json"
+    hint = f"give the size with {asked}, as `with {word}=32` in the rule, or in config.json"
     return f"{unset[word]} is not set; {hint}" if word in unset else hint
 
 
