@@ -363,7 +363,7 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """Return how often `tensor` repeats each element of `once(tensor, axes)`."""
+    """Return the number of times that `tensor` repeats each element of `once(tensor, axes)`."""
     return prod(tensor.shape[axis] for axis in axes)
 
 

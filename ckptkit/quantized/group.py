@@ -393,7 +393,7 @@ def doubled(shape: Shape) -> Shape:
 
 
 def is_scale(tensor: Tensor | None) -> bool:
-    """Return whether a tensor may contain floating-point scales."""
+    """Return True if a tensor may contain floating-point scales."""
     return tensor is not None and tensor.dtype.name in FLOATS
 
 

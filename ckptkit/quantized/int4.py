@@ -89,7 +89,7 @@ def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
 
 
 def _packing(view: TensorView) -> str | None:
-    """Return why ckptkit does not support the packing. Return None for a supported packing."""
+    """Return the reason why ckptkit does not support the packing, or None for a supported one."""
     config = view.quantization
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):

@@ -37,18 +37,18 @@ def last_component(name: str) -> str:
 
 
 def is_marked(name: str) -> bool:
-    """Return whether the last component of a name is typical of a quantization method."""
+    """Return True if the last component of a name is typical of a quantization method."""
     last = last_component(name)
     return last in MARKS or last.endswith(ENDINGS)
 
 
 def is_subclass(node: Node) -> bool:
-    """Return whether a node is a pickled tensor subclass."""
+    """Return True if a node is a pickled tensor subclass."""
     return node.__class__ is Object and node.tensor is not None and node.tensor.layout == "subclass"
 
 
 def may_be_quantized(weights: Weights) -> bool:
-    """Return whether a name, a dtype or a tensor subclass suggests that weights are quantized."""
+    """Return True if a name, a dtype or a tensor subclass suggests that weights are quantized."""
     nodes = weights.nodes.values()
     if any(map(is_marked, weights.endings)):
         return True

@@ -281,7 +281,7 @@ def parse_given(text: str | int) -> Given:
 
 
 def is_word(text: str) -> bool:
-    """Return whether `text` can name an axis."""
+    """Return True if `text` can name an axis."""
     return _WORD.fullmatch(text) is not None
 
 

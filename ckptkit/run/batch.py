@@ -569,7 +569,7 @@ def _beside(path: str) -> str:
 
 
 def same(plan: Plan, destination: str) -> bool:
-    """Return whether the bytes at `destination` equal the bytes that `plan` would write."""
+    """Return True if the bytes at `destination` equal the bytes that `plan` would write."""
     place = open_unchecked(destination)
     if isinstance(place, Folder) != plan.is_folder:
         return False

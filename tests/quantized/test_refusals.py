@@ -186,7 +186,7 @@ REFUSALS = {
     ),
     "the group size of gptq": Refusal(without(GPTQ, ".g_idx"), "group_size", method("gptq", bits=4)),
     "who made mxfp8": Refusal(
-        {f"{L}.weight": row("F8_E4M3", [8, 32]), f"{L}.weight_scale": row("U8", [8, 1])}, "the library that quantized it"
+        {f"{L}.weight": row("F8_E4M3", [8, 32]), f"{L}.weight_scale": row("U8", [8, 1])}, "the library that quantized the weight"
     ),
     "mlx without biases": Refusal(
         {f"{L}.weight": row("U32", [4, 8]), f"{L}.scales": ones([4, 1])}, "biases",
