@@ -73,7 +73,8 @@ class Edit:
 
 
 _KEYS = Option(
-    "key", "strings", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
+    "key", "strings", "--key", "PATH",
+    "Path of the weights, or of another dict to edit (repeatable).",
     convert="", recipe=None, dest="keys",
 )  # fmt: skip
 
@@ -149,19 +150,23 @@ EDITS = (
                 "Base model to subtract from the fine-tuned models.",
                 recipe=None),
          Option("weight", "settings", "--weight", "W[,GLOB=W...]",
-                "Weight of each SRC, in order (repeatable), optionally by glob. Default: 1.",
+                "Weight of each SRC, in order (repeatable). GLOB=W is the weight of the tensors "
+                "whose names match. Default: 1.",
                 recipe=None),
          Option("density", "settings", "--density", "D[,GLOB=D...]",
-                "Fraction of the differences of each SRC to keep (repeatable). Default: 1.",
+                "Fraction of the differences to keep, for each SRC in order (repeatable). "
+                "Default: 1.",
                 recipe=None),
          Option("scale", "number", "--scale", "X",
-                "Factor of the differences, or of all weights; for slerp, the fraction of the "
-                "second model. Default: 1, for slerp 0.5.", recipe=None),
+                "Factor of the sum of the differences. For passthrough: factor of the weights. "
+                "For slerp: fraction of the second model. Default: 1, for slerp 0.5.",
+                recipe=None),
          Option("normalize", "switch", "--normalize/--no-normalize", None,
-                "Divide by the sum of --weight. Default: only for linear and ties.", recipe=None),
+                "Divide the weighted sum by the sum of --weight. Default: only for linear and "
+                "ties.", recipe=None),
          Option("rescale", "switch", "--rescale/--no-rescale", None,
-                "Scale the kept differences to the L1 norm of all differences. Default: only for "
-                "dare-*.",
+                "Scale the kept differences so that their L1 norm equals that of all differences. "
+                "Default: only for dare-*.",
                 recipe=None),
          Option("layers", "strings", "--layers", "START:STOP",
                 "Range of layers of each SRC, in order (repeatable), for passthrough.",
@@ -272,8 +277,8 @@ EDITS = (
     Edit(
         "resize", "edits.resizing:resize",
         (Option("keys", "strings", "--keys", "GLOB",
-                "Select tensors whose names match; tensors tied to them are resized too "
-                "(repeatable).",
+                "Select tensors whose names match (repeatable). Tensors that are tied to a "
+                "selected tensor are resized too.",
                 required=True, recipe="keys"),
          Option("rows", "count", "--rows", "N", "Rows of the matrices.", required=True,
                 recipe="rows"),
@@ -292,7 +297,7 @@ EDITS = (
     Edit(
         "lora", "lora.merge:merged",
         (Option("adapter", "text", recipe="adapter"), Option("weight", "number", recipe="weight")),
-        "Add the weight updates of an adapter, such as LoRA.",
+        "Add the weight updates of an adapter (such as LoRA) to the weights.",
         public=False,
     ),
     Edit(
@@ -334,7 +339,7 @@ EDITS = (
     ),
     Edit(
         "wrap", "edits.structure:wrap",
-        (Option("key", "text", "--key", "NAME", "Path of the weights in DST: the new key.",
+        (Option("key", "text", "--key", "NAME", "Path of the checkpoint in DST: one new key.",
                 required=True),
          Option("beside", "json", "--set", "NAME=JSON",
                 "Add an entry beside the checkpoint (repeatable).",
@@ -373,8 +378,8 @@ OPTIONS = "options"
 def together(fixes: list[Fix]) -> Fix:
     """Merge several fixes into one fix. The edits in the result are in the order of EDITS.
 
-    If two fixes set the same argument to dicts or tuples, the result contains both dicts or tuples.
-    For values of other types, the result contains the value of the first fix.
+    If two fixes set the same argument to dicts, the result contains the items of both dicts. Tuples
+    are concatenated. For values of other types, the result contains the value of the first fix.
     """
     made: dict[str, dict[str, Any]] = {}
     for fix in fixes:

@@ -62,7 +62,7 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
     else:
         # peft writes adapter_model.* next to adapter_config.json.
         place = ck.source.folder_and_name() if isinstance(ck.source, ByteSource) else None
-        with suppress(CkptkitError):  # web servers cannot list folders
+        with suppress(CkptkitError):  # raised for a URL, because web servers cannot list folders
             if place is not None and place[1].startswith("adapter_") and CONFIG in place[0]:
                 seen = f"{CONFIG} is beside it"
     if seen is not None:
@@ -86,10 +86,11 @@ AVERAGED = (
 def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None) -> Checkpoint:
     """Return the mean of the floating-point weights of all checkpoints, computed in float64.
 
-    ``weight`` contains one factor for each checkpoint. ckptkit divides by the sum of the factors.
-    Integer and bool buffers, such as ``num_batches_tracked``, come from the last checkpoint, as in
-    torch.optim.swa_utils. Dtypes, devices and order come from the last checkpoint too. The result
-    contains only weights. Raises UsageError if names or shapes differ.
+    ``weight`` contains one factor for each checkpoint. ckptkit divides the sum of the weighted
+    tensors by the sum of the factors. Integer and bool buffers, such as ``num_batches_tracked``,
+    come from the last checkpoint, as in torch.optim.swa_utils. Dtypes, devices and order come from
+    the last checkpoint too. The result contains only weights. Raises UsageError if names or shapes
+    differ.
     """
     checkpoints = several(checkpoints)
     weight = (1.0,) * len(checkpoints) if weight is None else tuple(weight)
@@ -110,7 +111,7 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     rows = _rows([*checkpoints[:-1], last])
     taken: list[str] = []  # names of tensors that are not averaged
     new: dict[int, Tensor] = {}  # keys: ids of tensors of the last checkpoint
-    # Weights that are tied in all inputs have the same key, so their means share a storage.
+    # If two weights are tied in all inputs, they have the same key, so their means share a storage.
     storages: dict[object, Storage] = {}
     for name, row in rows.items():
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
@@ -169,7 +170,8 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
 
     If two checkpoints contain the same name, `join` raises CollisionError. With ``last_wins``,
     `join` uses the tensor of the last checkpoint instead. Raises UsageError if the checkpoints are
-    quantized differently.
+    quantized by different methods, or if only one of two checkpoints quantizes a weight that both
+    contain.
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
@@ -261,7 +263,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
         trained = set()
     while True:
         names = found.weights
-        # Find a prefix of a wrapper that all names start with.
+        # Find a wrapper prefix, such as "module.", that is common to all names.
         prefix = next((p for p in WRAPPERS if all(name.startswith(p) for name in names)), None)
         if prefix is None:
             return found
@@ -291,13 +293,12 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     odd = [name for name, tensor in pairs if tensor and tensor.shape != shapes[name]]
     if odd:
         raise UsageError(
-            f"{path} and the weights have different orders: {quoted(odd)} would change shape",
+            f"cannot name the tensors of {path}, because they are not in the order of the weights: "
+            f"the shapes differ for {quoted(odd)}",
             where=ck.name,
         )
     new = {**weights.nodes, **dict(zip(names, tensors, strict=True))}
-    notes = [
-        f"extracted {plural(len(tensors), 'tensor')} from {path!r} under the names of the weights"
-    ]
+    notes = [f"extracted {plural(len(tensors), 'tensor')} from {path!r}, named like the weights"]
     if len(new) > len(tensors):
         notes.append(f"added {plural(len(new) - len(tensors), 'buffer')} from the trained weights")
     return ck.with_key(None).with_root(OrderedMapping(new), notes=notes)

@@ -37,14 +37,14 @@ DEVICES = (
 _VALID = re.compile(rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?")
 
 _DEVICE = Global("torch", "device")
-# Maps each of these functions of torch/_utils.py to the index of its device argument.
+# Maps functions of torch/_utils.py that rebuild tensors to the index of their device argument.
 _POSITIONS = {
     "_rebuild_wrapper_subclass": 6,
     "_rebuild_device_tensor_from_numpy": 2,
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-# The arguments of these functions are (function, class, arguments[, state]).
+# Functions of torch/_tensor.py whose arguments are (function, class, arguments[, state]).
 _FROM_TYPE = ("_rebuild_from_type_v2", "_rebuild_from_type")
 
 Device: TypeAlias = Any  # a name, or a torch.device

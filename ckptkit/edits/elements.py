@@ -82,7 +82,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     fixed = "not cast, because the pickle stores the dtype of these tensors separately"
     warnings = [f"{fixed}: {quoted(left)}"] if left else []
     if not targets:
-        nothing = "nothing to cast: all castable weights already have this dtype"
+        nothing = "nothing to cast: all weights that can be cast already have this dtype"
         return ck.with_root(ck.root, warnings=[*warnings, NoOpWarning(nothing)])
     new = _Cast(targets)
     root = rebuild(ck.root, new)
@@ -94,7 +94,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     if new.frozen:
         warnings.append(
             f"cleared requires_grad of {plural(new.frozen, 'tensor')}, because torch cannot load "
-            "it with this dtype"
+            "requires_grad for this dtype"
         )
     pairs = Counter(
         f"{tensor.dtype.name} -> {targets[id(tensor)].name}"
@@ -252,7 +252,7 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
     for given in expressions.values():
         if given not in INVERSES:
             hint = f"use one of {', '.join(map(repr, INVERSES))}"
-            raise UsageError(f"{given!r} is not an expression to compute", hint=hint)
+            raise UsageError(f"{given!r} is not a supported expression", hint=hint)
     chosen: dict[str, str] = {}
     for glob, pattern in _patterns(expressions, weights).items():
         for name in filter(pattern.match, weights.nodes):
@@ -278,7 +278,9 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
             views[view] = replace(tensor, storage=storage, offset=0, stride=stride, neg=False)
         swap[id(node)] = views.get(view, tensor)
     counts = Counter(chosen.values())
-    notes = [f"computed {each} of {plural(n, 'weight')}" for each, n in counts.items()]
+    notes = [
+        f"computed {each} for the elements of {plural(n, 'weight')}" for each, n in counts.items()
+    ]
     return ck.with_root(rebuild(ck.root, swap=swap), notes=notes)
 
 

@@ -57,7 +57,7 @@ def parse_expectation(text: str) -> Expectation:
     """Parse one expectation, such as ``"lm_head.weight exists"``. Raises RuleError."""
     glob, _, rest = text.strip().partition(" ")
     if not glob:
-        raise RuleError("an expectation starts with a name or a glob")
+        raise RuleError("an expectation is empty; write a name or a glob, then conditions")
     words: dict[str, str | None] = {}
     at, rest = 0, rest.strip()
     while at < len(rest):
@@ -69,7 +69,7 @@ def parse_expectation(text: str) -> Expectation:
             )
         if (found["value"] is None) != (found["word"] in _BARE):
             raise RuleError(
-                f"{text!r}: {found['word']} {'has no' if found['value'] else 'needs a'} value"
+                f"{text!r}: {found['word']} {'takes no' if found['value'] else 'needs a'} value"
             )
         words[found["word"]] = found["value"]
         at = found.end()
@@ -97,7 +97,7 @@ _WORDS = (*_BARE, "count", "shape", "dtype", "equal")
 
 
 class Expectations:
-    """A list of expectations, and the configuration that contains their sizes."""
+    """A list of expectations, and the configuration that contains sizes such as ``vocab_size``."""
 
     def __init__(self, lines: list[str], config: Config = None) -> None:
         self.parsed = [parse_expectation(line) for line in lines]
@@ -129,7 +129,10 @@ Value = Callable[[Given], int | None]
 
 
 def _values(config: Config) -> Value:
-    """Return a function that evaluates a size. For the size ``_``, the function returns None."""
+    """Return a function that converts a size, such as ``config.vocab_size``, to a number.
+
+    For the size ``_``, the function returns None.
+    """
 
     def value(given: Given) -> int | None:
         side = Side(("x",))
@@ -181,9 +184,9 @@ def _faults(
     if each.equal is not None:
         other = tensors.get(each.equal)
         if other is None:
-            yield f"is not equal to {each.equal}, which is missing"
+            yield f"cannot be compared with {each.equal}, which is missing"
         elif other.shape != tensor.shape or other.dtype != tensor.dtype:
-            yield f"is not equal to {each.equal}: {other.dtype} {shape_text(other.shape)}"
+            yield f"differs from {each.equal}, which is {other.dtype} {shape_text(other.shape)}"
         elif (difference := compare(tensor, other)) is not None:
             yield f"differs from {each.equal} in {plural(difference.count, 'element')}"
     if each.finite:

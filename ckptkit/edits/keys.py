@@ -157,7 +157,9 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
 
 
 def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
-    """Move the entries of ``_metadata`` like the keys. `pairs` contains (source key, new key).
+    """Move the entries of ``_metadata`` to the new modules of the keys.
+
+    `pairs` contains (source key, new key).
 
     If a new module has keys from several old modules with equal entries, the new module gets that
     entry. If the entries of the old modules differ, add the path of the new module to `lost`. A new
@@ -212,9 +214,9 @@ def _last(path: str) -> str:
 class EditedDict:
     """A dict whose keys an edit changes.
 
-    ``node`` is the node in the tree. ``entries`` is the same dict, or the state_dict of a pickled
-    module. ``names`` contains only the keys of weights. For example, ``names`` of ``{"epoch": 3,
-    "fc.weight": ...}`` is ``["fc.weight"]``.
+    ``node`` is the dict or pickled module in the tree. ``entries`` is the dict, or the state_dict
+    of the pickled module. ``names`` contains only the keys of weights. For example, ``names`` of
+    ``{"epoch": 3, "fc.weight": ...}`` is ``["fc.weight"]``.
     """
 
     path: Path
@@ -262,8 +264,8 @@ def strip_prefix(
 
     ckptkit removes each prefix at most once from a name. If a name begins with several of the
     prefixes, ckptkit removes them all, in any order. If a prefix ends in a letter or digit, ckptkit
-    adds a dot, so ``_orig_mod`` means ``_orig_mod.``. `key` lists dotted paths of dicts. If `key`
-    is given, `strip_prefix` edits these dicts instead of the weights.
+    adds a dot, so ``_orig_mod`` means ``_orig_mod.``. If `key` lists dotted paths of dicts,
+    `strip_prefix` edits these dicts instead of the weights.
 
     Raises CollisionError if two names become equal, and UsageError for an empty prefix.
     """
@@ -345,7 +347,7 @@ def add_prefix(
 ) -> Checkpoint:
     """Add `prefix` to the names of the weights.
 
-    If `key` is given, `add_prefix` edits the dicts at these dotted paths instead of the weights. If
+    If `key` lists dotted paths of dicts, `add_prefix` edits these dicts instead of the weights. If
     the prefix ends in a letter or digit, ckptkit adds a dot, as in `strip_prefix`. ``_metadata``
     changes as if the model became a submodule of another module.
 
@@ -425,12 +427,12 @@ def substituted(
     names: Iterable[str], pairs: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
     """Return a dict from old to new names, and a list of the patterns that changed no name."""
-    import regex  # `regex` has a time limit
+    import regex  # unlike `re`, `regex` has a time limit
 
     compiled = []
     for pattern, replacement in pairs:
         try:
-            re.compile(pattern).sub(replacement, "")  # the call checks the replacement
+            re.compile(pattern).sub(replacement, "")  # raises an error for an invalid replacement
             compiled.append((regex.compile(pattern), pattern, replacement))
         except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
             raise UsageError(
@@ -483,11 +485,12 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
 @edit
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Drop names of tied weights. `untie` drops each key of `names`. Its value is another name of
-    the same weight.
+    """Drop names of tied weights.
 
-    Ignore keys that do not exist in the checkpoint. Raises UsageError if a key and its value are
-    not names of the same weight.
+    `names` maps each name to drop to another name of the same weight.
+
+    Ignore names to drop that do not exist in the checkpoint. Raises UsageError if the two names do
+    not belong to the same weight.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}
@@ -578,7 +581,7 @@ def select(
     warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.edits.structure import drop_entry  # rare, so imported late
+        from ckptkit.edits.structure import drop_entry  # imported only when an optimizer is dropped
 
         done = drop_entry(done, cut.dropped)
     return done

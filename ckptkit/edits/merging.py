@@ -118,8 +118,9 @@ def merge(
     - `scale`: the factor of the sum of the differences. The default is 1. For ``slerp``, `scale` is
       the fraction of the second model, by default 0.5. For ``passthrough``, `scale` is a factor of
       all weights.
-    - `normalize`: true to divide by the sum of the weights. The default is true for ``linear`` and
-      ``ties``, and false for other methods, as in mergekit.
+    - `normalize`: true to divide the weighted sum of the models or differences by the sum of the
+      weights. The default is true for ``linear`` and ``ties``, and false for other methods, as in
+      mergekit.
     - `rescale`: true to scale the kept differences so that the sum of their magnitudes equals the
       sum of the magnitudes of all differences.
     - `layers`: for ``passthrough``, a range of layers ``START:STOP`` for each checkpoint. A layer
@@ -215,7 +216,7 @@ def _settings(
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
-        raise UsageError(f"{what}: got {len(given)} for {plural(len(models), 'model')}")
+        raise UsageError(f"{what}: got {len(given)} values, but there are {len(models)} models")
     return [_setting(each) for each in given]
 
 
@@ -266,13 +267,13 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
 
 
 class _Merged:
-    """A builder for the output: merge tensors, and collect the results."""
+    """A builder that merges the tensors of the output and collects them."""
 
     def __init__(self, how: Method) -> None:
         self.how = how
         self.tensors: dict[Node, Node] = {}
         self.taken: list[str] = []  # names of tensors copied from the first input
-        self.storages: dict[object, Storage] = {}  # new storages; equal keys mean equal elements
+        self.storages: dict[object, Storage] = {}  # (operation, input elements) -> new storage
 
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
@@ -335,7 +336,8 @@ def _common(types: Sequence[DType]) -> DType:
 def _stack(names: Iterable[str]) -> tuple[str, int]:
     """Return the prefix of the layers, such as ``model.layers.``, and the number of layers.
 
-    If there are no layers, or several lists of layers with equal length, the prefix is "".
+    If the model has no layers, or if its longest stacks of layers have equal lengths, the prefix is
+    "" and the number is 0.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -351,7 +353,9 @@ def layers_of(model: Checkpoint) -> tuple[str, int]:
     ambiguous."""
     found = _stack(model.required.tensors)
     if not found[0]:
-        raise UsageError("has no layers, or several stacks of layers", where=model.name)
+        raise UsageError(
+            "has no layers, or several stacks of layers of equal length", where=model.name
+        )
     return found
 
 
@@ -402,7 +406,7 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
                 name = f"{target}{count + number}{rest}"
                 new.add(name, row, [use.numbers for use in uses], _share(number, length))
         count += length
-    outside: dict[str, list[str]] = {}  # model -> its tensors outside the layers
+    outside: dict[str, list[str]] = {}  # model name -> names of tensors outside the layers
     for uses, is_first in ((slices[0], True), (slices[-1], False)):
         held = [use.model.required.tensors for use in uses]
         for name in held[0]:

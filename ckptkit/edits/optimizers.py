@@ -37,9 +37,9 @@ def rename_parameters(
     Return a dict from ids of old nodes to new nodes, and a list of notes. `names` maps old to new
     names of weights. `edited` contains the dicts of the renamed weights.
 
-    Several optimizers may contain names from `names`. If a dict outside `edited` contains such
-    names too, an optimizer may belong to this dict. In this case, no optimizer changes. Raises
-    CollisionError if two parameters get the same name.
+    If several optimizers contain old names, one of them may belong to other weights. Therefore, if
+    a dict outside `edited` also contains an old name, no optimizer changes. Raises CollisionError
+    if two parameters get the same name.
     """
     found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, optimizer, renamed)
     for path, node in walk(root):
@@ -62,7 +62,7 @@ def rename_parameters(
             new = {_renamed(key, names): value for key, value in state.items()}
             if len(new) < len(state):
                 place = f"{join(path)}.state"
-                raise CollisionError(f"two parameters of {place} would get the same name")
+                raise CollisionError(f"the new names of two parameters of {place} are equal")
             swap[id(state)] = like(state, new)
     notes = [f"renamed {plural(count, 'parameter')} in {join(path)}" for path, _, count in found]
     return swap, notes
@@ -90,7 +90,7 @@ def _renamed(key: Node, names: Names) -> Node:
 
 NAMES, NUMBERS = "names", "numbers"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # no optimizer trains buffers
-_NO_SHAPE = "step"  # the shape of this state tensor may differ from the shape of the parameter
+_NO_SHAPE = "step"  # a scalar counter of steps in the state of each parameter
 _MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
@@ -203,8 +203,8 @@ def names_of(
 ) -> dict[Node, str]:
     """Map each parameter of an optimizer to the name of a weight.
 
-    Raises UsageError if the mapping is ambiguous. If the optimizer contains no names, the mapping
-    is always ambiguous for `unordered` weights.
+    Raises UsageError if the mapping is ambiguous. If `unordered` is true, the order of the weights
+    is unknown, so an optimizer without names always raises UsageError.
     """
     params, own = optimizer.params, optimizer.own_names
     if own or not params:
@@ -251,15 +251,17 @@ def may_be_parameter(name: str, tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Return a dict key. Tied tensors have equal keys."""
+    """Return a dict key that is equal for tied tensors."""
     if tensor.storage is None:
         return id(tensor)
     return id(tensor.storage), tensor.offset, tensor.shape
 
 
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
-    """Match each state to a shape. Return the indices of the shapes. If no match or several matches
-    exist, return a message.
+    """Match each state to a shape.
+
+    Return the index of the shape of each state. If no match or several matches exist, return a
+    message.
 
     `states` contains the possible shapes of each parameter. The states and `shapes` are in the same
     order, but some shapes may have no state. A state without tensors matches any shape.
@@ -268,7 +270,7 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     if spare < 0:
         return "there are fewer weights than parameters"
     if (spare + 1) * len(states) > _MOST_PAIRS:
-        return f"{spare:,} more weights than parameters allow too many combinations"
+        return f"there are {spare:,} more weights than parameters, so too many matches are possible"
 
     def fits(i: int, skipped: int) -> bool:
         return not states[i] or shapes[i + skipped] in states[i]
@@ -284,7 +286,7 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
         ways.append(row)
     ways.reverse()
     if ways[0][0] != 1:
-        return "the shapes do not fit" if not ways[0][0] else "the shapes fit in several ways"
+        return "the shapes do not fit" if not ways[0][0] else "several matches fit the shapes"
     places, skipped = [], 0
     for i in range(len(states)):
         skipped = next(k for k in range(skipped, spare + 1) if fits(i, k) and ways[i + 1][k])
@@ -400,7 +402,7 @@ def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameter
     stay = {memory for name, memory in memories.items() if name in kept}
     for name in names.values():
         if name not in kept and memories[name] in stay:
-            raise UsageError(f"{name!r} is tied to a weight that stays")
+            raise UsageError(f"{name!r} is dropped, but it is tied to a weight that is kept")
     return {key: name for key, name in names.items() if name in kept}
 
 

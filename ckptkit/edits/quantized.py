@@ -277,7 +277,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
 
     The results equal torch's ``dequantize()``, rounded to `dtype`, bit-exactly. If a layer packs
     its weight and bias, the result contains both under the name of the layer. Tensors whose
-    quantization is not affine stay unchanged, and a warning counts these tensors. Raises
+    quantization is not affine stay unchanged, and a warning contains their number. Raises
     TensorError for an invalid scale or zero point. Raises CollisionError if two weights get the
     same name.
     """
@@ -316,7 +316,9 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
 
 def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
     if type(axis) is not int or tensor.storage is None:
-        raise TensorError("a quantized tensor has no bytes, or no axis for its channels")
+        raise TensorError(
+            "cannot dequantize a tensor: it has no bytes, or its axis is not an integer"
+        )
     scale, zero_point = (
         each if as_tensor(each) is None else as_tensor(each) for each in (scale, zero_point)
     )
@@ -375,8 +377,8 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
         inside |= nested
         tensors = [part for part in parts if as_tensor(part) is not None]
         chosen = [part for part in tensors if _kind(part) == "quantized"]
-        # In the state of a packed parameter object, the weight is the first tensor. This weight
-        # need not be quantized.
+        # In the state of a packed parameter object, the first tensor is the weight, even if it is
+        # not quantized.
         if not chosen and holder is not None and holder.state is node:
             chosen = tensors[:1] if str(holder.global_).endswith(_PACKER) else []
         if len(chosen) == 1:
@@ -411,8 +413,10 @@ def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
 
 
 def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
-    """Return the weights with the tensors of packed layers instead of the packed layers. For a
-    pickled module, append the tensors to the state_dict."""
+    """Return the weights, in which ``X.weight`` and ``X.bias`` replace each packed layer ``X``.
+
+    For a pickled module, append the tensors to the state_dict.
+    """
     if weights.is_module:
         packed = flatten(layer.named() for layer in layers)
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))

@@ -52,7 +52,11 @@ def dequantize_hint(ck: Checkpoint) -> str:
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if the checkpoints are quantized differently."""
+    """Raise UsageError for checkpoints that are not quantized in the same way.
+
+    Either the checkpoints are quantized by different methods, or only one of two checkpoints
+    quantizes a weight that both contain.
+    """
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:

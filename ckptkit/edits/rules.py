@@ -75,8 +75,7 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 
 
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
-    """Return a function that reads the configuration. Nothing is read before the function is
-    called.
+    """Return a function that reads the configuration when it is called.
 
     If an earlier edit set a config.json on the checkpoint, the function returns the content of that
     config.json. Otherwise, the function reads the config.json next to the file.
@@ -471,7 +470,10 @@ class _DictBuilder:
                 placed.append((order[key], key, node))
         placed.sort(key=itemgetter(0))
         if self._mixed:
-            self.warnings.append(f"made from both parameters and tensors: {quoted(self._mixed)}")
+            self.warnings.append(
+                "made from both parameters and tensors, and now plain tensors: "
+                f"{quoted(self._mixed)}"
+            )
         return {name: node for _, name, node in placed}
 
     def _node(self, name: str, made: Target) -> Node:
@@ -515,7 +517,7 @@ class _DictBuilder:
             tensor, node = self.tensors[key], self.target.entries[key]
             is_plain = isinstance(node, Tensor) or tensor.kind == "ndarray"
             if not is_plain or tensor.storage is None or tensor.layout != "strided":
-                message = f"{key} can only be renamed: it is sparse, a subclass, or has no bytes"
+                message = f"{key} can only be renamed: it is sparse, a subclass, or without bytes"
                 hint = "a rule without [ ] renames it"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:

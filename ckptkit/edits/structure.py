@@ -146,7 +146,9 @@ def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
     Raises UsageError for the reserved name ``ckptkit``.
     """
     if OWN_RECORD in metadata:
-        raise UsageError(f"ckptkit itself uses the metadata entry {OWN_RECORD!r}")
+        raise UsageError(
+            f"the metadata entry {OWN_RECORD!r} is reserved for ckptkit; use another name"
+        )
     note = f"set the metadata of {quoted(metadata)}"
     return replace(ck, extras={**ck.extras, **metadata}, notes=(*ck.notes, note))
 

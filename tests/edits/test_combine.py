@@ -287,7 +287,7 @@ def test_ema_without_names(tmp_path: Path, run: Run) -> None:
     )
     done = run("ema", "--json", path, tmp_path / "out.pth")
     assert json.loads(done.stdout)["done"] == [
-        "extracted 4 tensors from 'ema.shadow_params' under the names of the weights",
+        "extracted 4 tensors from 'ema.shadow_params', named like the weights",
         "added 3 buffers from the trained weights",
     ]
     found = torch.load(tmp_path / "out.pth", weights_only=True)

@@ -246,7 +246,7 @@ def test_cast_to_8_bits_of_what_torch_could_then_not_load() -> None:
     done = cast(Checkpoint(root), "float8_e5m2")
     assert [done.root[name].requires_grad for name in "wp"] == [False, True]
     assert (
-        "cleared requires_grad of 1 tensor, because torch cannot load it with this dtype"
+        "cleared requires_grad of 1 tensor, because torch cannot load requires_grad for this dtype"
         in lines(done)
     )
     assert cast(Checkpoint(root), "float16").root["w"].requires_grad

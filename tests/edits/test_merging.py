@@ -280,7 +280,7 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
         ({"method": "task"}, "needs a base model: base="),
         ({"method": "linear", "base": 0}, "linear does not use a base"),
         ({"method": "slerp"}, "merges two models, got 3"),
-        ({"method": "linear", "weight": [1, 2]}, "weight: got 2 for 3 models"),
+        ({"method": "linear", "weight": [1, 2]}, "weight: got 2 values, but there are 3 models"),
         ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task does not use density"),
         ({"method": "passthrough", "layers": ["0:1"]}, "got 1 layer range for 3 models"),
         (

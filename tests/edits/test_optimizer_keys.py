@@ -162,7 +162,7 @@ def other() -> Made:
     ("saved", "message"),
     [
         (two_groups, "several groups"),
-        (alike, "fit in several ways"),
+        (alike, "several matches fit"),
         (other, "there are fewer"),
         (
             lambda: (torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), made()[1]),

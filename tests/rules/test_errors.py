@@ -340,7 +340,7 @@ CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     (configured(f'"{"x" * rules.BYTES}"'), "is larger than 1,048,576 bytes"),
     (configured("{"), "is not JSON"),
     (configured("[]"), "is not a JSON object"),
-    (expect(""), "an expectation starts with a name"),
+    (expect(""), "an expectation is empty"),
     (expect("* what"), "'what' is not a condition"),
     (expect("* count"), "count needs a value"),
     (expect("* shape=6"), "shape=6 is not a shape"),
