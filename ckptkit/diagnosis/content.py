@@ -434,7 +434,7 @@ def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
         "torch.compile, FSDP or activation checkpointing wrapped submodules. A plain model does "
         "not have these names.",
         edit(facts, "rename", "renamed", "--sub", pattern),
-        {"rename": {"mapping": new}},
+        {"rename": {"map": new}},
     )
 
 

@@ -158,7 +158,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
         f"{plural(len(names), 'key')} with another name in the model: {_some(examples)}.",
         f"Names and shapes suggest these pairs, with a confidence of at least {least:.0%}{look}",
         _substituted(fitting, names) or _doctor(fitting, "renamed"),
-        {"rename": {"mapping": {fitting.way(old): new for old, new in names.items()}}},
+        {"rename": {"map": {fitting.way(old): new for old, new in names.items()}}},
     )
 
 

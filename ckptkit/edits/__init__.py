@@ -233,7 +233,7 @@ EDITS = (
     ),
     Edit(
         "rename", "edits.keys:rename",
-        (Option("mapping", "map", "--map", "FILE", "JSON file that maps old names to new ones.",
+        (Option("map", "map", "--map", "FILE", "JSON file that maps old names to new ones.",
                 recipe="map"),
          Option("sub", "substitutions", "--sub", "REGEX=REPLACEMENT",
                 "Replace matches in names, as re.sub does (repeatable).", recipe="sub")),
@@ -341,7 +341,7 @@ EDITS = (
         "wrap", "edits.structure:wrap",
         (Option("key", "text", "--key", "NAME", "Path of the checkpoint in DST: one new key.",
                 required=True),
-         Option("beside", "json", "--set", "NAME=JSON",
+         Option("set", "json", "--set", "NAME=JSON",
                 "Add an entry beside the checkpoint (repeatable).",
                 recipe=None)),
         "Put a checkpoint under a key of a new dict.",

@@ -369,26 +369,26 @@ def add_prefix(
 @edit
 def rename(
     ck: Checkpoint,
-    mapping: Names | None = None,
+    map: Names | None = None,
     sub: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
     """Rename weights by a mapping from old to new names, and by regular expressions.
 
-    `mapping` may also be a function that returns the new name for an old name. Each item of `sub`
-    is a regular expression and its replacement. If `mapping` does not contain a name, `rename`
+    `map` may also be a function that returns the new name for an old name. Each item of `sub`
+    is a regular expression and its replacement. If `map` does not contain a name, `rename`
     applies the items of `sub` to the name, in order, as :func:`re.sub` does.
 
     Raises UsageError for a missing name or an invalid expression. Raises CollisionError if two
     names become equal.
     """
     (target,) = targets_of(ck, ())
+    mapping = map or {}
     if callable(mapping):
         try:
             mapping = {name: mapping(name) for name in target.names}
         except Exception as error:
-            what = f"mapping: the function raises {type(error).__name__}: {error}"
+            what = f"map: the function raises {type(error).__name__}: {error}"
             raise UsageError(what) from error
-    mapping = mapping or {}
     for old, new in mapping.items():
         if old not in target.names:
             raise UsageError(

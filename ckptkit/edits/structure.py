@@ -180,15 +180,15 @@ def bare(ck: Checkpoint) -> Checkpoint:
 
 
 @edit
-def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
-    """Return the checkpoint ``{key: root, **beside}``.
+def wrap(ck: Checkpoint, key: str, set: Mapping[str, object] | None = None) -> Checkpoint:
+    """Return the checkpoint ``{key: root, **set}``.
 
     `key` is one key of a dict. A dot in `key` does not make a nested dict. Raises UsageError if
-    `key` is empty or also a key of `beside`.
+    `key` is empty or also a key of `set`.
     """
     if not key:
         raise UsageError("key is empty", hint=f"e.g. {typed_value('key', 'state_dict')}")
-    others = {name: from_python.node(value) for name, value in (beside or {}).items()}
+    others = {name: from_python.node(value) for name, value in (set or {}).items()}
     if key in others:
         raise UsageError(f"{key!r} is both the key of the checkpoint and of another value")
     inner = ck.key

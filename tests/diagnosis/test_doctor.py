@@ -44,17 +44,17 @@ def fitted(
 
 def test_fixes_go_together() -> None:
     fixes = (
-        {"weights": {}, "rename": {"mapping": {"a": "b"}}},
+        {"weights": {}, "rename": {"map": {"a": "b"}}},
         None,
         {"remap": {"devices": "cpu"}, "strip": {"prefix": ("m.",)}},
-        {"rename": {"mapping": {"c": "d"}}, "strip": {"prefix": ("n.",)}},
+        {"rename": {"map": {"c": "d"}}, "strip": {"prefix": ("n.",)}},
     )
     causes = [Cause("", "", "", "", None, fix) for fix in fixes]
     found = together(causes)
     assert found == {
         "weights": {},
         "strip": {"prefix": ("m.", "n.")},
-        "rename": {"mapping": {"a": "b", "c": "d"}},
+        "rename": {"map": {"a": "b", "c": "d"}},
         "remap": {"devices": "cpu"},
     }
     assert list(found) == ["weights", "strip", "rename", "remap"]
@@ -116,7 +116,7 @@ def test_tied_to_a_name_that_is_renamed() -> None:
     assert causes.keys() == {"renamed", "tied"}
     fix = together(causes.values())
     assert fix is not None
-    named, tied = fix["rename"]["mapping"]["tokens.weight"], fix["tie"]["names"]
+    named, tied = fix["rename"]["map"]["tokens.weight"], fix["tie"]["names"]
     assert {named, *tied} == {"embed.weight", "head.weight"}
     assert tied == {({"embed.weight", "head.weight"} - {named}).pop(): named}
 
