@@ -132,9 +132,9 @@ class Arranged:
 
 
 def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) -> Record:
-    """Return the bytes of a tensor that consists of other tensors.
+    """Return the bytes of a tensor that consists of the tensors in `parts`.
 
-    `parts` contains each of these tensors, with its offsets in the result.
+    Each item of `parts` is a pair: the offsets of a tensor in the result, and the tensor.
     """
     records: dict[int, Record] = {}
     numbers: dict[int, int] = {}

@@ -200,7 +200,7 @@ def _compare_bytes(
 
     count, first, at, begin = 0, -1, 0, 0  # `begin` is the start of the first block that differs
     for left, right in _in_step(extents, (dtype, dtype)):
-        is_equal = bytearray(left) == right  # a comparison of two memoryviews would be slow
+        is_equal = bytearray(left) == right  # Python compares two memoryviews slowly
         if not is_equal:
             odd = _codes(left, dtype) != _codes(right, dtype)
             if odd.ndim > 1:

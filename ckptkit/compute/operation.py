@@ -122,7 +122,7 @@ def import_numpy() -> None:
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:
-        os.environ[_BLAS_THREADS] = "1"  # the library reads this variable when numpy loads it
+        os.environ[_BLAS_THREADS] = "1"  # read when numpy loads the library
         try:
             import numpy  # noqa: F401
         finally:

@@ -431,7 +431,8 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
     import numpy as np
 
     sizes = np.minimum(np.abs(values), MOST) if values.dtype.kind == "c" else values
-    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # a larger power of two would be infinite
+    # For smaller exponents, the power of two could exceed the largest float.
+    scale = 2.0**-exponent if exponent > -1_000 else 0.0
     scaled = sizes * sizes.dtype.type(scale) if scale else np.ldexp(sizes, -exponent)
     bins = np.floor(scaled, out=scaled)
     first = math.floor(math.ldexp(low, -exponent))

@@ -1,7 +1,7 @@
 """Read elements into numpy arrays and torch tensors, and apply functions of the user to tensors.
 
 ckptkit reads bytes directly into the memory of torch. A torch storage can also be a part of a
-memory-mapped file. The operating system then reads a byte on first access.
+memory-mapped file, from which the operating system reads a byte on first access.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ class Apply(Operation):
 def called(function: Function, given: torch.Tensor) -> torch.Tensor:
     """Call a function with a tensor, and return the result as a torch tensor.
 
-    Raise ArgumentError if the result is not a strided tensor of numbers or a numpy array.
+    Raise ArgumentError if the result is neither a strided tensor of numbers nor a numpy array.
     """
     import numpy as np
     import torch

@@ -218,10 +218,10 @@ def _forked(
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block SIGHUP, SIGINT and SIGTERM inside the block.
+    """Block SIGHUP, SIGINT and SIGTERM within the ``with`` statement.
 
-    Workers that are forked inside the block never receive these signals. The parent process handles
-    the signals and ends the workers.
+    Workers that are forked within the ``with`` statement never receive SIGHUP, SIGINT and SIGTERM.
+    The parent process handles the signals and ends the workers.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
     try:

@@ -18,8 +18,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-# For files without a configuration: maps the bytes of a zero-point tensor, if all are equal, to the
-# number that must be added to each stored zero point.
+# For files without a configuration. The key is the byte that fills a tensor of zero points. The
+# value is the number that must be added to each stored zero point.
 _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 

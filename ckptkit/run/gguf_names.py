@@ -126,7 +126,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
-    """Drop the rows of a matrix that the GGUF tensor `name` with shape `shape` lacks."""
+    """Reduce a matrix to the rows that the GGUF tensor `name` of shape `shape` contains."""
     if name not in CUT or len(tensor.shape) != 2 or len(shape) != 2:
         return tensor
     more = tensor.shape[0] - shape[0]
@@ -188,8 +188,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
-    """Return why a GGUF file lacks a weight of its original. Return "" if there is no known
-    reason."""
+    """Return the reason why a GGUF file lacks a weight of its original, or "" if unknown."""
     if any(fnmatchcase(name, glob) for glob in NOT_CONVERTED):
         return "llama.cpp does not convert it"
     weights = original.weights
