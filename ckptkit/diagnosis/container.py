@@ -68,7 +68,7 @@ def part(found: PartOf) -> Cause:
         "part",
         ERROR,
         f"It is {found}.",
-        f"A model needs the tensors of all ranks. `convert` merges the folder.{why}",
+        f"A model needs the tensors of all ranks. `convert` merges a folder of all ranks.{why}",
         None if folder is None or problem is not None else shell_command(words),
     )
 

@@ -115,6 +115,23 @@ def folder_beside(path: str, up: int = 0) -> str | None:
     return folder if path and "://" not in path else None
 
 
+def folder_of_ranks(path: str, up: int = 0) -> str | None:
+    """Return the folder with the files of all ranks, of which `path` is one (`folder_beside`).
+
+    Return None if the folder contains no other name with the same suffix, and so no other rank.
+    """
+    folder = folder_beside(path, up)
+    if folder is None:
+        return None
+    own = os.path.relpath(path, folder).split(os.sep)[0]
+    suffix = os.path.splitext(own)[1]
+    try:
+        names = os.listdir(folder)
+    except OSError:  # readable file in a folder that cannot be listed
+        return folder
+    return folder if any(name != own and name.endswith(suffix) for name in names) else None
+
+
 def _pieces(root: Node, path: str) -> PartOf | None:
     """Describe the shards in a file with DTensors or ShardedTensors.
 
@@ -153,7 +170,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
         detail = f"a shard of each of {len(cut):,} tensors, e.g. "
         detail += f"{extent(largest, rank) or 'none'} of {name}"
     kind = "fsdp" if FSDP in what else "dtensor"
-    return PartOf(kind, f"{who} of {whole}", detail, folder_beside(path))
+    return PartOf(kind, f"{who} of {whole}", detail, folder_of_ranks(path))
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
@@ -200,7 +217,7 @@ def _megatron(root: Node, path: str) -> PartOf | None:
     else:
         at = [f"one of {n} {axis} ranks" for axis, n in grid.items()]
     what = f"{', '.join(at)}, of a Megatron-LM checkpoint"
-    return PartOf("megatron", what, "", folder_beside(path, 1 if named else 0))
+    return PartOf("megatron", what, "", folder_of_ranks(path, 1 if named else 0))
 
 
 def _deepspeed(root: Node, path: str) -> PartOf | None:
@@ -212,7 +229,7 @@ def _deepspeed(root: Node, path: str) -> PartOf | None:
         return None
     rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
     what = f"{rank} of {world} of a DeepSpeed checkpoint"
-    return PartOf("deepspeed", what, "", folder_beside(path))
+    return PartOf("deepspeed", what, "", folder_of_ranks(path))
 
 
 def _fairscale(root: Node, path: str) -> PartOf | None:
@@ -220,7 +237,7 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
         return None
     found = re.search(r"shard([0-9]+)\.pt", path)
     which = f"shard {int(found[1])}" if found else "a shard"
-    return PartOf("fairscale", f"{which} of a fairscale checkpoint", "", folder_beside(path))
+    return PartOf("fairscale", f"{which} of a fairscale checkpoint", "", folder_of_ranks(path))
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
@@ -234,7 +251,7 @@ def _llama(root: Node, path: str) -> PartOf | None:
         return None
     count = norm.shape[0] // output.shape[1] if output.shape[1] else 1
     what = f"shard {int(named[1])} of {count} of a Llama release"
-    return PartOf("llama", what, "", folder_beside(path)) if count > 1 else None
+    return PartOf("llama", what, "", folder_of_ranks(path)) if count > 1 else None
 
 
 def _named(root: Node, path: str) -> PartOf | None:
@@ -243,10 +260,10 @@ def _named(root: Node, path: str) -> PartOf | None:
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):
             what = f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}"
-            return PartOf("fsdp", what, "", folder_beside(path))
+            return PartOf("fsdp", what, "", folder_of_ranks(path))
     elif found := _LAYER.fullmatch(name):
         what = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
-        return PartOf("deepspeed", what, "", folder_beside(path))
+        return PartOf("deepspeed", what, "", folder_of_ranks(path))
     elif found := _VLLM.fullmatch(name):
         return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM", "", None)
     elif (found := _ZERO.fullmatch(name)) and isinstance(root, dict):
@@ -257,7 +274,7 @@ def _named(root: Node, path: str) -> PartOf | None:
         numbers = flatten(n if isinstance(n, (list, tuple)) else (n,) for n in counts)
         if max((n for n in numbers if type(n) is int), default=1) > 1:
             what = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
-            return PartOf("deepspeed", what, "", folder_beside(path))
+            return PartOf("deepspeed", what, "", folder_of_ranks(path))
     return None
 
 

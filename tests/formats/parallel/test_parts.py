@@ -71,7 +71,8 @@ def fairscale(folder: Path) -> Path:
 def deepspeed(folder: Path) -> Path:
     folder.mkdir()
     state = {"module": {"a": torch.ones(2)}, "mp_world_size": 2}
-    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        torch.save(state, folder / f"mp_rank_0{rank}_model_states.pt")
     return folder / "mp_rank_00_model_states.pt"
 
 
@@ -95,6 +96,18 @@ def test_a_part_is_known_and_not_converted(make: Any, tmp_path: Path) -> None:
             convert(path, tmp_path / name, keep_format=False)
         assert str(part.folder) in str(caught.value.hint)
         assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
+def test_a_folder_without_another_rank_is_not_the_answer(make: Any, tmp_path: Path) -> None:
+    path = make(tmp_path / "x")
+    names = ["one", path.parent.name, path.name] if make is megatron else ["one", path.name]
+    moved = tmp_path.joinpath(*names)
+    moved.parent.mkdir(parents=True)
+    path.rename(moved)
+    part = ckptkit.open(moved).part
+    assert part is not None and part.folder is None
+    assert part.hint.startswith("put the files of all ranks into one folder")
 
 
 @pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
