@@ -65,12 +65,12 @@ def mapping(name: str, value: object) -> Mapping[Any, Any]:
 
 
 def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
-    """Return `value`: a mapping from old to new names, or a function that returns a new name."""
+    """Return `value`: a mapping or a function from old names to new names."""
     return value if callable(value) else mapping(name, value)
 
 
 def flags(**values: object) -> None:
-    """Raise ArgumentError unless each value is True or False."""
+    """Raise ArgumentError unless each value is a bool, an int or None."""
     for name, value in values.items():
         if not isinstance(value, (int, type(None))):
             raise wrong(name, "True or False", value)
@@ -85,7 +85,7 @@ def numbers(name: str, value: object) -> list[float]:
 
 
 def count(name: str, value: object) -> int | None:
-    """Return `value`, an integer >= 0 or None."""
+    """Return `value`. Raise ArgumentError unless `value` is None or an integer >= 0."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise wrong(name, "an integer >= 0", value)
     return value
@@ -104,7 +104,7 @@ def path(name: str, value: object) -> str:
         error = wrong(name, _PATHS[name], value)
         error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
         if name == "destination" and hasattr(value, "write"):
-            error.hint = "`save` takes a binary file object"
+            error.hint = "only `ckptkit.save` can write to a file object"
         raise error
     found = os.fsdecode(value)
     if not found:
@@ -143,7 +143,7 @@ def module(name: str, value: object) -> None:
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return `value`, a callable."""
+    """Return `value`. Raise ArgumentError unless `value` is callable."""
     if not callable(value):
         raise wrong(name, "a function", value)
     return value
@@ -171,14 +171,17 @@ def wrong(name: str, expected: str, value: object) -> ArgumentError:
 
 
 def number(name: str, value: object) -> float | None:
-    """Return `value`, a number or None."""
+    """Return `value`. Raise ArgumentError unless `value` is None or a number."""
     if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         raise wrong(name, "a number", value)
     return value
 
 
 def settings(name: str, value: object) -> list[Any] | None:
-    """Return a list of settings, or None. Each setting is a number or a dict of glob -> number."""
+    """Return `value` as a list of numbers and dicts. Each dict maps globs to numbers.
+
+    If `value` is None, return None.
+    """
     if value is None:
         return None
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
@@ -188,12 +191,13 @@ def settings(name: str, value: object) -> list[Any] | None:
 
 
 def flag(name: str, value: object) -> object:
-    """Return `value`, True or False."""
+    """Return `value`. Raise ArgumentError unless `value` is a bool, an int or None."""
     flags(**{name: value})
     return value
 
 
-# A check maps the name and value of an argument to a valid value.
+# Maps an annotation to a function that checks arguments. The function takes the name and the value
+# of an argument, and returns a valid value.
 Kinds = Mapping[str, Callable[[str, Any], Any]]
 KINDS: Kinds = {
     "bool": flag,

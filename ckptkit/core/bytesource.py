@@ -10,9 +10,10 @@ returns fewer bytes, but access to a memory map would kill the process. Only ten
 `ckptkit.load` returns are memory-mapped. ckptkit opens only regular files, and no file outside the
 folder of the checkpoint. While an edit in place is incomplete, a journal exists beside the file.
 
-Python's zlib computes CRC-32s at 1 to 4 GB/s. ISA-L (installed with the extra `speed`) exceeds 20
-GB/s. Inside the context manager `reading`, ckptkit updates checksums of the input while it reads
-the input. The checksums therefore need no second pass. Each thread has separate checksums.
+Python's zlib computes CRC-32s at 1 to 4 GB/s. ISA-L (installed with the extra `speed`) computes
+CRC-32s at more than 20 GB/s. Inside the context manager `reading`, ckptkit computes the checksums
+of the input while it reads the input. ckptkit therefore reads the input only once. Each thread has
+separate checksums.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _NO_RESERVE = 0x4000  # value of MAP_NORESERVE on Linux; Python defines this nam
 def identity_of(info: os.stat_result) -> Identity:
     """Return the identity of a local file.
 
-    The identity ends with the ctime. A write to the file changes the ctime. So do chmod and link.
+    The identity ends with the ctime. A write to the file, chmod and link change the ctime.
     """
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
@@ -77,10 +78,10 @@ READING = _Thread()
 class Member(NamedTuple):
     """A zip member or another part of a file: `length` contiguous bytes.
 
-    The file contains the CRC-32 of these bytes.
+    The file contains the CRC-32 of the part.
 
-    The bytes are somewhere between `offset` and `stop`. If `length` is `stop - offset`, the bytes
-    start at `offset`.
+    The part is somewhere between `offset` and `stop`. If `length` is `stop - offset`, the part
+    starts at `offset`.
     """
 
     name: str
@@ -128,7 +129,7 @@ class ByteSource(ABC):
             offset += len(buffer)
 
     def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all buffers. The bytes of buffer number n start at ``offset + n * step``."""
+        """Fill all buffers. Buffer number n gets the bytes from ``offset + n * step``."""
         for buffer in buffers:
             self.read_into(offset, buffer)
             offset += step
@@ -332,7 +333,7 @@ class LocalFile(ByteSource):
 
     def _failed(self, error: OSError) -> InputError:
         if self.fd < 0:
-            hint = "read its tensors inside the `with` block, or open it again"
+            hint = "read the tensors inside the `with` block, or open the file again"
             return InputError("was closed", where=self.name, hint=hint)
         return InputError(f"cannot be read: {error.strerror}", where=self.name)
 
@@ -391,15 +392,16 @@ class LocalFile(ByteSource):
 
 
 class Folder:
-    """A folder. Its methods take the names of files in the folder.
+    """A folder. The methods take the names of files in the folder.
 
-    The methods raise PathError for names that lead out of the folder, and for symbolic links. Links
-    in a Hugging Face cache are an exception. ckptkit follows these links from
+    The methods raise PathError for names that lead out of the folder, and for symbolic links. In a
+    Hugging Face cache, however, ckptkit follows symbolic links from
     ``snapshots/<revision>/<name>``, and from folders below ``<revision>``, to
     ``../../blobs/<hash>``.
     """
 
-    _within = ""  # path of this folder relative to the outermost Folder, which keeps the open files
+    # Path of this folder relative to the outermost Folder: a prefix of the keys of `_open`.
+    _within = ""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -443,7 +445,7 @@ class Folder:
     def sub(self, name: str) -> Folder:
         """Return the subfolder `name`. Raise PathError for a link.
 
-        When you close the outer folder, the open files of the subfolder are closed too.
+        Closing the outer folder also closes the open files of the subfolder.
         """
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
@@ -689,8 +691,8 @@ def crc32_combine(first: int, second: int, size: int) -> int:
     byte string.
 
     A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. Appending `size`
-    bytes multiplies the polynomial by x**(8 size). The inverse works too: if `second` is the CRC-32
-    of the concatenation, the result is the CRC-32 of the second byte string.
+    bytes multiplies the polynomial by x**(8 * size). The inverse works too: if `second` is the
+    CRC-32 of the concatenation, the result is the CRC-32 of the second byte string.
     """
     return _multiply(_power(8 * size), first) ^ second
 
@@ -718,14 +720,15 @@ def _multiply(a: int, b: int) -> int:
 class ReadSums:
     """CRC-32s of the bytes that a thread reads from some sources.
 
-    A run is a list of four integers: index of the source, offset, length and CRC-32. If a read
-    starts at the end of a run, the bytes of the read are added to this run.
+    A run is a list of four integers: index of the source, offset, length and CRC-32. A read that
+    starts at the end of a run extends the run.
     """
 
     def __init__(self, identities: Sequence[object]) -> None:
         self.runs: list[list[int]] = []
         self.numbers = {identity: number for number, identity in enumerate(identities)}
-        self._ends: dict[tuple[int, int], list[int]] = {}  # runs by (source, end)
+        # Maps (index of the source, end of the run) to the run.
+        self._ends: dict[tuple[int, int], list[int]] = {}
 
     def add(self, identity: object, offset: int, data: Data) -> None:
         number = self.numbers.get(identity)
@@ -877,7 +880,7 @@ class FileObject(ByteSource):
             raise UsageError(
                 f"the file object is not seekable: {error}",
                 where=self.name,
-                hint="ckptkit.open(file.read()) reads its bytes",
+                hint="ckptkit.open(file.read()) reads the complete file object",
             ) from error
         if is_text:
             raise ArgumentError(
@@ -889,7 +892,7 @@ class FileObject(ByteSource):
         raise UsageError(
             "an open file object cannot be sent to other processes",
             where=self.name,
-            hint="open its path instead",
+            hint="open the path of the file instead",
         )
 
     def read(self, offset: int, length: int) -> bytes:
@@ -918,7 +921,9 @@ def standard_input() -> FileObject:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
-            "standard input is a terminal", where=STREAM, hint="redirect a file to it: < run.pth"
+            "standard input is a terminal",
+            where=STREAM,
+            hint="redirect a file to standard input: < run.pth",
         )
     return _as_file(sys.stdin.buffer)
 

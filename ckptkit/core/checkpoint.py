@@ -1,4 +1,4 @@
-"""Checkpoint: the value that every format reads and writes."""
+"""The class Checkpoint. Every reader returns a Checkpoint, and every writer takes a Checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class PartOf:
 
     ``name`` describes the file ("rank 0 of 2 of an FSDP checkpoint"). ``detail`` describes the
     tensors in the file. ``folder`` is the folder with all files of the checkpoint, or None if this
-    folder is unknown. ``alone`` is True if `part_only` can read the file.
+    folder is unknown. ``alone`` is True if the option `part_only` can read the file without the
+    other files.
     """
 
     kind: str
@@ -82,14 +83,15 @@ Entry: TypeAlias = (
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """A tree of plain values and tensors. The elements of a tensor are read on first use.
+    """A tree of plain values and tensors. ckptkit reads the elements of a tensor on demand.
 
     Contents:
 
     * ``root``: the tree.
     * ``extras``: strings that the file stores outside the tree (safetensors' ``__metadata__``).
     * ``globals``: all classes and functions that occur in the pickles of the file.
-    * ``logical``: maps the id of each dequantized tensor to the tensor and its quantized weight.
+    * ``logical``: maps the id of each dequantized tensor to a pair: the tensor and its quantized
+      weight.
     * ``companions``: names and bytes of files that belong in the folder of the weights.
 
     Source:
@@ -182,7 +184,7 @@ class Checkpoint:
                 raise UsageError(
                     f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
                     where=self.name,
-                    hint="`ckptkit wrap --key weight {where} {new}` names it",
+                    hint="`ckptkit wrap --key weight {where} {new}` names the tensor 'weight'",
                 )
             raise UsageError(
                 "contains no mapping from names to tensors",
@@ -193,7 +195,7 @@ class Checkpoint:
             raise UsageError(
                 "the weights contain no tensors, but other entries do",
                 where=self.name,
-                hint="name the entry with --key",
+                hint="use --key to name the entry that contains the weights",
             )
         return self.selection
 
@@ -215,7 +217,7 @@ class Checkpoint:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The command-line options that select these weights."""
+        """The command-line options that select the weights of this checkpoint."""
         return (*(() if self.key is None else ("--key", self.key)), *self.words)
 
     def with_key(self, key: str | None) -> Checkpoint:
@@ -234,7 +236,7 @@ class Checkpoint:
                 if each == key and type(each) is type(key):
                     return _plain_entry(value)
         except RecursionError:
-            pass  # CPython compares nested tuples recursively
+            pass  # a key is nested too deep for CPython, which compares tuples recursively
         if not isinstance(key, str):
             raise UnknownNameError(f"there is no entry {key!r}", where=self.name)
         try:
@@ -304,8 +306,8 @@ class Checkpoint:
 
         The argument of `function` is a torch tensor on the CPU. The result is a tensor or a numpy
         array. For each weight, ckptkit calls `function` twice, so `function` must return equal
-        results for equal tensors. The first call finds the shape of the result. In this call, the
-        argument is a meta tensor, or the weight if `function` fails on meta tensors. The second
+        results for equal tensors. The first call finds the shape of the result. In the first call,
+        the argument is a meta tensor, or the weight if `function` fails on meta tensors. The second
         call happens when the checkpoint is written. Only one weight at a time is in memory.
         """
         made: Checkpoint = hooks.call("map", self, function, keys)

@@ -36,7 +36,7 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
     numpy: str | None = None
-    packed: int = 1  # safetensors counts this number of elements where torch counts one
+    packed: int = 1  # number of elements that safetensors counts for one element of torch
     block: int = 1  # number of elements in a block of `bits` bits
 
     @property
@@ -52,7 +52,7 @@ class DType:
 
     @property
     def component(self) -> int:
-        """Number of bytes in each group that a change of byte order reverses.
+        """A change of byte order reverses the bytes in groups of this size.
 
         For complex types this is half an element, because the real and the imaginary part are
         swapped separately. For blocks it is 1, because the fields of a block differ in size. The
@@ -93,7 +93,7 @@ TABLE: tuple[DType, ...] = (
     DType("float8_e5m2fnuz", 8, "float", None, "F8_E5M2FNUZ"),
     DType("float8_e8m0fnu", 8, "float", None, "F8_E8M0"),
     DType("float4_e2m1fn_x2", 8, "float", None, "F4", packed=2),
-    # These two types exist in safetensors, but not in torch.
+    # float6_e2m3 and float6_e3m2 exist in safetensors, but not in torch.
     DType("float6_e2m3", 6, "float", None, "F6_E2M3"),
     DType("float6_e3m2", 6, "float", None, "F6_E3M2"),
     DType("int64", 64, "int", "LongStorage", "I64", "int64"),
@@ -108,7 +108,7 @@ TABLE: tuple[DType, ...] = (
     DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("complex32", 32, "complex"),
-    DType("bcomplex32", 32, "complex"),  # two bfloat16 numbers, since torch 2.15
+    DType("bcomplex32", 32, "complex"),  # a pair of bfloat16 numbers; exists since torch 2.15
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
@@ -119,7 +119,7 @@ TABLE: tuple[DType, ...] = (
     DType("bits1x8", 8, "bits"),
     DType("bits2x4", 8, "bits"),
     DType("bits4x2", 8, "bits"),
-    # torch.save rejects tensors of these types.
+    # torch.save rejects tensors of the types int1 to int7 and uint1 to uint7.
     *(DType(f"int{bits}", 8, "int") for bits in range(1, 8)),
     *(DType(f"uint{bits}", 8, "int") for bits in range(1, 8)),
 )

@@ -156,6 +156,6 @@ def made(options: Options | None, changes: dict[str, Any]) -> Options:
     if not isinstance(options, (Options, type(None))):
         error = arguments.wrong("options", "ckptkit.Options", options)
         if isinstance(options, str):
-            error.hint = f"key={options!r} selects the entry of the weights"
+            error.hint = f"pass key={options!r} to select the entry that contains the weights"
         raise error
     return (options or DEFAULT).changed(changes)

@@ -181,8 +181,8 @@ class Patch:
         """Describe the patch for --dry-run, in one line."""
         places = len(self.edits) + (self.seal is not None)
         return (
-            f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places, "
-            f"{self.base.size:,} before"
+            f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places; "
+            f"the file had {self.base.size:,} bytes before"
         )
 
 

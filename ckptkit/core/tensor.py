@@ -143,7 +143,9 @@ class Tensor:
         return tensor
 
     def __getitem__(self, index: object) -> Array:
-        """Read the elements that `index` selects: integers, slices, ``...`` and None, as in numpy.
+        """Read the elements that `index` selects.
+
+        As in numpy, `index` may contain integers, slices, ``...`` and None.
 
         ckptkit reads only the bytes of these elements, and gaps of less than 64 KiB between
         elements.
@@ -256,11 +258,12 @@ def check_geometry(
 ) -> None:
     """Raise TensorError unless the storage contains every element of the tensor.
 
-    Raise LimitError if the tensor has too many dimensions. The computation cannot overflow.
+    Raise LimitError if the tensor has too many dimensions. The computation uses Python integers,
+    which cannot overflow.
     """
     rank = len(shape)
     if rank != len(stride) and (storage is not None or stride):
-        raise TensorError(f"{rank} sizes but {len(stride)} strides")
+        raise TensorError(f"a tensor has {rank} sizes but {len(stride)} strides")
     if rank > LIMITS.rank:
         check("rank", rank, "dimensions of a tensor")
     if offset.__class__ is not int or offset >> 63:
@@ -280,5 +283,5 @@ def check_geometry(
     ):
         raise TensorError(
             f"shape {shape}, stride {stride}, offset {offset} of {dtype} "
-            f"need {dtype.nbytes(last + 1):,} bytes of a storage of {storage.nbytes:,}"
+            f"need {dtype.nbytes(last + 1):,} bytes, but the storage has {storage.nbytes:,}"
         )

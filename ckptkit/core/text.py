@@ -71,9 +71,9 @@ def typed_value(name: str, value: str) -> str:
 
 @contextmanager
 def on_command_line() -> Iterator[None]:
-    """Write command-line options (`--all`) instead of Python arguments (`all=True`) in messages.
+    """Put command-line options into messages instead of Python arguments.
 
-    This applies to the messages of the ``with`` block.
+    Within the ``with`` block, messages contain `--all` instead of `all=True`.
     """
     _typed.append(True)
     try:
@@ -95,7 +95,7 @@ def shell_word(word: str) -> str:
         return quote(word)
     try:
         data = word.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # cannot occur in a file name
+    except UnicodeEncodeError:  # a surrogate that cannot occur in a file name
         return quote(escape(word))
     return f"$'{''.join(map(_quoted_byte, data))}'"
 
@@ -153,7 +153,7 @@ _UNITS = {
 
 def parse_size(text: str) -> int | None:
     """Return the number of bytes for ``5GB``, ``5GiB`` or digits. Return None for other strings."""
-    from fractions import Fraction  # slow: this module imports decimal
+    from fractions import Fraction  # not at the top: fractions imports decimal, which is slow
 
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
@@ -273,7 +273,7 @@ def shown_url(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """Return the URL of a file, if `url` is the web page or the Git LFS pointer of this file.
+    """Return the download URL of the file whose web page or Git LFS pointer is `url`.
 
     Return None for other URLs. The page may be on huggingface.co or github.com.
     """
@@ -377,9 +377,9 @@ _Block = tuple[int, Indices, int, int]
 class Modules:
     """Classifies modules by their direct members, such as weight and bias with their shapes.
 
-    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. `Modules` returns
-    the sum of the hashes of a module's members. Two modules are similar if their sums are equal. A
-    set of members for each module would need more memory than the names of the tensors.
+    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. A call returns
+    the sum of the hashes of the members of one module. Two modules are similar if their sums are
+    equal. A set of members for each module would need more memory than the names of the tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable]] = ()) -> None:
@@ -413,9 +413,9 @@ def fold(
         items = list(items)
         kind_of = Modules((label, part(columns)) for label, columns, _ in items)
     found: list[tuple[int, Folded]] = []
-    # Lines that differ only in their last index have the same key. For each line, the array of the
-    # key contains the position of the line, then the last index. An array needs less memory than a
-    # list of a million pairs.
+    # Lines that differ only in their last index have the same key. The value of a key is an array
+    # with two numbers for each line: the position of the line, and the last index. An array needs
+    # less memory than a list of a million pairs.
     runs: defaultdict[tuple[Any, ...], array[int]] = defaultdict(partial(array, "q"))
     for position, (label, columns, nbytes) in enumerate(items):
         if (last := _last_index(label)) is None:
@@ -484,7 +484,7 @@ def _ranges(values: tuple[int, ...]) -> str:
         return str(ordered[0])
     texts = []
     first = last = ordered[0]
-    for value in (*ordered[1:], -1):  # -1 ends the last run
+    for value in (*ordered[1:], -1):  # -1 ends the last range
         if value != last + 1:
             texts.append(f"{first}..{last}" if last > first else str(first))
             first = value

@@ -9,7 +9,8 @@ The functions of this module do not recurse, because a file may nest values to a
 raises LimitError if a file exceeds the maximum depth.
 
 ckptkit does not hash, compare or print values of a file with Python operators, because Python's
-operators recurse. Dict keys are an exception. Readers check dict keys first.
+operators recurse. Only dict keys are hashed and compared. Readers limit the depth of dict keys
+first.
 
 `rebuild` copies a tree and replaces leaves or nodes. The copy has the same shared values and cycles
 as the tree.

@@ -4,7 +4,7 @@ ckptkit tries these candidates in order:
 
 1. The root is the state_dict if all its values except ``_extra_state`` are tensors.
 2. An entry with a well-known name is the state_dict if most of its values are tensors.
-3. If the tree contains only one mapping of tensors other than optimizers, this mapping is the
+3. If the tree contains exactly one mapping of tensors that is not an optimizer, this mapping is the
    state_dict.
 
 For a pickled ``nn.Module``, the state_dict contains the parameters and buffers of the module and of
@@ -44,10 +44,10 @@ INSIDE = 200
 
 # Prefixes that wrappers add to the names of the wrapped module.
 WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel put it there",
-    "_orig_mod.": "torch.compile puts it there",
-    "_fsdp_wrapped_module.": "FSDP puts it there",
-    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+    "module.": "DataParallel and DistributedDataParallel add 'module.' to the keys",
+    "_orig_mod.": "torch.compile adds '_orig_mod.' to the keys",
+    "_fsdp_wrapped_module.": "FSDP adds '_fsdp_wrapped_module.' to the keys",
+    "_checkpoint_wrapped_module.": "activation checkpointing adds '_checkpoint_wrapped_module.'",
 }
 # Well-known names of entries that contain weights, in order of preference.
 WELL_KNOWN = (
@@ -147,7 +147,7 @@ def has_tensors(root: Node) -> bool:
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the tensors inside a tensor subclass, one for each storage.
+    """Yield (path, tensor) for each storage inside a tensor subclass.
 
     Each path starts with the position of an argument in `args`. The last argument comes first,
     because it contains the attributes, and attributes have names.
@@ -431,11 +431,13 @@ def read_module(node: Object) -> ModuleState | None:
     remarks = []
     if classes:
         remarks.append(
-            f"ckptkit does not run the code of a module's classes ({some(list(classes))}): "
-            "entries from their own state_dict or get_extra_state are missing"
+            f"ckptkit does not run the code of module classes ({some(list(classes))}): entries "
+            "that only their methods state_dict and get_extra_state add are missing"
         )
     if hooked:
-        remarks.append(f"state_dict hooks of a module did not run: {some(hooked)}")
+        remarks.append(
+            f"ckptkit does not run state_dict hooks, so entries may differ: {some(hooked)}"
+        )
     if unread:
         remarks.append(
             "some weights of a module are missing, because ckptkit cannot read their classes: "

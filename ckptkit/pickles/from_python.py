@@ -1,8 +1,8 @@
 """Convert Python values of this process to the nodes that ckptkit would read from a saved file.
 
 This module pickles the values like ``torch.save``, and then reads the pickle with
-`ckptkit.pickles.values`. The pickle does not contain the bytes of tensors and arrays. Instead, it
-contains a number as the persistent id of each tensor or array. Tensors and other nodes of a
+`ckptkit.pickles.values`. The pickle does not contain the bytes of tensors and arrays. Instead, the
+pickle contains a number as the persistent id of each tensor or array. Tensors and other nodes of a
 Checkpoint are used unchanged.
 """
 
@@ -157,7 +157,11 @@ def _array(numpy: Any, value: Any) -> Node | None:
 
 
 def _reconstructed(empty: Any, shape: tuple[int, ...], extent: Range, fortran: bool) -> Object:
-    """Return NumPy's pickle of the array `empty` as an Object with the given shape and bytes."""
+    """Return the Object of a NumPy array with the given shape and bytes.
+
+    NumPy pickles `empty`, an empty array of the same dtype. This function then replaces the shape
+    and the bytes.
+    """
     import pickle
 
     made = unpickle(Memory(pickle.dumps(empty, _PROTOCOL), _NAME)).root

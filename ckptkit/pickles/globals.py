@@ -54,8 +54,8 @@ def _set(made: Global, args: Args) -> Node:
 def _bytes(made: Global, args: Args) -> Node:
     """bytes() and bytearray(b"...").
 
-    Protocols 0 to 2 contain these calls. A call ``bytes(size)`` becomes an Object, because
-    evaluating the call could allocate much memory.
+    Pickles of protocols 0 to 2 contain calls of ``bytes`` and ``bytearray``. A call ``bytes(size)``
+    becomes an Object, because evaluating the call could allocate much memory.
     """
     make = bytes if made.name == "bytes" else bytearray
     if not args:
@@ -70,7 +70,7 @@ def _bytes(made: Global, args: Args) -> Node:
 
 
 def _encode(made: Global, args: Args) -> Node:
-    """_codecs.encode(text, "latin1"). Protocol 2 stores byte strings as this call."""
+    """_codecs.encode(text, "latin1"). Protocol 2 stores byte strings as calls of ``encode``."""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return _latin1(args[0])
     return Object(made, args)
@@ -93,7 +93,10 @@ def _complex(made: Global, args: Args) -> Node:
 
 
 def _getattr(made: Global, args: Args) -> Node:
-    """getattr(Class, "Inner"). Below protocol 4, a nested class is stored as this call."""
+    """getattr(Class, "Inner").
+
+    Pickles below protocol 4 store a nested class as a call of ``getattr``.
+    """
     outer, inner = args if len(args) == 2 else (None, None)
     if isinstance(outer, Global) and isinstance(inner, str) and inner.isidentifier():
         return Global(outer.module, f"{outer.name}.{inner}")
@@ -278,7 +281,7 @@ def _meta(made: Global, args: Args) -> Node:
     _arity(made, args, 4, 4)
     shape, stride = _shape(args[1]), _shape(args[2])
     if len(shape) != len(stride):
-        raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
+        raise TensorError(f"a meta tensor has {len(shape)} sizes but {len(stride)} strides")
     dtype, grad = dtype_or_unknown(args[0]), flag(args[3])
     return Object(made, args, tensor=Tensor(None, dtype, shape, stride, 0, grad))
 

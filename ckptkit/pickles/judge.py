@@ -222,7 +222,10 @@ def _list(inner: Shape, view: View, value: Any) -> bool:
 
 
 def pairs(view: View, value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, value) pairs of a dict. Return None for other values and unknown items."""
+    """Return the (key, value) pairs of a dict.
+
+    Return None if `value` is not a dict, or if the items of the dict are unknown.
+    """
     items = view.items(value) if view.sort(value) & (DICT | MAPPING | DEFAULTS) else None
     if items is None:
         return None
@@ -639,7 +642,7 @@ def is_final(made: Global) -> bool:
 def consumed(made: Node, args: Node) -> tuple[Global, ...]:
     """Return the classes and functions that an allowlisted call may have as arguments.
 
-    `out_of_place` need not check these names.
+    `out_of_place` need not check the returned names.
     """
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return ()
@@ -790,7 +793,8 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        # A class that is not allowlisted may get any items, and states that match `own_state`.
+        # An object of a class that is not allowlisted may get any items, and any state that matches
+        # `own_state`.
         else:
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
@@ -898,7 +902,7 @@ _TESTS: dict[str, Shape] = {
     "decimal": _matching(
         r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
     ),
-    # (False,) == (0,) is True in Python, so the function also checks the type of the item.
+    # (False,) == (0,) is True in Python, so `empty_shape` also checks the type of the item.
     "empty_shape": lambda view, value: value == (0,) and type(value[0]) is int,
     "fraction": _matching(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
     "latin1": _matching("latin-?1"),

@@ -10,12 +10,12 @@ function or modify an object, `Machine` calls a method of a `Builder`. There are
 of loading the pickle.
 
 `Machine` calls `Builder.odd` for input that no pickler writes, or on which unpicklers disagree.
-The builder in `values` then raises an error. The builder in `trace` records a doubt.
+For such input, the builder in `values` raises an error, and the builder in `trace` records a doubt.
 
-`Machine` reads the file through a window of at most 1 MiB. Byte strings of 64 KiB and more are not
-read. The loop inlines frequent opcodes. Each other opcode has its own method. A file may contain
-100,000 tensors of 24 opcodes each. If the opcodes of a tensor are those of torch.save, one method
-runs all 24 opcodes.
+`Machine` reads the file through a window of at most 1 MiB. `Machine` does not read byte strings of
+64 KiB and more. The loop inlines frequent opcodes. Each other opcode has its own method. A file may
+contain 100,000 tensors of 24 opcodes each. If the opcodes of a tensor are those of torch.save, one
+method runs all 24 opcodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckptkit.core.tree import Node, StoredBytes
 # to WINDOW bytes.
 WINDOW = 1 << 20
 FIRST_WINDOW = 1 << 14
-LARGE = 1 << 16  # minimum length of the byte strings that are not read
+LARGE = 1 << 16  # minimum length of the byte strings that `Machine` does not read
 CUT = "download or copy the file again"
 UNSET: Any = object()  # an empty slot of the memo
 

@@ -103,7 +103,7 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
 
 
 def _dtype(node: Node) -> tuple[DType, bool] | None:
-    """Return the element type, and True for big-endian. Return None for non-numeric types."""
+    """Return the element type and whether it is big-endian. Return None for non-numeric types."""
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None

@@ -313,7 +313,7 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
 
 
 def _dropped_note(dropped: list[tuple[Path, Node]], what: str, why: str) -> Iterator[str]:
-    """Yield a note with the paths of the dropped values. Yield nothing without dropped values."""
+    """Yield a note with the paths of the dropped values. If `dropped` is empty, yield nothing."""
     if dropped:
         named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
         yield f"dropped {plural(len(named), what)} {why}: {some(named, SHOWN)}"

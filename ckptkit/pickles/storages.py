@@ -3,16 +3,17 @@
 In zip archives, a persistent id is ``('storage', class, key, location, numel)``.
 In legacy files, the persistent id also contains ``view_metadata`` as the last item.
 
-Since torch 0.4, ``view_metadata`` is None. Older versions wrote ``(view_key, offset, view_size)``,
-and count ``offset`` and ``view_size`` in elements.
+Since torch 0.4, ``view_metadata`` is None. Older versions wrote ``(view_key, offset, view_size)``.
+``offset`` and ``view_size`` are numbers of elements.
 
 ``numel`` is the number of elements in the complete storage. For an UntypedStorage, ``numel`` is the
 number of bytes.
 
 torch 0.1 to 1.5 also saved the source code of each class of a pickled module. The source code is in
-the persistent id of the first use of the class. In tar files, this persistent id is ``(class,
-source file, source text)``. In legacy files, it is ``('module', class, source file, source text)``.
-If Python did not find the source code, the file and text are None.
+the persistent id of the first use of the class. In tar files, the persistent id with the source
+code is ``(class, source file, source text)``. In legacy files, the persistent id with the source
+code is ``('module', class, source file, source text)``. If Python did not find the source code,
+``source file`` and ``source text`` are None.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class StorageTable:
             raise _two_ways(key)
         types = {typed.dtype: typed for typed in known}
         if dtype not in types:
-            # torch.load uses the class of the first reference to a storage for all references. For
-            # untyped and uint8, the difference does not matter.
+            # torch.load uses the class of the first reference to a storage for all references. An
+            # untyped storage and a uint8 storage contain the same elements.
             if nbytes and {dtype, *types} != {UINT8, None}:
                 named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
                 raise AmbiguousError(
@@ -192,11 +193,16 @@ class ModuleSources:
     def warnings(self) -> tuple[str, ...]:
         if not self._texts:
             return ()
-        return (f"the source code of {len(self._texts)} classes in the file is kept as metadata",)
+        return (
+            f"ckptkit keeps the source code of {len(self._texts)} classes in the file as metadata",
+        )
 
 
 def endian_warning(system: Node) -> tuple[str, ...]:
     """Return a warning if the file was written on a big-endian machine."""
     if isinstance(system, dict) and system.get("little_endian") is False:
-        return ("the file is from a big-endian machine; ckptkit reads little-endian, like torch",)
+        return (
+            "the file was written on a big-endian machine; like torch, ckptkit reads the elements "
+            "as little-endian",
+        )
     return ()

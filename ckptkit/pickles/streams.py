@@ -54,7 +54,7 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Bytes inside a file. The bytes may be a separate file.
+    """Bytes inside a file, such as an archive member. The bytes may themselves be a file.
 
     If ``likely`` is True, the name of the archive member ends like that of a pickle (``.pkl``).
     """

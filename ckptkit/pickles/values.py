@@ -38,7 +38,7 @@ _DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
 _CODE_OF_DILL = tuple(f"dill._dill._create_{kind}" for kind in ("cell", "function", "type"))
 _DROPPED = "pickle discards the result of a call; ckptkit cannot represent such a call"
 _UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # a newline would split the name in GLOBAL
-_FULL = object()  # placeholder key, so that a dict with conflicting keys is not empty
+_FULL = object()  # placeholder key: a dict with conflicting keys must not look empty
 
 
 class Unpickled(NamedTuple):
@@ -92,10 +92,12 @@ class Values:
     ) -> None:
         self.persistent = persistent_load
         self.meanings = reducers
-        self.reducers: dict[int, Reducer] = {}  # the key is the id of a Global
+        # Maps the id of a Global to the function that evaluates its calls.
+        self.reducers: dict[int, Reducer] = {}
         self.globals: dict[tuple[str, str], Global] = {}
         self.keys = KeyCheck()
-        # The key is the id of a dict with conflicting keys.
+        # Maps the id of a dict with conflicting keys to the dict and the Pairs that replaces the
+        # dict.
         self.pairs: dict[int, tuple[Node, Pairs]] = {}
         self.tensors: list[Object] = []  # objects that become plain Tensors in the tree
         # Values popped from the stack; the key is the id of the value.

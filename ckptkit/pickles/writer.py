@@ -1,22 +1,21 @@
-"""Write a tree as a pickle of protocol 2. `torch.load(weights_only=True)` accepts its opcodes.
+"""Write a tree as a pickle of protocol 2. `torch.load(weights_only=True)` accepts the pickle.
 
-Equal trees give equal pickles. If a tree contains the same list or tensor twice, so does the loaded
-tree. The pickle stores equal strings only once. The memo does not contain sizes and strides of
-tensors, or keys of storages.
+Equal trees give equal pickles. A list or tensor that occurs twice in the tree is still one object
+after loading. The pickle stores equal strings only once. The memo does not contain sizes and
+strides of tensors, or keys of storages.
 
-The writer uses protocol 4 if the tree contains a value that protocol 2 does not support. There are
-three such cases.
+The writer uses protocol 4 in three cases that protocol 2 does not support:
 
-A call of ``__new__`` has keyword arguments.
-An object of a subclass of set has items.
-A module has another name in Python 2, or the name means another module there.
+* A call of ``__new__`` has keyword arguments.
+* An object of a subclass of set has items.
+* If the pickle contained the Python 2 name of a module, Python 3 would load another module.
 
-The writer always uses the following calls, even if the original file contains an older form.
+The writer always uses the following calls, even if the original file contains an older form:
 
-A tensor is a call of ``_rebuild_tensor_v2`` with an empty OrderedDict as hooks.
-Bytes are a call ``_codecs.encode(text, "latin1")``.
-A set is a call ``set([...])``.
-A nested class is a call ``getattr(Outer, "Inner")``.
+* For a tensor, ``_rebuild_tensor_v2`` with an empty OrderedDict as hooks.
+* For bytes, ``_codecs.encode(text, "latin1")``.
+* For a set, ``set([...])``.
+* For a nested class, ``getattr(Outer, "Inner")``.
 """
 
 from __future__ import annotations
@@ -143,7 +142,8 @@ class _Writer:
         self.by_id: dict[int, int] = {}  # maps the id of a node to the node's memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
-        self.keep: list[Node] = []  # keeps nodes alive, because `by_id` requires unique ids
+        # Keeps nodes alive: otherwise, Python could reuse their ids, which are the keys of `by_id`.
+        self.keep: list[Node] = []
         self.kinds: dict[tuple[object, ...] | None, _Kind] = {}
         self.refused: dict[str, int] = {}  # counts the uses of each name that weights_only rejects
         self.policy = Policy()
@@ -340,7 +340,7 @@ class _Writer:
         dtype, shape and device then have the same opcodes, except for the key of the storage.
         """
         if tensor.layout != "strided":
-            raise UnsupportedError(f"a {tensor.layout} tensor whose parts are unknown")
+            raise UnsupportedError(f"cannot write a {tensor.layout} tensor whose parts are unknown")
         count = self.count
         is_parameter = tensor.kind == "parameter"
         before = self._global(_PARAMETER) if is_parameter else b""

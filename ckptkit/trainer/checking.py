@@ -64,7 +64,7 @@ class DeviceCheck:
     """A check. ``function(machine, folder)`` gets an empty folder, and returns measurements.
 
     If the machine has fewer than `gpus` GPUs, the check is only simulated. `function` raises
-    NotHere or Failed.
+    NotHere if the machine cannot run the check, and Failed if the check fails.
     """
 
     name: str
@@ -149,7 +149,10 @@ def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts
     if processes:
         backends = {each["backend"] for each in processes}
         require(len(processes) > 1, "a single process exchanges nothing")
-        require("nccl" in backends or check.gpus < 2, f"used the backend {', '.join(backends)}")
+        require(
+            "nccl" in backends or check.gpus < 2,
+            f"used the backend {', '.join(backends)} instead of nccl",
+        )
 
 
 def run_limited(

@@ -121,10 +121,12 @@ def command(
              ckptkit train run.pth --parallel dp --keep-module-prefix
              ckptkit train --evaluate run.pth
     """
-    gc.enable()  # the command line disables garbage collection, but training can take long
+    # The command line disables garbage collection, and garbage would fill memory in a long run.
+    gc.enable()
     source = click.get_current_context().get_parameter_source("keep_module_prefix")
     if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
-        options["keep_module_prefix"] = False  # a run resumed with --parallel none has no prefix
+        # The checkpoint had a prefix, but this run has no wrapper.
+        options["keep_module_prefix"] = False
     config = Config(**options)
     from ckptkit.trainer import loop, saving
 

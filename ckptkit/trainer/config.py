@@ -103,15 +103,15 @@ class Config:
     )
     sampler: str = option(
         "hand",
-        "How processes share the images. hand slices each batch. distributed is torch's "
-        "DistributedSampler.",
+        "How processes share the images. hand: each process takes a part of each batch. "
+        "distributed: torch's DistributedSampler.",
         choices=SAMPLERS,
     )
     accumulate: int = option(
         1, "Number of batches whose gradients are accumulated for each step.", least=1
     )
     segments: int = option(
-        0, "Segments of an mlp or generator that the backward pass recomputes (0: none)."
+        0, "Split an mlp or generator into N segments, recomputed in the backward pass (0: no)."
     )
     memory_efficient: bool = option(
         False, "Recompute the bottlenecks of a densenet in the backward pass."
@@ -170,7 +170,8 @@ class Config:
     eval_every: int = option(0, "Also evaluate every N steps (0: only after each epoch).")
     save_form: str = option(
         "wrapped",
-        "Contents. bare: state_dict; wrapped: state_dict and epoch; full: all that --resume needs.",
+        "Contents of the checkpoint. bare: state_dict; wrapped: state_dict and epoch; full: all "
+        "that --resume needs.",
         choices=FORMS,
     )
     keep_module_prefix: bool = option(
@@ -188,18 +189,18 @@ class Config:
         for is_wrong, message, hint in (
             (
                 self.segments and self.model not in SEGMENTED,
-                f"{self.model} has no segments",
-                f"--model {' or '.join(SEGMENTED)} has",
+                f"{self.model} has no segments to recompute",
+                f"use --model {' or '.join(SEGMENTED)}",
             ),
             (
                 self.memory_efficient and not is_densenet,
                 f"{self.model} has no bottlenecks to recompute",
-                "--model densenet has",
+                "use --model densenet",
             ),
             (
                 self.dropout and not is_densenet,
-                f"{self.model} has no dropout",
-                "--model densenet has",
+                f"{self.model} has no dropout layers",
+                "use --model densenet",
             ),
             (
                 self.dropout and not self.preserve_rng,
@@ -210,12 +211,12 @@ class Config:
             (
                 self.keep_module_prefix and not is_prefixed,
                 f"--parallel {self.parallel} adds no prefix to the keys",
-                f"{', '.join(PREFIXED)} do",
+                f"use --parallel {' or '.join(PREFIXED)}",
             ),
             (
                 self.output_device and self.parallel != "dp",
-                f"--parallel {self.parallel} gathers no outputs",
-                "--parallel dp does",
+                f"--parallel {self.parallel} gathers no outputs on --output-device",
+                "use --parallel dp",
             ),
             (
                 self.save_best and self.validation == 0,

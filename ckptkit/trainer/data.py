@@ -140,7 +140,10 @@ def load(config: Config) -> Data:
         validation = task.prepare(train[0][held], train[1][held])
         train = train[0][~held], train[1][~held]
         if not len(train[0]):
-            raise RequestError("--validation 1 holds out every image", hint="use --validation 10")
+            raise RequestError(
+                "--validation 1 holds out every image, so no training image is left",
+                hint="use --validation 10",
+            )
     if config.data != "random":
         train = _in_orders(train, task.orders)
     return Data(task.prepare(*train), task.prepare(*test), validation=validation)

@@ -1,14 +1,14 @@
 """Check the trainer and ckptkit on a machine with GPUs: ``python -m ckptkit.trainer.gpu OUT``.
 
-The program runs a check for each of the 25 techniques in help/trainer.md, and more checks. It
-writes ``report.json`` and ``report.md`` to the folder OUT, and checkpoints saved on GPUs to
+The program runs a check for each of the 25 techniques in help/trainer.md, and more checks. The
+program writes ``report.json`` and ``report.md`` to the folder OUT, and checkpoints saved on GPUs to
 ``OUT/cuda``. A check has one of four outcomes:
 
 - passed: the check ran on all GPUs that it needs. Layers of the model ran on each GPU. The
   processes of DDP and FSDP reported their devices and used nccl.
 - simulated: the check passed on the CPU, or on fewer devices than it needs.
 - not possible here: this machine cannot run the check.
-- failed: the check raised an error. The exit code of the program is 1.
+- failed: the check raised an error. If a check fails, the program exits with code 1.
 
 Each check runs in its own process with a time limit. If a check hangs or breaks CUDA, the other
 checks still run.
@@ -45,7 +45,7 @@ def machine(fixtures: Path | None = None) -> GpuMachine:
 
 
 def driver_version(text: str) -> str | None:
-    """Return the version of the NVIDIA driver that `text` names, the contents of DRIVER."""
+    """Return the version of the NVIDIA driver. `text` is the content of the file DRIVER."""
     found = re.search(r"\b\d{3,}(\.\d+)+\b", text)  # "... x86_64  580.159.04  Release Build ..."
     return found and found[0]
 
@@ -140,7 +140,8 @@ def as_markdown(found: dict[str, Any]) -> str:
 )
 def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
     """Check the trainer on the GPUs of this machine. Write a report to the folder OUT."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
+    # Set the variable now, because cuBLAS reads the variable when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen = [check for check in CHECKS if only.lower() in check.name.lower()]
     if not chosen:
         raise click.UsageError(f"no check name contains {only!r}")

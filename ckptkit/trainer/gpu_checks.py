@@ -127,14 +127,14 @@ def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
 # Checks of the techniques in the table of help/trainer.md
 
 
-@check("S01 accumulated micro-batches equal one batch")
+@check("S01 accumulated micro-batches train the same weights as one batch")
 def accumulation(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth", batch_size=128)
     train(on, folder / "many.pth", batch_size=32, accumulate=4)
     return same_weights(folder / "one.pth", folder / "many.pth", CLOSE)
 
 
-@check("S02 S10 DataParallel over two devices equals one device", gpus=2)
+@check("S02 S10 DataParallel on two devices trains the same weights as one device", gpus=2)
 def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth", devices=on.pair[:1])
     train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
@@ -151,7 +151,7 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
 
 
-@check("S02 seconds of a small model on one device and on two devices", gpus=2)
+@check("S02 seconds to train a small model on one device and on two devices", gpus=2)
 def small_models(on: GpuMachine, folder: Path) -> Facts:
     """Measure the time on one device and on two devices. This check cannot fail."""
     seconds = {}
@@ -163,7 +163,7 @@ def small_models(on: GpuMachine, folder: Path) -> Facts:
     return seconds
 
 
-@check("S03 a loss on each device", gpus=2)
+@check("S03 computing the loss on each device trains the same weights", gpus=2)
 def balanced(on: GpuMachine, folder: Path) -> Facts:
     peaks = {
         kind: measured(on, folder / f"{kind}.pth", parallel=kind, devices=on.pair)["peak"]
@@ -172,7 +172,7 @@ def balanced(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "dp.pth", folder / "dp-balanced.pth", CLOSE) | {"peaks": peaks}
 
 
-@check("S04 memory report, model size and what nvidia-smi shows")
+@check("S04 the memory report contains the model size and the bytes that nvidia-smi shows")
 def memory_report(on: GpuMachine, folder: Path) -> Facts:
     last = measured(on, folder / "run.pth")
     size = sum(each.nbytes for each in Cnn(*NET).parameters())
@@ -182,7 +182,7 @@ def memory_report(on: GpuMachine, folder: Path) -> Facts:
     return last
 
 
-@check("S05 segments beside the article's figures")
+@check("S05 recomputing in segments needs less memory for activations")
 def segments(on: GpuMachine, folder: Path) -> Facts:
     # Disable foreach, because foreach would add the size of the model to the peak.
     options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
@@ -201,7 +201,7 @@ def segments(on: GpuMachine, folder: Path) -> Facts:
     return {"rows": rows, "table": table}
 
 
-@check("S06 S24 recomputing with dropout")
+@check("S06 S24 recomputing with dropout trains the same weights")
 def recomputing(on: GpuMachine, folder: Path) -> Facts:
     """Compare a training step that keeps activations with a training step that recomputes them."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
@@ -213,7 +213,7 @@ def recomputing(on: GpuMachine, folder: Path) -> Facts:
     return {**same, "kept": kept, "recomputed": again}
 
 
-@check("S07 S15 every model trains, and is evaluated on the CPU")
+@check("S07 S15 every trained model has the same accuracy on the CPU")
 def models(on: GpuMachine, folder: Path) -> Facts:
     accuracies = {}
     for model in MODELS:
@@ -257,7 +257,7 @@ def device_count(visible: str) -> int:
         os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
 
 
-@check("S09 any device first, hidden devices, another output device", gpus=2)
+@check("S09 options choose the first device and the output device; devices can be hidden", gpus=2)
 def choosing(on: GpuMachine, folder: Path) -> Facts:
     try:
         train(on, folder / "none.pth", devices=("cuda:77",))
@@ -271,7 +271,7 @@ def choosing(on: GpuMachine, folder: Path) -> Facts:
     return {"second": second}
 
 
-@check("S11 S12 S14 load and load_into onto the device")
+@check("S11 S12 S14 load and load_into copy weights to the device")
 def loading(on: GpuMachine, folder: Path) -> Facts:
     found, device = {}, str(on.device)
     for form in FORMS:
@@ -286,7 +286,7 @@ def loading(on: GpuMachine, folder: Path) -> Facts:
     return found
 
 
-@check("S13 S16 S21 S22 prefix, parts, dtypes and sizes of a file that a GPU tagged")
+@check("S13 S16 S21 S22 a file saved on a GPU has the right keys, parts, dtypes and sizes")
 def contents(on: GpuMachine, folder: Path) -> Facts:
     path = folder / "run.pth"
     train(on, path, parallel="dp", keep_module_prefix=True)
@@ -306,7 +306,7 @@ def contents(on: GpuMachine, folder: Path) -> Facts:
     return {"tags": sorted(tags), "parameters": numbers}
 
 
-@check("S17 a recurrent net keeps the batch first", gpus=2)
+@check("S17 the outputs of a recurrent model have the batch in dim 0", gpus=2)
 def recurrent(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "run.pth", model="crnn", parallel="dp", devices=on.pair, width=0.1)
     config = replace(SMALL, model="crnn", parallel="dp", devices=on.pair, width=0.1)
@@ -317,7 +317,7 @@ def recurrent(on: GpuMachine, folder: Path) -> Facts:
     return {"outputs": list(scores.shape)}
 
 
-@check("S18 weights of one device in a model on two devices", gpus=2)
+@check("S18 a model on two devices loads weights saved on one device", gpus=2)
 def pretrained(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth", devices=on.pair[:1])
     devices = tuple(map(torch.device, on.pair))
@@ -328,7 +328,7 @@ def pretrained(on: GpuMachine, folder: Path) -> Facts:
     return {"added": "module."}
 
 
-@check("S19 equal seeds give equal bytes")
+@check("S19 runs with equal seeds write equal bytes")
 def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
     for name in ("one.pth", "two.pth"):
         train(on, folder / name, deterministic=True, save_form="full")
@@ -339,7 +339,7 @@ def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
     return {"bytes": len(one)}
 
 
-@check("S20 GPUs, their UUIDs, and returning memory")
+@check("S20 every GPU has its own UUID, and empty_cache returns memory")
 def about_gpus(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     train(on, folder / "run.pth", empty_cache=True)
@@ -353,7 +353,7 @@ def about_gpus(on: GpuMachine, folder: Path) -> Facts:
     return {"names": [each.name for each in about], "uuids": uuids, "reserved": reserved}
 
 
-@check("S23 clipping by norm, and a step schedule")
+@check("S23 clipping limits the norm, and the schedule changes the learning rate")
 def clipping(on: GpuMachine, folder: Path) -> Facts:
     """With a learning rate of 1, one step moves the weights by exactly the clipped norm."""
     config = replace(SMALL, devices=(str(on.device),), lr=1.0, momentum=0.0, batch_size=512)
@@ -374,7 +374,7 @@ def clipping(on: GpuMachine, folder: Path) -> Facts:
     return moved
 
 
-@check("S25 DDP with nccl equals one device", gpus=2)
+@check("S25 DDP with nccl trains the same weights as one device", gpus=2)
 def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
     on.needs(2)
     processes = train_in_processes(on.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
@@ -382,7 +382,7 @@ def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
     return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
 
 
-@check("S25 DDP with gloo, two processes on one device, equals one process")
+@check("S25 DDP with gloo trains the same weights in two processes as in one process")
 def ddp_gloo(on: GpuMachine, folder: Path) -> Facts:
     processes = train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(str(on.device),))
     states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
@@ -391,7 +391,7 @@ def ddp_gloo(on: GpuMachine, folder: Path) -> Facts:
     return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
 
 
-@check("S25 FSDP equals one device, resumes, and is evaluated from its folder", gpus=2)
+@check("S25 FSDP trains the same weights as one device, and resumes from a folder", gpus=2)
 def fsdp(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"parallel": "fsdp", "save_every": 1}
     options["devices"] = () if on.gpus > 1 else ("cpu",)
@@ -410,7 +410,7 @@ def fsdp(on: GpuMachine, folder: Path) -> Facts:
 # Checks of other features
 
 
-@check("resuming is exact")
+@check("resuming is exact: the weights equal those of a run without a stop")
 def resuming(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1, "optimizer": "adam"}
     options["deterministic"] = True
@@ -419,7 +419,7 @@ def resuming(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "run.pth", folder / "more.pth")
 
 
-@check("a run on the GPU resumes on the CPU, with a message")
+@check("a run on the GPU resumes on the CPU, and a message names both devices")
 def elsewhere(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1}
     train(on, folder / "run.pth", **options)
@@ -455,7 +455,7 @@ def float16(on: GpuMachine, folder: Path) -> Facts:
     return {"scaler": scaler}
 
 
-@check("inputs on another device under DataParallel", gpus=2)
+@check("inputs on any device work with DataParallel", gpus=2)
 def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
     """Answer an open question of an article about DataParallel: must inputs be on the first
     device?"""
@@ -480,14 +480,14 @@ def sync_batch_norm(on: GpuMachine, folder: Path) -> Facts:
     return {**same_weights(folder / "one.pth", folder / "run.pth", 1e-2), "processes": processes}
 
 
-@check("workers load into pinned memory")
+@check("workers load batches into pinned memory")
 def pinned(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "none.pth", epochs=1)
     train(on, folder / "two.pth", epochs=1, workers=2)
     return same_weights(folder / "none.pth", folder / "two.pth", CLOSE)
 
 
-@check("a snapshot of the allocator")
+@check("a snapshot of the allocator is written to a file")
 def snapshot(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     path = folder / "snapshot.pickle"
@@ -544,7 +544,7 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
     The simulation changes `plain`, the checkpoint of the same run on the CPU.
 
     The comparison includes tags, layouts, the order of storages, keys, strings and generator
-    states. It excludes element values and versions.
+    states. The comparison excludes element values and versions.
     """
     simulated = plain.with_name(f"simulated_{real.name}")
     loaded = ckptkit.load(plain, map_location="cpu", whole=True, mmap=False)
@@ -570,12 +570,12 @@ def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
 
 for _index in (0, 1):
     # A run on cuda:1 uses only one GPU, but cuda:1 exists only on machines with two GPUs.
-    check(f"checkpoints tagged cuda:{_index} and their simulated twins")(
+    check(f"checkpoints tagged cuda:{_index} equal their simulations")(
         partial(tagged, index=_index)
     )
 
 
-@check("checkpoints of DataParallel, DDP and FSDP, and their simulated twins", gpus=2)
+@check("checkpoints of DataParallel and DDP equal their simulations", gpus=2)
 def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
     on.needs(2)
     options: Facts = {"save_form": "full", "optimizer": "adam", "keep_module_prefix": True}

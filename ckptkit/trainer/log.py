@@ -100,7 +100,10 @@ def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
     if files.metrics and is_first:
         metrics = files.metrics.open("a" if files.resume else "w", encoding="utf-8")
     if files.plot and files.resume and not earlier:
-        print_line(f"the plot starts with epoch {run.epoch + 1}: no --metrics of earlier epochs")
+        print_line(
+            f"the plot starts with epoch {run.epoch + 1}, because --metrics names no file with "
+            "earlier epochs"
+        )
     with metrics as file:
         log = Log(run, print_line, file)
         try:

@@ -1,12 +1,12 @@
 """Run on several devices: join the processes of a run, and wrap the model.
 
 For every batch, DataParallel copies the model from the first device to all devices, and splits the
-batch along dim 0. It then gathers the outputs on the first device, which computes the loss. So the
-first device needs more memory than the other devices. With ``dp-balanced``, each device computes
-the loss of its outputs, and only the losses are gathered. Both modes compute the same gradients.
-With one GPU, batches are not split, but the keys still get the prefix ``module.``. On a machine
-without GPUs, ``--devices cpu,cpu`` simulates the split: the parts of a batch pass through the model
-one after the other.
+batch along dim 0. DataParallel then gathers the outputs on the first device. The first device
+computes the loss. So the first device needs more memory than the other devices. With
+``dp-balanced``, each device computes the loss of its outputs, and only the losses are gathered.
+Both modes compute the same gradients. With one GPU, batches are not split, but the keys still get
+the prefix ``module.``. On a machine without GPUs, ``--devices cpu,cpu`` simulates the split: the
+parts of a batch pass through the model one after the other.
 
 torch recommends DistributedDataParallel over DataParallel, even on one machine. Each GPU has its
 own process with its own interpreter lock, and no step copies the model. Small models train slower
@@ -275,7 +275,7 @@ def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """DataParallel of torch, which can also run on the CPU and simulate several devices there.
+    """A subclass of torch's DataParallel that can also simulate several devices on the CPU.
 
     Inputs are split and outputs gathered along `dim`. If `balanced`, the model returns the outputs
     of the replicas as a list during training.

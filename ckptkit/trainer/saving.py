@@ -222,7 +222,7 @@ def check_output(out: Path, files: RunFiles, config: Config, force: bool, after:
     for path in (out, *files.written):
         if not path.parent.is_dir():
             raise RequestError(
-                "its folder does not exist",
+                "the folder of this file does not exist",
                 where=str(path),
                 hint=f"mkdir -p {quote(str(path.parent))}",
             )
@@ -305,7 +305,9 @@ def _moved(run: Run, devices: list[str], processes: int) -> list[str]:
             moved.append(f"batches of {size} as before, but split differently")
     if processes != run.group.world:
         now, before = (f"{n} process{'es' * (n > 1)}" for n in (run.group.world, processes))
-        moved.append(f"{now} instead of {before}, batches of {size} as before, but not bit-exact")
+        moved.append(
+            f"{now} instead of {before}, batches of {size} as before; the results are not bit-exact"
+        )
     return moved
 
 

@@ -62,8 +62,8 @@ def simulated_cuda(
 def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[Tensor]:
     """Make a full checkpoint saved on the CPU equal to a checkpoint of a run on `devices`.
 
-    The function changes `contents` in place. It returns the tensors that would be on the first
-    device, for :func:`simulated_cuda`.
+    The function changes `contents` in place. The function returns the tensors that a GPU run keeps
+    on the first device. Pass them to :func:`simulated_cuda`.
     """
     for name in ("rng", "rng_of_ranks"):
         states = contents.get(name, [])

@@ -174,9 +174,9 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (("--segments", "2"), "cnn has no segments", "--model mlp or generator has"),
-        (("--memory-efficient",), "cnn has no bottlenecks to recompute", "--model densenet has"),
-        (("--dropout", "0.1"), "cnn has no dropout", "--model densenet has"),
+        (("--segments", "2"), "cnn has no segments to recompute", "use --model mlp or generator"),
+        (("--memory-efficient",), "cnn has no bottlenecks to recompute", "use --model densenet"),
+        (("--dropout", "0.1"), "cnn has no dropout layers", "use --model densenet"),
         (
             ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
             "--no-preserve-rng would recompute with another dropout mask, and compute wrong gradients",
@@ -185,7 +185,7 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
         (
             ("--keep-module-prefix",),
             "--parallel none adds no prefix to the keys",
-            "dp, dp-balanced, ddp do",
+            "use --parallel dp or dp-balanced or ddp",
         ),
     ],
 )
@@ -199,11 +199,11 @@ def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for out, options, message in (
-        ("none/run.pth", (), "its folder does not exist"),
+        ("none/run.pth", (), "the folder of this file does not exist"),
         (
             "run.pth",
             ("--metrics", tmp_path / "none" / "to" / "run.pth"),
-            "its folder does not exist",
+            "the folder of this file does not exist",
         ),
         ("full", (), "is a folder"),
         ("full", ("--parallel", "fsdp"), "is a non-empty folder, but not a checkpoint"),

@@ -104,7 +104,7 @@ def test_F9_another_number_of_processes_keeps_the_batches(tmp_path: Path) -> Non
     files = RunFiles(resume=tmp_path / "three.epoch1.pth")
     loop.train(config, tmp_path / "one.pth", files, log=said.append)
     assert said[0].endswith(
-        "; 1 process instead of 3 processes, batches of 64 as before, but not bit-exact"
+        "; 1 process instead of 3 processes, batches of 64 as before; the results are not bit-exact"
     )
     three, one = loaded(tmp_path / "three.pth"), loaded(tmp_path / "one.pth")
     torch.testing.assert_close(one["model"], three["model"])
@@ -241,7 +241,9 @@ def test_S23_a_resumed_plot_shows_all_epochs(
     said: list[str] = []
     loop.train(config, tmp_path / "c.pth", replace(files, metrics=None), log=said.append)
     assert drawn == [[1, 2, 3], [3]]
-    assert "the plot starts with epoch 3: no --metrics of earlier epochs" in said
+    assert (
+        "the plot starts with epoch 3, because --metrics names no file with earlier epochs" in said
+    )
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

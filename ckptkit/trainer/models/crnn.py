@@ -34,7 +34,7 @@ class Crnn(nn.Module):
 
     def forward(self, lines: Tensor) -> Tensor:
         columns = self.features(lines).flatten(1, 2).transpose(1, 2)  # [batch, time, features]
-        self.recurrent.flatten_parameters()  # in replicas, the weights are separate tensors
+        self.recurrent.flatten_parameters()  # in replicas, weights are not contiguous
         read, _ = self.recurrent(columns)
         scores: Tensor = self.scores(read)
         return scores
