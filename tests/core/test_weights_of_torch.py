@@ -196,7 +196,7 @@ def test_hooks_of_a_state_dict_do_not_run(tmp_path: Path) -> None:
     module[1].register_state_dict_post_hook(adding_hook)
     assert "1.added" in module.state_dict()
     (said,) = unread(module, tmp_path)
-    assert "did not run: 1" in said
+    assert "hooks, so entries may differ: 1" in said
     module.register_state_dict_post_hook(adding_hook)
     (said,) = unread(module, tmp_path)
     assert "did not run: the module itself, 1" in said
