@@ -157,8 +157,8 @@ def recoverable(probe: Probe) -> str:
     """Return the command that recovers some tensors of a damaged file, or "".
 
     If the file is local and at most `TRIED` bytes long, this function runs the recovery in memory
-    to test the command. Otherwise, this function reads headers only. The returned command may then
-    find no intact tensor.
+    to test the command. Otherwise, this function reads headers only. Without the test, the returned
+    command may fail because no tensor is intact.
     """
     if probe.is_folder:
         return ""
@@ -272,7 +272,10 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
 
 
 def in_folder(name: str) -> str | None:
-    """Return the name of the folder format whose shards have the format `name`, or None."""
+    """Return the name of the format for a folder of shards of the format `name`.
+
+    Return None if ckptkit has no such format.
+    """
     format = by_name(name)
     return None if format is None else format.folder_as
 
@@ -341,8 +344,8 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
     assert format.layout is not None
     if options.all and not options.extras:
         raise UsageError(
-            f"{typed('--all', 'all=True')} stores objects in ckptkit's own entry, which "
-            f"{typed('--no-extras', 'extras=False')} drops"
+            f"{typed('--all', 'all=True')} needs ckptkit's own metadata entry, which "
+            f"{typed('--no-extras', 'extras=False')} drops: use only one of them"
         )
     if options.all and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
@@ -400,7 +403,7 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
             hint=f"`{shell_command(command)}` dequantizes them",
         )
     drops = flatten(("--drop", each.name) for each in unread)
-    hint = f"`{shell_command((*command, *drops))}` drops it"
+    hint = f"`{shell_command((*command, *drops))}` drops such tensors"
     if len(unread) > 4 or len(unread) == len(checkpoint.selection.tensors):
         hint = "--drop drops such tensors"
     raise UnsupportedError(
@@ -411,7 +414,10 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
 
 
 def _is_module(checkpoint: Checkpoint) -> bool:
-    """Return whether the weights are a pickled module. `--objects drop` would drop a module."""
+    """Return whether the weights are a pickled module.
+
+    `--objects drop` drops a module with its weights.
+    """
     try:
         return checkpoint.selection is not None and checkpoint.selection.is_module
     except CkptkitError:
@@ -421,7 +427,7 @@ def _is_module(checkpoint: Checkpoint) -> bool:
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
     """Plan an in-place edit that turns the file of `before` into `after`.
 
-    Return None if the format has no `patch` function, or if too many bytes would change. Every
+    Return None if the format has no `patch` function, or if the edit changes too many bytes. Every
     error names the checkpoint.
     """
     if format.patch is None:

@@ -90,7 +90,10 @@ def _inside(probe: Probe) -> ByteSource:
 
 
 def _member(archive: ByteSource) -> ByteSource:
-    """Find the only checkpoint in a tar file by file names, as in a folder."""
+    """Return the only checkpoint in a tar file.
+
+    File names identify a checkpoint, as in a folder.
+    """
     files = {
         name: each.data
         for name, each in read_members(archive, here=True).items()
@@ -247,7 +250,7 @@ def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitEr
 
 
 class Spool(LocalFile):
-    """An unnamed temporary file of decompressed bytes. Disappears when the process ends.
+    """An unnamed temporary file of decompressed bytes. The file disappears when the process ends.
 
     On Linux, worker processes reopen this file through ``/proc/PID/fd`` of their parent process.
     """

@@ -171,7 +171,8 @@ class ItemFiles:
             dtype, chunks = found.setdefault(name, (tensor.dtype, []))
             if dtype != tensor.dtype or any(len(each.sizes) != rank for each in chunks):
                 raise CorruptError(
-                    f"contains {shown(name)} with another dtype or rank than earlier shards"
+                    f"contains {shown(name)} with another dtype or number of dimensions than "
+                    "earlier shards"
                 )
             if len(offsets) != rank:
                 raise CorruptError(
@@ -237,7 +238,7 @@ class ItemFiles:
         else:
             held = self.header(place.file, place.offset)
             if held.offsets.get(name, chunk.offsets) != chunk.offsets:
-                raise CorruptError("the file contains a different chunk of this tensor")
+                raise CorruptError("the chunk has other offsets in the file than in the metadata")
             node = held.tensors.get(name)
         tensor = as_tensor(node)
         if tensor is None:
@@ -324,7 +325,9 @@ def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Sha
     if dtype.bits % 8:
         found = in_bytes(copies, dtype.bits)
         if found is None:
-            raise UnsupportedError(f"{shown(name)}: chunks of {dtype} begin inside a byte")
+            raise UnsupportedError(
+                f"{shown(name)}: cannot read chunks of {dtype} that begin inside a byte"
+            )
         copies, itemsize = found, 1
     records = tuple(ChunkRecord(files, name, dtype, chunk) for chunk in entry.chunks)
     return Arranged(records, tuple(copies), itemsize, dtype.nbytes(prod(shape))), stride
@@ -544,7 +547,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     if flat.attributes:
         notes.append(f"dropped: attributes such as _metadata of {_some(flat.attributes)}")
     if names := [(name,) for name in checkpoint.extras if name != "format"]:
-        notes.append(f"dropped: the metadata of the container ({_some(names)})")
+        notes.append(f"dropped: metadata of the input file ({_some(names)})")
     metadata = write_pickle(_metadata(flat, tensors, places), lambda typed: ()).data
     files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(segments), keeps_sums=True)
     return Plan(files, tuple(notes), len(tensors))

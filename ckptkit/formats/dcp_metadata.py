@@ -173,7 +173,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
             continue
         if is_foreign(name):
             raise UnsafeGlobalError(
-                f"names {name}, which is not allowlisted",
+                f"its pickle refers to {name}, which is not allowlisted",
                 hint="torch would call it: do not load this folder with torch",
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
@@ -338,8 +338,8 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
-            f"several ranks saved values with the same names: ckptkit reads {len(own):,} values of "
-            "the first rank"
+            f"several ranks saved values with the same {len(own):,} names: ckptkit reads only the "
+            "values of the first rank"
         )
     return DcpIndex(entries, merge_all(rank.paths for rank in ranks), tuple(warnings))
 
@@ -370,9 +370,9 @@ def covered(described: DcpIndex) -> DcpIndex:
 # is its path joined by dots.
 # (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 #
-# torch saves the parameter numbers in the state of an optimizer as strings. If ``param_groups``
-# contains parameter numbers, ckptkit converts the keys of the state back to integers. Otherwise,
-# torch's ``load_state_dict`` would ignore the state, and training would lose its momentum.
+# In the state of an optimizer, torch saves parameter numbers as strings. If ``param_groups``
+# contains parameter numbers, ckptkit converts the keys of the state back to integers. With string
+# keys, torch's ``load_state_dict`` ignores the state, and training loses its momentum.
 
 
 class _Places(dict[Node, Node]):
@@ -391,9 +391,8 @@ class Nest:
     def put(self, path: Path, node: Node) -> None:
         """Set the entry at `path`.
 
-        Raises AmbiguousError if the entry exists, or if `path` leads through a value that is
-        neither a dict nor a list. Raises FormatError if `path` uses a list as a dict, or a dict as
-        a list.
+        Raises AmbiguousError if the entry exists, or if `path` leads through the value of another
+        entry. Raises FormatError if `path` uses a list as a dict, or a dict as a list.
         """
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
@@ -402,7 +401,10 @@ class Nest:
                 held[key] = self._new_list() if type(following) is int else self._new_dict()
             inner = self._open.get(id(held[key]))
             if inner is None:
-                raise AmbiguousError(f"{join(path)} is inside the entry {join(path[: depth + 1])}")
+                raise AmbiguousError(
+                    f"the entry {join(path)} is inside the entry {join(path[: depth + 1])}, which "
+                    "was saved as one value"
+                )
             held = inner
         _check_key(held, path[-1], path)
         if path[-1] in held:
@@ -435,8 +437,8 @@ class Nest:
 def _number_state(optimizer: dict[Node, Node]) -> None:
     """Replace the string keys in the state of an optimizer by parameter numbers.
 
-    Change nothing unless ``param_groups`` contains all these numbers. If the optimizer has no
-    state, add an empty dict, because flattening drops empty dicts.
+    Change nothing unless every key is a parameter number in ``param_groups``. If the optimizer has
+    no state, add an empty dict, because flattening drops empty dicts.
     """
     groups, state = optimizer["param_groups"], optimizer.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -455,7 +457,8 @@ def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
 
 
 class Flat:
-    """A flattened tree: entries and their paths by flat name, and the losses of flattening.
+    """A flattened tree: entries and their paths by flat name, and the paths that flattening
+    changes.
 
     * ``empty`` contains the paths of empty dicts. torch drops empty dicts.
     * ``stringified`` contains the paths of keys that became strings.

@@ -209,7 +209,10 @@ def is_state(name: str) -> bool:
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a checkpoint's file name, or None for other names."""
+    """Return the form, stem, suffix and number of shards in the file name of a checkpoint.
+
+    Return None for other names.
+    """
     base = name.removesuffix(INDEX)
     suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:
@@ -247,7 +250,10 @@ def _model(stem: str) -> str:
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Return a warning that lists the checkpoints in a folder except the `read` files."""
+    """Return a warning that lists the files that were not read, or no warning if there are none.
+
+    `names` contains the files of a folder. `read` contains the files that were read.
+    """
     files = chain.from_iterable(each.files for each in candidates(names))
     left = [file for file in files if file not in read]
     return (f"the folder also contains {some(left)}, not read",) if left else ()

@@ -178,7 +178,7 @@ class Format:
     readable: bool = True
     # ckptkit recognizes the format by the list of files in a folder. Web servers do not list files.
     listed: bool = False
-    shards: bool = False  # `layout` writes a folder of files of at most `shard_size`
+    shards: bool = False  # `layout` writes a folder of files of at most `shard_size` bytes
     # When the format stores the whole tree: "always", "asked" (with --all), "nested" (always, but
     # without ties) or "never".
     everything: str = "never"
@@ -271,7 +271,7 @@ def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
 
                 in_place.check_journals(each.path)
         except InputChangedError:
-            hint = "run the command again when no program writes to it"
+            hint = "run the command again when no other program writes to the file"
             return InputChangedError("changed while it was read", where=each.name, hint=hint)
         except InputError as error:
             return error

@@ -70,7 +70,7 @@ _VALUES = {
 }  # fmt: skip
 _ARRAY, _UINT32 = 9, 4
 _ROWS = 8  # maximum number of dimensions of a tensor; llama.cpp allows 4, ComfyUI-GGUF 5
-_FIRST = 8  # number of leading values to keep of each array
+_FIRST = 8  # number of values to keep in memory from the beginning of each array
 _WINDOW = 1 << 20  # number of bytes to read at once
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
 _AGAIN = "the file is truncated: download or copy it again"
@@ -126,7 +126,7 @@ def read(probe: Probe) -> Checkpoint:
             tensors[name] = tensor
     expected = first.values.get("split.tensors.count", len(tensors))
     if len(files) > 1 and expected != len(tensors):
-        what = f"split.tensors.count is {expected} and the {len(files)} files hold"
+        what = f"split.tensors.count is {expected}, but the {len(files)} files contain"
         raise CorruptError(f"{what} {plural(len(tensors), 'tensor')}")
     values = {key: value for each in reversed(files) for key, value in each.values.items()}
     root = {key: values[key] for key in dict.fromkeys((*first.values, *values))}
@@ -283,7 +283,7 @@ class GgufCursor:
         return name
 
     def value(self, number: int, what: str) -> Node:
-        """Return the next value. `number` is the number of its type.
+        """Return the next value. `number` is the type number of the value.
 
         For an array, return a list that is read from the file on access.
         """
@@ -369,7 +369,9 @@ def _tensors(
                 f"{alignment} bytes", where=name,
             )  # fmt: skip
         if beyond > 0 and size:
-            what = f"is truncated: {shown(info.name)} ends {beyond:,} bytes beyond the file"
+            what = (
+                f"is truncated: {shown(info.name)} ends {beyond:,} bytes after the end of the file"
+            )
             raise TruncatedError(what, where=name, hint=_AGAIN)
     for one, other in pairwise(held):
         if one.offset + (sizes[one] or 0) > other.offset:
@@ -452,13 +454,13 @@ def _files(
     if found is None or place is None:
         raise UnsupportedError(
             f"is file {_of(first)} of a split model, but not named NAME-00001-of-00003.gguf",
-            where=first.source.name, hint=f"give the files their names; {_ALONE}",
+            where=first.source.name, hint=f"restore the original file names; {_ALONE}",
         )  # fmt: skip
     if type(count) is not int or count != int(found[3]):
         named = "missing" if count is None else count
         raise CorruptError(
-            f"split.count is {named}, but its name ends in of-{found[3]}", where=first.source.name,
-            hint=f"fetch all files of the model again; {_ALONE}",
+            f"split.count is {named}, but the file name ends in of-{found[3]}",
+            where=first.source.name, hint=f"fetch all files of the model again; {_ALONE}",
         )  # fmt: skip
     folder, name = place
     files = []

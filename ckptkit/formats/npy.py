@@ -168,8 +168,8 @@ def _head(extent: Extent, length: int) -> bytes:
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    # In deflated form, `length` bytes take about `length` bytes or fewer. Therefore, read only the
-    # beginning of the deflated bytes.
+    # Deflate lengthens bytes only slightly in the worst case. Therefore, read only the beginning of
+    # the deflated bytes.
     (stored,) = extent.inputs
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
@@ -336,7 +336,7 @@ def read_npz(probe: Probe) -> Checkpoint:
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
             warnings += [
-                f"array {shown(name)} contains Python objects: a pickle",
+                f"array {shown(name)} is a pickle of Python objects",
                 *array.pickled.warnings,
             ]
     return Checkpoint(
@@ -357,7 +357,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     def way_out(reasons: dict[str, str]) -> str:
         floats = (tensors[name].dtype.kind == "float" for name in reasons)
         if all(floats) and all(why == tensors[name].dtype.name for name, why in reasons.items()):
-            return "`convert --cast float32` converts them to floats of numpy"
+            return "`convert --cast float32` converts these tensors to float32"
         return "`convert --drop` drops them"
 
     refuse_tensors(tensors, "npz", _obstacle, way_out)
@@ -408,7 +408,7 @@ def _is_member_name(name: str) -> bool:
 def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Return the reason why npz cannot store a tensor, or None."""
     if not _is_member_name(name):
-        return "a member of a zip file cannot have its name"
+        return "a member of a zip file cannot have this name"
     if tensor.layout != "strided":
         return tensor.layout
     if tensor.storage is None:

@@ -1,4 +1,4 @@
-"""Store values in ``__metadata__`` if a safetensors header cannot express them, and restore them.
+"""Store ties, attributes and values that are not tensors in ``__metadata__``, and restore them.
 
 A tie records that two names share one tensor. Ties follow the convention of the Hugging Face hub:
 ``metadata[dropped name] = kept name`` (safetensors.torch.save_model). A file of another program may
@@ -132,9 +132,12 @@ def restore_ties(
     warnings = []
     if ties:
         count, example = plural(len(ties), "name"), repr(ties[0][:80])
-        warnings.append(f"the metadata ties {count} to other tensors, e.g. {example}")
+        warnings.append(
+            f"the metadata adds {count} for tensors that have another name, e.g. {example}"
+        )
     warnings += [
-        f"the metadata entry {name[:80]!r} contains a tensor name; read as a string, not as a tie"
+        f"the value of the metadata entry {name[:80]!r} is the name of a tensor; ckptkit reads the "
+        "value as a string, not as a tie"
         for name in possible
         if name not in ties
     ]
@@ -310,7 +313,7 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
         else:
             left.append(f"dropped: {join(path) or '(no name)'} ({_size(node)})")
     if states:
-        left.append(f"dropped: {states:,} entries of the weights called {_EXTRA_STATE}")
+        left.append(f"dropped: {states:,} entries called {_EXTRA_STATE} in the weights")
     left += _more_than_elements(weights)
     if isinstance(weights.node, Object):
         left.append(

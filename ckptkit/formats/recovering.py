@@ -1,7 +1,7 @@
 """Recover a damaged checkpoint: return its tree without the lost tensors, and the list of losses.
 
-A safetensors file has no checksums. `recover` checks each entry of its header separately.
-`damaged_in` returns the tensors that are affected by damage found while an output is written.
+A safetensors file has no checksums. `recover` checks each entry of its header separately. If
+ckptkit finds damage while it writes an output, `damaged_in` returns the affected tensors.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     zeros = source.size if unverified else zeros_from(source)
     tensors: dict[str, Tensor] = {}
     invalid: list[Loss] = []
-    reasons: dict[ByteSource | None, str] = {}  # by the empty source that replaces the lost bytes
+    # Reason of each loss, by the empty source that replaces the lost bytes.
+    reasons: dict[ByteSource | None, str] = {}
     for name, entry in header.items():
         try:
             kind, begin = read_entry(entry, {})

@@ -474,7 +474,7 @@ def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
 def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Return the reason why safetensors cannot store a tensor, or None."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
-        return "the header cannot contain its name"
+        return "the header cannot contain this name"
     if tensor.layout != "strided":
         return tensor.layout
     if tensor.storage is None:
@@ -507,7 +507,10 @@ def _header_bytes(
     order: Iterable[str],
     metadata: Mapping[str, str | None],
 ) -> bytes:
-    """Return length and header. Spaces pad the header, so that the buffer is 8-byte aligned."""
+    """Return the length of the header, and the header.
+
+    Spaces pad the header, so that the buffer is 8-byte aligned.
+    """
     offsets: dict[str, int] = {}
     end = 0
     for name in order:

@@ -94,7 +94,7 @@ from ckptkit.pickles.values import KeyCheck
 
 
 Statement = list[Any]
-_INT = 10**19  # JSON readers disagree about longer integers
+_INT = 10**19  # JSON readers return different values for longer integers
 FLAGS = ("requires_grad", "conj", "neg")
 
 
@@ -180,7 +180,8 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            # If the node contains itself, an inner call has already emitted its statement.
+            # If the node contains itself, an inner call has already emitted the statement of this
+            # node.
             if self._numbers.get(_key(node)) is None:
                 kind = "tuple"
                 if isinstance(node, SetNode):

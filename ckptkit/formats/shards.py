@@ -193,7 +193,7 @@ class _Shards:
         for file in chosen.files:
             for name in held.get(file, ()):
                 if name in places:
-                    what = f"{name[:80]!r} is in {places[name]} and in {file}"
+                    what = f"the tensor {name[:80]!r} is in two shards: {places[name]} and {file}"
                     self._refuse(AmbiguousError, what)
                 places[name] = file
         root = self._merged(places, held.items())
@@ -262,7 +262,8 @@ class _Shards:
     def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
         """Drop the names that no shard contains.
 
-        Call `refuse` if the shard of a name could be read.
+        If the shard of a name could be read, call `refuse`, because the index contradicts this
+        shard.
         """
         for name in [name for name in places if root[name] is _ABSENT]:
             del root[name]
@@ -346,7 +347,7 @@ class _Shards:
         known = {*map(_storage, own)}
         for name, node in self.left[file].items():
             if name in places:
-                what = f"{name[:80]!r} is in {file} and in {places[name]}"
+                what = f"the tensor {name[:80]!r} is in two shards: {file} and {places[name]}"
                 self._refuse(AmbiguousError, what)
             elif _storage(node) not in known:
                 what = f"{file} contains {name[:80]!r}, which the index does not list"

@@ -101,7 +101,7 @@ def of_weights(checkpoint: Checkpoint) -> str | None:
 def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
     """Return a config.json with the dtype `new`, and the list of changes.
 
-    In the dict of a submodel (``text_config``), change the dtype only if this dtype is `old` or the
+    In the dict of a submodel (``text_config``), change the dtype only if it is `old` or equals the
     dtype of the complete model. If the file has a ``quantization_config``, return `text` unchanged.
     """
     try:

@@ -49,7 +49,9 @@ def never(probe: Probe) -> bool:
 
 
 def _format(name: str, title: str, code: str, **facts: Any) -> Format:
-    """Return a format. `code` names a module and its functions (``npy: matches=matches_npz read``).
+    """Return a format.
+
+    `code` contains the names of a module and its functions (``npy: matches=matches_npz read``).
 
     Without ``FIELD=``, the field of `Format` has the same name as the function.
     """

@@ -121,7 +121,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     def opened(key: str, nbytes: int, location: str) -> Storage:
         if nbytes > source.size and lost is None:
             raise TruncatedError(
-                f"storage {key!r} has {nbytes:,} bytes, but the file only {source.size:,}",
+                f"storage {key!r} has {nbytes:,} bytes, but the file has only {source.size:,}",
                 hint="download or copy it again",
             )
         places.lengths[key] = nbytes
@@ -415,7 +415,8 @@ class _TarRecord:
 class _TarTable:
     """The tensors and storages to which persistent ids refer, by key.
 
-    Integer keys become strings, because a hostile file could contain integers with equal hashes.
+    Integer keys become strings, because a hostile file could contain many integers with equal
+    hashes, which make a dict slow.
     """
 
     def __init__(self) -> None:

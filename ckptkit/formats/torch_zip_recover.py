@@ -55,7 +55,7 @@ _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
 _DESCRIBED, _ENCRYPTED = 0x0008, 0x2041
 _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
-_TAIL = 16 << 20  # number of bytes at each end of the file in which to search headers and entries
+_TAIL = 16 << 20  # number of bytes to search for headers and entries at each end of the file
 _REACH = 2 * LIMITS.name_bytes  # maximum size of a header with its name and extra fields
 _GAP = 4 << 10  # minimum number of bytes without an entry before the start of a directory
 _TRIES = 4  # maximum number of headers to examine for each name
@@ -285,7 +285,7 @@ class _DamagedArchive:
             self._search(self.sizes)
             self._refuse_program()
             if self.directories and self.directories[0].at != self.directory.at:
-                tree = self.open()  # another directory fits more members
+                tree = self.open()  # the CRCs of more members match another directory
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
@@ -568,7 +568,7 @@ class _DamagedArchive:
         if names:
             raise UnsupportedError(
                 f"is a zip archive of other files, such as {shown(names[-1])}",
-                hint="unpack the intact ones (`zip -FF` repairs an archive) and name one of them",
+                hint="unpack the intact files (`zip -FF` repairs an archive) and read one of them",
             )
         at_top = [name for name in listed if name.endswith(_PICKLE) and name.count("/") == 1]
         if not at_top:
@@ -754,7 +754,9 @@ class _DamagedArchive:
                 self.warnings.append(self._of_two_saves(root))
 
     def _end_of_save(self) -> int:
-        """Return the offset before which all members come from one save, or 0 if unproven.
+        """Return an offset: all members before this offset come from one save.
+
+        If the file contains no proof, return 0.
 
         The returned offset is that of torch's serialization id. This id consists of 40 digits. The
         last 20 digits are a hash of the CRCs of all members before the id. (c10::hash_combine;
@@ -799,7 +801,7 @@ class _DamagedArchive:
     def _is_big_endian(self) -> bool:
         """Return whether the record byteorder is "big".
 
-        If the record is damaged, its size decides.
+        If the record is damaged, decide by its size in the directory, or by its first 3 bytes.
         """
         name = f"{self.top}/byteorder"
         if (text := self._small(name)) is not None:

@@ -20,10 +20,10 @@ torch.jit.load. Each pickle numbers its storages separately.
 (torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
 
 ckptkit reads a module like a pickled nn.Module, and moves the attributes of the module to
-``_parameters``, ``_buffers`` and ``_modules``. Therefore the state_dict equals that of
-``torch.jit.load``. The attribute CONSTANTS of the root module contains the constants. In a frozen
-module, the constants are the only weights. Packed weights (see below), such as
-``CONSTANTS.c0.weight``, belong to the state_dict even if the module is not frozen.
+``_parameters``, ``_buffers`` and ``_modules``. Therefore the state_dict equals the state_dict of
+the module that ``torch.jit.load`` returns. The attribute CONSTANTS of the root module contains the
+constants. In a frozen module, the constants are the only weights. Packed weights (see below), such
+as ``CONSTANTS.c0.weight``, belong to the state_dict even if the module is not frozen.
 
 ckptkit parses only the class declarations in the code, and executes no code.
 ``<top>/code/__torch__/torch/nn/modules/conv.py`` contains the classes of the module
@@ -129,7 +129,9 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
-    """Return the key of the weights, or None, and warnings about constants that are weights.
+    """Return the key of the weights and a list of warnings.
+
+    The key is None if the module itself contains the weights.
 
     Packed constants become submodules. If the module is frozen, all tensor constants are weights.
     """
@@ -196,7 +198,8 @@ def _arrange(root: Object, code: ScriptSource) -> list[str]:
         if is_own and declared is not None and (declared.parameters or declared.buffers):
             name = node.global_
             warnings.append(
-                f"only the code of {name} determines which parts of its state are parameters"
+                f"cannot determine which tensors in the state of {name} are parameters, because "
+                "ckptkit does not run the code of this class"
             )
     return list(dict.fromkeys(warnings))
 

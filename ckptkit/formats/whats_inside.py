@@ -109,9 +109,9 @@ _PROTOBUF = {
     ".mlmodel": ("a Core ML model", _DEPLOYED),
     ".caffemodel": ("a Caffe model", _CAFFE),
 }
-# The fields ir_version and producer_name of an ONNX model.
+# The first bytes of an ONNX model: the fields ir_version and producer_name.
 _ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)
-# A msgpack map whose first key is a string.
+# The first bytes of a msgpack map whose first key is a string.
 _FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)
 # The last bytes of the index file of a TensorFlow checkpoint.
 _TABLE_END = bytes.fromhex("57fb808b247547db")

@@ -161,7 +161,7 @@ def test_everything_that_is_wrong_with_shards_is_told(tmp_path: Path) -> None:
     assert "maps 'nowhere' to model-00001-of-00002.safetensors, which does not contain it" in found
     assert "contains 'unlisted', which the index does not list" in found
     assert (
-        "'a' is in model-00002-of-00002.safetensors and in model-00001-of-00002.safetensors"
+        "'a' is in two shards: model-00002-of-00002.safetensors and model-00001-of-00002.safetensors"
         in found
     )
     assert len(found.split("\n")) == 3

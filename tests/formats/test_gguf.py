@@ -284,11 +284,11 @@ HOSTILE: dict[str, tuple[bytes, type[CkptkitError], str]] = {
     ),
     "rows of no blocks": (made(tensors=[Q4_0._replace(shape=(4, 16))]), FormatError, "divisible"),
     "unaligned": (made(tensors=[PLAIN._replace(offset=4)]), FormatError, "not aligned to 32"),
-    "beyond": (made(tensors=[PLAIN._replace(shape=(2**40, 4))]), TruncatedError, "beyond the file"),
+    "beyond": (made(tensors=[PLAIN._replace(shape=(2**40, 4))]), TruncatedError, "after the end of the file"),
     "wrapping": (
-        made(tensors=[PLAIN._replace(shape=(2**62, 2**62))]), TruncatedError, "beyond the file",
+        made(tensors=[PLAIN._replace(shape=(2**62, 2**62))]), TruncatedError, "after the end of the file",
     ),
-    "cut": (MODEL[:-40], TruncatedError, "'b.weight' ends 12 bytes beyond the file"),
+    "cut": (MODEL[:-40], TruncatedError, "'b.weight' ends 12 bytes after the end of the file"),
     "overlap": (
         made(tensors=[PLAIN, Entry("b", (2,), 0, b"", 32), Entry("c", (2,), 0, bytes(64), 64)]),
         CorruptError, "2 tensors overlap: 'a.weight', 'b'",

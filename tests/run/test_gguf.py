@@ -371,7 +371,7 @@ def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # 
     words = ("convert", source, tmp_path / "out.safetensors", "--dequantize", "bfloat16")
     done = command(*words)
     assert done.exit_code == 3
-    assert "--drop blk.0.ffn_up.weight` drops it" in done.stderr
+    assert "--drop blk.0.ffn_up.weight` drops such tensors" in done.stderr
     done = command(*words, "--drop", "blk.0.ffn_up.weight")
     assert done.exit_code == 0, done.stderr
     assert len(load_file(tmp_path / "out.safetensors")) == len(LLAMA) - 1

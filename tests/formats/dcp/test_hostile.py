@@ -425,7 +425,7 @@ def test_DC_09_values_of_each_rank(tmp_path: Path) -> None:
         shutil.move(made.folder / ".metadata", folder / f"__{rank}.metadata")
     checkpoint = read(folder)
     assert checkpoint.root == {"seed": 0}
-    assert "ckptkit reads 1 values of the first rank" in checkpoint.warnings[0]
+    assert "ckptkit reads only the values of the first rank" in checkpoint.warnings[0]
 
 
 # DC-10: names and paths

@@ -220,7 +220,7 @@ def test_metadata_of_a_container(tmp_path: Path) -> None:
         {"a": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "x"}
     )
     done = ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), tmp_path / "x", format="dcp")
-    assert done.plan.notes == ("dropped: the metadata of the container (author)",)
+    assert done.plan.notes == ("dropped: metadata of the input file (author)",)
 
 
 def test_a_whole_module_becomes_its_weights(tmp_path: Path) -> None:

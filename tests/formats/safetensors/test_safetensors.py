@@ -791,7 +791,7 @@ def test_values_whose_names_are_not_text_are_named(tmp_path: Path) -> None:
 def test_extra_states_are_counted(tmp_path: Path) -> None:
     state = {"a": torch.ones(1), "l._extra_state": None, "m._extra_state": {"x": 1}}
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
-    assert plan.notes == ("dropped: 2 entries of the weights called _extra_state",)
+    assert plan.notes == ("dropped: 2 entries called _extra_state in the weights",)
 
 
 def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], type[CkptkitError], str]] = [
         CorruptError,
         f"{ONE} contains 'c'",
     ),
-    ({"shards": {ONE: A | B, TWO: B}}, AmbiguousError, f"'b' is in {ONE} and in {TWO}"),
+    ({"shards": {ONE: A | B, TWO: B}}, AmbiguousError, f"'b' is in two shards: {ONE} and {TWO}"),
     ({"weight_map": {"a": ONE, "b": INDEX}}, CkptkitError, ""),
     ({"shards": {OF_THREE[0]: A, OF_THREE[1]: B}}, CorruptError, "file names have the total"),
     ({"shards": {OF_THREE[2]: A, OF_THREE[1]: B}}, CorruptError, "file names have the total"),
@@ -372,7 +372,7 @@ def test_SH_09_two_downloads_without_an_index(tmp_path: Path) -> None:
 def test_SH_05_one_name_in_two_shards_without_an_index(tmp_path: Path) -> None:
     folder = make(tmp_path / "x", {ONE: {"a": torch.ones(1)}, TWO: {"a": torch.ones(1)}})
     (folder / INDEX).unlink()
-    with pytest.raises(AmbiguousError, match=f"'a' is in {ONE} and in {TWO}"):
+    with pytest.raises(AmbiguousError, match=f"'a' is in two shards: {ONE} and {TWO}"):
         read(folder)
 
 
