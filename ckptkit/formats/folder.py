@@ -103,7 +103,7 @@ def _tracked(probe: Probe) -> Folder:
     found = [name for each in _TRACKED if (name := each.format(word)) in there]
     if not found or not word.isalnum():
         raise CorruptError(
-            f"{TRACKER} names {word[:40]!r}, which is not a folder beside it",
+            f"{TRACKER} contains the iteration {word[:40]!r}, which has no folder here",
             hint=f"name one of these folders: {some(there)}" if there else None,
         )
     inner = probe.folder.sub(found[0])

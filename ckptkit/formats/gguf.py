@@ -17,9 +17,10 @@ metadata. ``split.no`` and ``split.count`` must match the file name. ``split.ten
 the number of tensors in all files.
 
 `read` returns a tree with an entry for each metadata key. The tensors are in the entry ``tensors``.
-Arrays are read when they are accessed. ComfyUI-GGUF reshapes tensors to rows of 256 elements, so
-that each row consists of complete blocks. The metadata key ``comfy.gguf.orig_shape.NAME`` contains
-the original shape. Sources: ggml's docs/gguf.md and gguf.cpp, candle (version 1), ComfyUI-GGUF.
+Each array is read when a caller accesses its items. ComfyUI-GGUF reshapes tensors to rows of 256
+elements, so that each row consists of complete blocks. The metadata key
+``comfy.gguf.orig_shape.NAME`` contains the original shape. Sources: ggml's docs/gguf.md and
+gguf.cpp, candle (version 1), ComfyUI-GGUF.
 """
 
 from __future__ import annotations

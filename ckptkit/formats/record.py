@@ -189,7 +189,7 @@ def _state_dict(
         if type(place) is not int or place not in range(count):
             raise FormatError("its ties have invalid positions among the tensors")
         if name not in metadata or not _is_tie(name, metadata[name], tensors):
-            raise FormatError(f"its tie {name[:80]!r} names no tensor")
+            raise FormatError(f"its tie {name[:80]!r} refers to no tensor")
     at = {place: name for name, place in ties.items()}
     if len(at) < len(ties):
         raise FormatError("two of its ties have the same position")

@@ -176,7 +176,7 @@ class _Shards:
             if name.removesuffix(INDEX) in names - files:
                 self._refuse(
                     AmbiguousError,
-                    f"does not name {name.removesuffix(INDEX)}, which is in the same folder",
+                    f"does not list {name.removesuffix(INDEX)}, which is in the same folder",
                 )
             root = self._merged(places, self._read(files))
             metadata = index.get("metadata") or {}

@@ -100,7 +100,10 @@ def lenient_number(field: bytes) -> int | None:
 
 
 def first_name(source: ByteSource) -> bytes:
-    """Return the name in the header of the first member, except members of types x, g, L and K."""
+    """Return the name in the header of the first file, folder or link.
+
+    Skip members that describe other members (types x, g, L and K).
+    """
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)

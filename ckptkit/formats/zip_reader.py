@@ -5,8 +5,8 @@ A zip file consists of:
     members           for each member: local header (30 bytes), name, extra fields, data, and an
                       optional data descriptor
     directory         for each member an entry: 46 bytes, name, extra fields, comment
-    zip64 end         56 bytes, and a locator of 20 bytes. Required if a value exceeds 16 or 32
-                      bits. torch always writes both.
+    zip64 end         56 bytes, and a locator of 20 bytes; required if a number does not fit into
+                      its 16 or 32 bits in the end record. torch always writes both.
     end record        22 bytes and a comment
 
 Integers are little-endian. The directory repeats the values in local headers and descriptors. Some
@@ -441,9 +441,9 @@ class ZipDirectory:
     source: ByteSource
     entries: Mapping[str, Entry] = field(repr=False)
     start: int  # offset of the directory; the members end there
-    top: str  # top folder of the first member; torch's name of the archive
+    top: str  # top folder of the first member; torch calls it the archive name
     headers: LocalHeaders | None = field(repr=False, default=None)  # local headers of a remote file
-    # The only item is the number of bytes decompressed so far.
+    # A list of one item, the number of bytes decompressed so far.
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])
 
     def __contains__(self, name: object) -> bool:

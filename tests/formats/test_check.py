@@ -200,7 +200,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
         lambda places, shards: shards["model-00002-of-00002.safetensors"].update(a=torch.ones(2)),
     )
     (path / "model.safetensors.index.json").unlink()
-    assert "'a' is in model-00001-of-00002.safetensors and in" in whats(verify(path))
+    assert "'a' is in two shards: model-00001-of-00002.safetensors and" in whats(verify(path))
     (path / "model-00001-of-00002.safetensors").unlink()
     assert "1 of 2 shards are missing: number 1" in whats(verify(path))
 
