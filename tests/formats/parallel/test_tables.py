@@ -129,7 +129,7 @@ def test_the_tracker_is_followed(tmp_path: Path) -> None:
     making.megatron(folder, new, [[[0]]], iteration=7)
     assert_same(ckptkit.load(folder), new)
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(CorruptError, match="names '9'"):
+    with pytest.raises(CorruptError, match="contains the iteration '9'"):
         ckptkit.open(folder)
 
 
