@@ -16,6 +16,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "benchmarks/test_benchmarks.py::test_our_commands": ("strip-module", "inspect"),
     "core/test_tree.py::test_rebuild_a_million_deep": (),  # test_rebuild_any_depth
     "core/test_tree.py::test_rebuild_any_depth": ("dict", "list", "tuple", "state"),
+    "deltas/test_in_place.py::test_killed_at_every_call": ("folder-True",),
     "formats/dcp/test_writing.py::test_two_processes_load_their_shards": (),  # test_a_model_loads_it
     "formats/parallel/test_commands.py::test_commands_on_each_folder": (
         "fsdp2_w2_tied_bf16", "fsdp1st_w2_orig_wrap", "tp_w2_f32", "mega_moe_tp1_ep2", "meta_llama2_mp2",
@@ -64,6 +65,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "safety/test_signals.py::test_DS_18_interrupted_at_every_call": ("new", "patched"),
     "test_cost_model.py::test_bytes": ("large-*", "medium-pth"),
     "test_fixtures.py::test_making_them_again_gives_the_same": ("some of that",),
+    "test_readme.py::test_library_is_typed": (),  # test_types_are_looked_at; .ci/run: mypy
     "test_resources.py::test_FS_01_what_is_no_file_is_refused_at_once": ("inspect", "digest"),
     "test_resources.py::test_RS_01_RS_02_RS_05_bombs": ("inspect-*",),
     "test_resources.py::test_RS_06_names_that_are_hard_to_match": ("inspect-*", "diff-*"),
