@@ -84,14 +84,10 @@ class ModuleChange:
 
         If `origin` is not None, the norms are those of `origin` plus the update.
         """
-        rows, columns = base.shape
-        inputs = [
-            contiguous(each) for each in (base, *self.operands, *((origin,) if origin else ()))
-        ]
-        adapt = Adapt(
-            base.dtype.name, rows, columns, self.formula, first, self.name, origin is not None
-        )
-        record = Pending(adapt, tuple(inputs), inputs[0].length)
+        kind, (rows, columns), has_origin = base.dtype.name, base.shape, origin is not None
+        inputs = tuple(map(contiguous, (base, *self.operands, *((origin,) if origin else ()))))
+        adapt = Adapt(kind, rows, columns, self.formula, first, self.name, has_origin)
+        record = Pending(adapt, inputs, inputs[0].length)
         return made_of(record, base.dtype, base.shape)
 
 
@@ -173,7 +169,8 @@ def change_of(
     """
     has = {**module.tensors, **tensors}
     if module.kind == "ia3":
-        return _multiplied(module, shape or (), config)
+        update = ModuleChange(Formula(), (), *as_matrix(shape or ()))
+        return _with_numbers(update, module, shape or (), config)
     if module.kind == "vera" and shape is not None:
         rows, columns = as_matrix(shape)
         has["vera_A"] = box(has["vera_A"], 0, columns, 1)
@@ -213,7 +210,7 @@ def change_of(
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
     operands = tuple(found.values())
     change = ModuleChange(formula, operands, term.rows, term.columns, kernel, module.path)
-    return _with_norm(change, module) if module.is_dora else change
+    return _with_numbers(change, module, (), config) if module.is_dora else change
 
 
 def change_of_bias(module: Module, role: str, weight: float) -> ModuleChange:
@@ -237,44 +234,34 @@ def _term(spec: _Spec, operands: Mapping[str, Operand]) -> Term:
     return Combined.of(spec[0], *(_term(each, operands) for each in spec[1:]))
 
 
-def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
-    """Return the update with the magnitudes of DoRA.
+def _with_numbers(
+    change: ModuleChange, module: Module, shape: Shape, config: Mapping[str, Any]
+) -> ModuleChange:
+    """Return the update with a factor for each row or column: those of IA3, or DoRA magnitudes.
 
-    A magnitude belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of shape
+    IA3 multiplies the outputs of a module, or its inputs in a feedforward module. A magnitude of
+    DoRA belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of shape
     [1, in, ...] belong to columns, and `EPS` is added to the norm.
     """
-    numbers = module.tensors["magnitude"]
-    by, norm, group = "rows", "norm", 1
-    if module.kind == "embedding":
+    role, norm, by, group = "magnitude", "norm", "rows", 1
+    numbers = module.tensors["ia3" if module.kind == "ia3" else role]
+    count = prod(numbers.shape)
+    if module.kind == "ia3":
+        role, norm = "ia3", "none"
+        is_turned = bool(config.get("fan_in_fan_out")) and len(shape) == 2
+        if is_feedforward(module, config) != is_turned:
+            by, group = "columns", change.columns // shape[1] if len(shape) > 1 else 1
+    elif module.kind == "embedding":
         by = "columns"
     elif any(module.prefix in table("prefixes")[layout] for layout in ("kohya", "comfy")):
         norm = "norm+eps"
-    if norm == "norm+eps" and numbers.shape[0] == 1 != change.rows:
-        by, group = "columns", change.columns // max(1, prod(numbers.shape))
-    return _with_numbers(change, module, "magnitude", norm, by, group)
-
-
-def _multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
-    """Return the update of IA3 for a weight of this shape. IA3 multiplies rows or columns."""
-    rows, columns = as_matrix(shape)
-    turned = bool(config.get("fan_in_fan_out")) and len(shape) == 2
-    by = "columns" if is_feedforward(module, config) != turned else "rows"
-    group = columns // shape[1] if by == "columns" and len(shape) > 1 else 1
-    return _with_numbers(
-        ModuleChange(Formula(), (), rows, columns), module, "ia3", "none", by, group
-    )
-
-
-def _with_numbers(
-    change: ModuleChange, module: Module, role: str, norm: str, by: str, group: int
-) -> ModuleChange:
-    """Return the update with a factor for each row or column of the sum."""
-    numbers = module.tensors[role]
-    count = change.rows if by == "rows" else change.columns // max(1, group)
-    if prod(numbers.shape) != count:
+        if numbers.shape[0] == 1 != change.rows:
+            by, group = "columns", change.columns // max(1, count)
+    expected = change.rows if by == "rows" else change.columns // max(1, group)
+    if count != expected:
         raise UnsupportedError(
-            f"the {role} vector of {shown(module.path)} has {prod(numbers.shape)} numbers, but the "
-            f"weight has {count} {by}"
+            f"the {role} vector of {shown(module.path)} has {count} numbers, but the weight has "
+            f"{expected} {by}"
         )
     operand = Operand(len(change.operands), numbers.dtype.name, *as_matrix(numbers.shape))
     formula = replace(change.formula, norm=norm, by=by, group=group, numbers=operand)

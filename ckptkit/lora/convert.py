@@ -110,7 +110,11 @@ def convert_lora(
         modules = list(_respelled(modules, to, read, warnings))
         modules = [_baked(each) for each in modules] if bake else modules
         parts = list(dict.fromkeys(each.component for each in modules))
-        configs = {each: _config(m for m in modules if m.component == each) for each in parts}
+        groups = {part: [each for each in modules if each.component == part] for part in parts}
+        biased = {each.component for each in modules if "B_bias" in each.tensors}
+        configs = {
+            part: config_of(group, lora_bias=part in biased) for part, group in groups.items()
+        }
         if to == "peft" and len(parts) > 1:
             what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
             hint = f"{typed('--component NAME', 'component=...')} selects one component"
@@ -429,17 +433,6 @@ def _number(module: Module) -> float:
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 
 
-def _config(modules: Iterable[Module]) -> dict[str, Any]:
-    """Return the peft configuration for the modules of one component."""
-    found = {each.path: each for each in modules}
-    return config_of(
-        {name: each.rank or 0 for name, each in found.items()},
-        {name: _number(each) for name, each in found.items()},
-        use_dora=any("magnitude" in each.tensors for each in found.values()),
-        lora_bias=any("B_bias" in each.tensors for each in found.values()),
-    )
-
-
 # Output files
 
 
@@ -484,15 +477,16 @@ def written(
     return Conversion(held, plan, kind, shown_url(path), None if options.dry_run else done)
 
 
-def config_of(
-    ranks: Mapping[str, int], alphas: Mapping[str, float], **others: Any
-) -> dict[str, Any]:
-    """Return the peft configuration for modules with these ranks and alphas.
+def config_of(modules: Iterable[Module], **others: Any) -> dict[str, Any]:
+    """Return the peft configuration for the modules of one component.
 
     The most frequent rank becomes `r`. The most frequent alpha becomes `lora_alpha`. The fields
     `rank_pattern` and `alpha_pattern` contain the other values.
     """
-    alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
+    found = {each.path: each for each in modules}
+    ranks = {name: each.rank or 0 for name, each in found.items()}
+    numbers = {name: _number(each) for name, each in found.items()}
+    alphas = {name: int(each) if each == int(each) else each for name, each in numbers.items()}
     rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
     return {
         "peft_type": "LORA",
@@ -508,7 +502,7 @@ def config_of(
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "task_type": None,
-        "use_dora": False,
+        "use_dora": any("magnitude" in each.tensors for each in found.values()),
         "use_rslora": False,
         **others,
     }

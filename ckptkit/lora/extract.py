@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum, isfinite, prod, sqrt
@@ -27,7 +27,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
-from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
 from ckptkit.edits import quantized_names
 from ckptkit.lora.arithmetic import as_matrix
@@ -99,6 +99,21 @@ class ExtractReport:
         self.modules[name] = kept, sqrt(rest / norm) if norm else 0.0
         roots = np.sqrt(values[:kept])
         return left[:, :kept] * roots, right[:kept] * roots[:, None]
+
+    def written(
+        self,
+        modules: Mapping[str, Module],
+        whole: Mapping[str, Tensor],
+        layout: str,
+        *given: Any,
+        **more: Any,
+    ) -> ExtractReport:
+        """Write `modules` and the complete tensors `whole` as an adapter. Return this report."""
+        tensors = dict(tensors_of(modules, layout))
+        before = PEFT if layout == "peft" else ""
+        tensors |= {f"{before}{name}": each for name, each in whole.items()}
+        self.conversion = written(tensors, *given, notes=(self.note,), **more)
+        return self
 
     @property
     def note(self) -> str:
@@ -195,7 +210,7 @@ def extract_lora(
         olds = before.required.tensors
         wide = (each for name, each in olds.items() if _WIDE.fullmatch(name) and each.ndim == 2)
         is_conv1d = any(each.shape[1] > each.shape[0] for each in wide)
-        places: dict[str, tuple[int, Shape]] = {}  # offset and shape of each factor in the spool
+        modules: dict[str, Module] = {}
         for name, difference in _differences(after, before, save_modules, found):
             sizes = difference.new.shape
             is_embedding = len(sizes) == 2 and name.rpartition(".")[2] in _EMBEDDINGS
@@ -203,42 +218,39 @@ def extract_lora(
             difference.is_turned = is_embedding or turned
             most = conv_rank if conv_rank is not None and prod(sizes[2:]) > 1 else rank
             b, a = found.best(name, difference.svd(most), most, difference.square)
-            pair = {"lora_embedding_A": a, "lora_embedding_B": b}
-            if not is_embedding:
-                kernel = {"lora_A.weight": a.reshape(-1, *sizes[1:]) if sizes[2:] else a}
-                pair = kernel | {"lora_B.weight": b.reshape(*b.shape, *(1 for _ in sizes[2:]))}
-            for key, array in pair.items():
-                places[f"{PEFT}{name}.{key}"] = spool.tell(), array.shape
-                spool.write(array.astype("f4").tobytes())
+            if sizes[2:]:
+                a, b = a.reshape(-1, *sizes[1:]), b.reshape(*b.shape, *(1 for _ in sizes[2:]))
+            kind = "embedding" if is_embedding else "lora"
+            module = Module("", "", name, kind, {}, len(a), scale=1.0)
+            factors: dict[str, Tensor] = {}
+            for role, array in zip(module.pair, (a, b), strict=True):
+                start = spool.seek(0, os.SEEK_END)
+                length = spool.write(array.astype("f4").tobytes())
+                record = Range(FileObject(spool), start, length)
+                factors[role] = made_of(record, BY_NAME["float32"], array.shape)
+            modules[f"{PEFT}{name}"] = replace(module, tensors=factors)
         if not found.modules and not found.saved:
             rest = f": {quoted(found.left)} differ" if found.left else ""
             names = [each.name for each in (after, before) if each.name]
             command = f"`{shell_command(('ckptkit', 'diff', '--values', *names))}` compares values"
             what, hint = f"no matrix differs from {before.name}{rest}", command
             raise NothingToDoError(what, where=after.name, hint=hint if len(names) == 2 else None)
-        source, single = FileObject(spool), BY_NAME["float32"]
-        tensors = {
-            name: made_of(Range(source, at, single.nbytes(prod(sizes))), single, sizes)
-            for name, (at, sizes) in places.items()
-        }
-        tensors |= {f"{PEFT}{name}": after.weights[name] for name in found.saved}
-        ranks = {name: each for name, (each, _) in found.modules.items()}
+        whole = {name: after.weights[name] for name in found.saved}
         config = config_of(
-            ranks, ranks, fan_in_fan_out=is_conv1d, base_model_name_or_path=before.name,
+            modules.values(), fan_in_fan_out=is_conv1d, base_model_name_or_path=before.name,
             modules_to_save=[*save_modules] or None,
         )  # fmt: skip
-        others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
-        if any(other.endswith(f".{name}") for other in others for name in ranks):
+        others = {name.rpartition(".")[0] for name in before.weights} - found.modules.keys()
+        if any(other.endswith(f".{name}") for other in others for name in found.modules):
             # peft compares `target_modules` with the ends of module names. A regular expression
             # prevents a match with other modules.
-            config["target_modules"] = "|".join(map(re.escape, ranks))
+            config["target_modules"] = "|".join(map(re.escape, found.modules))
         store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a complete module"
         lost = f"dropped changes of tensors that are not matrices: {quoted(found.left)}; {store}"
-        found.conversion = written(
-            tensors, path, asked, config=config, source=after.source, notes=(found.note,),
+        return found.written(
+            modules, whole, "peft", path, asked, config=config, source=after.source,
             warnings=(lost,) if found.left else (),
         )  # fmt: skip
-    return found
 
 
 def _differences(
@@ -342,16 +354,12 @@ def resize_lora(
         modules[f"{before}{key}"] = replace(
             module, tensors={**module.tensors, **pair}, rank=len(new_a), alpha=None, scale=1.0
         )
-    tensors = dict(tensors_of(modules, read.layout))
-    tensors |= {f"{before}{name}": tensor for name, tensor in read.replaced.items()}
-    ranks = {each.path: each.rank or 0 for each in modules.values()}
     # diffusers sets alpha to the rank if the file does not contain its metadata.
     config = None
     if read.layout == "peft":
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
-        config = config_of(ranks, ranks) | kept | {"use_rslora": False}
-    found.conversion = written(
-        tensors, path, asked, config=config, metadata=read.metadata, source=read.checkpoint.source,
-        notes=(found.note,),
+        config = config_of(modules.values()) | kept | {"use_rslora": False}
+    return found.written(
+        modules, read.replaced, read.layout, path, asked, config=config,
+        metadata=read.metadata, source=read.checkpoint.source,
     )  # fmt: skip
-    return found
