@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
     from ckptkit.lora.check import check_lora as check_lora
-    from ckptkit.lora.convert import convert_lora as convert_lora
-    from ckptkit.lora.extract import extract_lora as extract_lora
-    from ckptkit.lora.extract import resize_lora as resize_lora
     from ckptkit.lora.merge import merge_lora as merge_lora
+    from ckptkit.lora.writing import convert_lora as convert_lora
+    from ckptkit.lora.writing import extract_lora as extract_lora
+    from ckptkit.lora.writing import resize_lora as resize_lora
 
     open = open_checkpoint
 
@@ -82,19 +82,19 @@ _PLACES = {
     "apply_delta": "deltas",
     "check_lora": "lora.check",
     "convert": "api",
-    "convert_lora": "lora.convert",
+    "convert_lora": "lora.writing",
     "delta": "deltas",
     "diff": "loading",
     "digest": "analysis.reports",
     "doctor": "diagnosis.diagnose",
-    "extract_lora": "lora.extract",
+    "extract_lora": "lora.writing",
     "inspect": "analysis.reports",
     "load": "loading",
     "load_into": "loading",
     "merge_lora": "lora.merge",
     "open": "api",
     "recover": "api",
-    "resize_lora": "lora.extract",
+    "resize_lora": "lora.writing",
     "save": "api",
     "scan": "analysis.reports",
     "squash_delta": "deltas",

@@ -35,11 +35,11 @@ from ckptkit.edits.keys import substituted
 from ckptkit.edits.quantized_names import dequantize_hint
 from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import of_weights
-from ckptkit.lora.arithmetic import as_matrix
 from ckptkit.lora.changes import (
     HELP,
     ModuleChange,
     Problem,
+    as_matrix,
     box,
     change_of,
     change_of_bias,

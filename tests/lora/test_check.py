@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.lora.check import check_lora
-from ckptkit.lora.convert import convert_lora
-from ckptkit.lora.extract import resize_lora
+from ckptkit.lora.writing import convert_lora, resize_lora
 from tests.conftest import Run
 
 Array = np.ndarray[Any, Any]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, UsageError
-from ckptkit.lora.convert import convert_lora
+from ckptkit.lora.writing import convert_lora
 
 Array = np.ndarray[Any, Any]
 RANDOM = np.random.default_rng(5)

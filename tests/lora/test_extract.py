@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError, UsageError
-from ckptkit.lora.extract import extract_lora, resize_lora
+from ckptkit.lora.writing import extract_lora, resize_lora
 
 Array = np.ndarray[Any, Any]
 RANDOM = np.random.default_rng(3)

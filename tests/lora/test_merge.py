@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.compute.operation import stream
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError, UsageError
-from ckptkit.lora import arithmetic
+from ckptkit.lora import changes
 
 Cli = Callable[..., Any]
 Weights = dict[str, torch.Tensor]
@@ -123,7 +123,7 @@ def test_tiles_have_the_bits_of_the_whole(
     rows: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of 8 rows here; a single last row belongs to the tile before it."""
-    monkeypatch.setattr(arithmetic, "TILE", 1)
+    monkeypatch.setattr(changes, "TILE", 1)
     weight, tensors = values(rows, 33, dtype=dtype), factors("fc", rows, 33)
     path = base(tmp_path, {"fc.weight": weight})
     seen = merged(tmp_path, path, adapter(tmp_path, tensors))
@@ -142,7 +142,7 @@ def test_high_ranks_are_summed_as_torch_does(rank: int, tmp_path: Path) -> None:
 def test_any_range_of_bytes_is_that_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic, "TILE", 1)
+    monkeypatch.setattr(changes, "TILE", 1)
     path = base(tmp_path, {"fc.weight": values(41, 5, dtype=torch.bfloat16)})
     made = ckptkit.merge_lora(path, adapter(tmp_path, factors("fc", 41, 5)))
     storage = made.weights["fc.weight"].storage
@@ -157,8 +157,8 @@ def test_any_range_of_bytes_is_that_of_the_whole(
 def test_dora_of_rows_and_of_columns(
     is_conv1d: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic, "HELD", 64)  # a few columns at a time
-    monkeypatch.setattr(arithmetic, "TILE", 1)
+    monkeypatch.setattr(changes, "HELD", 64)  # a few columns at a time
+    monkeypatch.setattr(changes, "TILE", 1)
     weight, tensors = values(20, 30), factors("fc", 20, 30)
     tensors["fc.lora_magnitude_vector"] = torch.rand(20)
     value = weight + delta(tensors, "fc")
