@@ -41,7 +41,6 @@ ONLY_PYTHON = {
     ("convert_lora", "options"): "one Options object for all output options",
     ("extract_lora", "options"): "one Options object for all output options",
     ("resize_lora", "options"): "one Options object for all output options",
-    ("merge_lora", "options"): "one Options object for all output options",
     ("apply_delta", "options"): "one Options object for all output options",
     ("squash_delta", "checksum"): "`delta squash` keeps the algorithm of the deltas",
 }
