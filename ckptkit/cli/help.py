@@ -19,6 +19,7 @@ from ckptkit.core.text import meant
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
 WIDEST = 100  # maximum number of columns of prose
+PIPED = 120  # maximum number of columns of tables that are not printed on a terminal
 LINES = 3  # maximum number of matching lines of a page
 # Text that is only for code hosts and tests: HTML comments and pictures.
 _REMARK = re.compile(r"^<!--.*?-->\n|^!\[[^\n]*\)\n\n?", re.DOTALL | re.MULTILINE)
@@ -37,10 +38,11 @@ def topics() -> dict[str, str]:
     return found
 
 
-def page(topic: str) -> Iterator[str]:
+def page(topic: str, piped: int | None = PIPED) -> Iterator[str]:
     """Yield the lines of the page of `topic`. Align the columns of tables, and indent code.
 
-    On a terminal, wrap paragraphs and list items to the width of the terminal.
+    On a terminal, wrap paragraphs and list items to the width of the terminal. Elsewhere, tables
+    have at most `piped` columns.
     """
     text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
     # even parts are prose, odd parts are code
@@ -54,7 +56,7 @@ def page(topic: str) -> Iterator[str]:
             if is_table:
                 cells = (_BAR.split(line)[1:-1] for line in lines)
                 heads, _, *rows = ([_cell(cell) for cell in row] for row in cells)
-                yield from render.table(heads, rows, whole=True)
+                yield from render.table(heads, rows, whole=True, piped=piped)
             else:
                 yield from _paragraphs("\n".join(lines))
 
@@ -152,28 +154,39 @@ def manual() -> Iterator[str]:
         r"\fICOMMAND\fR [\fIOPTION\fR]... \fIFILE\fR...",
         ".SH COMMANDS",
     )
-    for name in COMMANDS:
-        parent = click.Context(main, info_name="ckptkit", **main.context_settings)
-        command = main.get_command(parent, name)
-        assert command is not None
-        context = click.Context(command, info_name=name, parent=parent)
-        usage = " ".join(command.collect_usage_pieces(context))
+    root = click.Context(main, info_name="ckptkit", **main.context_settings)
+    for context in _commands(root):
+        usage = " ".join(context.command.collect_usage_pieces(context))
         yield from (
-            ".SS " + plain(f"ckptkit {name} {usage}"),
+            ".SS " + plain(f"{context.command_path} {usage}"),
             ".nf",
-            plain(cleandoc(command.help or "")),
+            plain(cleandoc(context.command.help or "")),
             ".fi",
         )
-        for option in filter(lambda each: isinstance(each, click.Option), command.params):
+        for option in filter(lambda each: isinstance(each, click.Option), context.command.params):
             option = copy(option)
             option.hidden = False  # type: ignore[attr-defined]
             record = option.get_help_record(context)
             if record is not None:
                 yield from (".TP", rf"\fB{plain(record[0])}\fR", plain(record[1]))
     yield ".SH EXIT STATUS"
-    yield from (f"{plain(line)}\n.br" for line in page("exit-codes") if line[:1].isdigit())
+    yield from (f"{plain(line)}\n.br" for line in page("exit-codes", None) if line[:1].isdigit())
     yield ".SH SEE ALSO"
     yield plain(f"ckptkit help TOPIC, of {', '.join(topics())}")
+
+
+def _commands(parent: click.Context) -> Iterator[click.Context]:
+    """Yield a context for each command, and for each command of a group such as `lora`.
+
+    Skip the commands of `batch`, because they repeat the options of other commands.
+    """
+    assert isinstance(parent.command, click.Group)
+    for name in parent.command.list_commands(parent):
+        command = parent.command.get_command(parent, name)
+        assert command is not None
+        yield (context := click.Context(command, info_name=name, parent=parent))
+        if isinstance(command, click.Group) and name != "batch":
+            yield from _commands(context)
 
 
 def _check(ctx: click.Context) -> None:
@@ -192,19 +205,20 @@ def _check(ctx: click.Context) -> None:
 @click.option(
     "--schema", metavar="NAME", help="Print the JSON schema NAME (see `ckptkit help json`)."
 )
-@click.option("--man", is_flag=True, help="Print a man page: ckptkit help --man > ckptkit.1")
+@click.option("--man", is_flag=True, help="Print a man page of all commands and options.")
 @click.pass_context
 def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man: bool) -> None:
     """Show a page of the manual, or the help of a command.
 
     `help` searches for any other WORD in the manual and in the options of all commands. Without
-    WORD, `help` lists the topics.
+    WORD, `help` lists the topics. The last example installs the man page, if the folder exists.
 
     \b
     Example: ckptkit help
              ckptkit help formats
              ckptkit help prefix
              ckptkit help json --schema inspect
+             ckptkit help --man > ~/.local/share/man/man1/ckptkit.1
     """
     topic = " ".join(words)
     if schema is not None:

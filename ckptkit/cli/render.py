@@ -188,6 +188,7 @@ def table(
     right: Sequence[str] = (),
     *,
     whole: bool = False,
+    piped: int | None = None,
 ) -> Iterator[str]:
     """Format a table without ruled lines. Align the columns in `right` to the right.
 
@@ -198,8 +199,9 @@ def table(
     - Shorten names in the first column, unless two names would become equal.
     - Print the name of each row on a line, and the other cells of the row below this line.
 
-    If `whole` is true, shorten no name and break no word. With --table, tabulate formats the table,
-    even if the table is too wide for the terminal.
+    If standard output is not a terminal, the table may have `piped` columns, or any number of
+    columns if `piped` is None. If `whole` is true, shorten no name and break no word. With --table,
+    tabulate formats the table, even if the table is too wide for the terminal.
     """
     if table_format and rows:
         from tabulate import tabulate  # the import costs 30 ms
@@ -210,7 +212,7 @@ def table(
         text = tabulate(rows, headers, table_format, disable_numparse=True, colalign=align)
         yield from text.split("\n")
         return
-    width = terminal_width()
+    width = terminal_width() or piped
     lines = _aligned(headers, rows, right, HEADING)
     if width is not None:
         lines = iter(listed := list(lines))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import click
@@ -164,3 +166,23 @@ def test_the_whole() -> None:
     for name in COMMANDS:
         assert re.search(rf"^  {name}  +\S", said, re.MULTILINE), name
     assert "Example: ckptkit inspect run.pth" in said and "--version" in said
+
+
+@pytest.mark.parametrize("topic", help.topics())
+def test_no_row_of_a_table_is_wider_than_120_columns_in_a_pipe(topic: str) -> None:
+    source = {line.strip() for line in (help.FOLDER / f"{topic}.md").read_text().splitlines()}
+    rows = [line for line in help.page(topic) if line.strip() not in source]
+    code = "    "
+    assert max((len(line) for line in rows if not line.startswith(code)), default=0) <= help.PIPED
+
+
+def test_the_man_page_contains_the_commands_of_groups_and_is_well_formed(tmp_path: Path) -> None:
+    page = "\n".join(help.manual())
+    for title in ("delta make", "lora merge", "convert", "batch"):
+        assert f".SS ckptkit {title} " in page
+    assert r"\fB\-\-encoding [xor|overwrite|auto]\fR" in page
+    if shutil.which("groff") is not None:
+        checked = subprocess.run(
+            ["groff", "-man", "-Tutf8", "-ww"], input=page, capture_output=True, text=True
+        )
+        assert checked.returncode == 0 and checked.stderr == "" and "EXIT STATUS" in checked.stdout
