@@ -163,7 +163,7 @@ class Checkpoint:
 
     @property
     def unordered(self) -> bool:
-        """True if the weights in the file may be in another order than in the optimizer."""
+        """True if the order of the weights may differ from the order in the optimizer state."""
         return self.beside is not None and self.beside.unordered
 
     @property

@@ -356,7 +356,7 @@ def walk(
 def collector_paused() -> Iterator[None]:
     """Pause garbage collection inside the block.
 
-    The collector would traverse a growing tree repeatedly, and would free nothing.
+    Otherwise, the collector would traverse a growing tree repeatedly, and would free nothing.
     """
     enabled = gc.isenabled()
     gc.disable()

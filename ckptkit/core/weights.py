@@ -214,7 +214,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
 
 
 def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
-    """Yield each state_dict or pickled module of a tree, with its tensors by name.
+    """Yield (node, tensors by name) for each state_dict and each pickled module of a tree.
 
     Optimizers, and state_dicts inside other state_dicts, are omitted.
     """

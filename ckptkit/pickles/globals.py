@@ -374,9 +374,9 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
 
 
 # Functions that evaluate the BUILD state of a NumPy array, or of a tensor or variable of torch 0.1
-# to 0.3. These versions of torch pickled a tensor as a call of its class, and stored the data in
-# the state. `Tensor.__setstate__` of current torch still supports such a state. If the pickle
-# contains nothing but the data, the object becomes a plain Tensor.
+# to 0.3. torch 0.1 to 0.3 pickled a tensor as a call of its class, and stored the data in the
+# state. `Tensor.__setstate__` of current torch still supports such a state. If the pickle contains
+# nothing but the data, the object becomes a plain Tensor.
 
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]

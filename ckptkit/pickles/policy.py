@@ -128,7 +128,7 @@ _TREE = _TreeView()
 def _judge_object(node: Object) -> tuple[str, str]:
     """Return the most harmful level among the operations that create an object.
 
-    These operations are the call, BUILD, and the opcodes that add items. Also return a phrase that
+    The operations are the call, BUILD, and the opcodes that add items. Also return a phrase that
     describes the most harmful operation. Values inside the object are not checked.
     """
     judged = judge.judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)

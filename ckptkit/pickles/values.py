@@ -205,7 +205,7 @@ class Values:
     def drop(self, values: list[Node]) -> None:
         """Record values that the pickle pops.
 
-        `_check_dropped` later searches the tree for these values.
+        `_check_dropped` later searches the tree for the popped values.
 
         Two picklers pop values. CPython pops the items of a tuple that contains itself, and then
         pushes the finished tuple. dill pushes an existing dict, fills the dict, and pops the dict.

@@ -37,7 +37,7 @@ class GpuMachine:
     """The machine that runs the checks.
 
     `device` is the first GPU. If the machine has no GPU, `device` is the CPU. If `fixtures` is a
-    folder, checks copy checkpoints saved on a GPU to this folder.
+    folder, a check that saves a checkpoint on a GPU copies the checkpoint to this folder.
     """
 
     gpus: int

@@ -198,8 +198,8 @@ class _Held:
 class AllocatedBytes:
     """Measure the maximum number of bytes that a forward pass leaves allocated on a GPU.
 
-    These bytes include activations and outputs. They exclude gradients, which the backward pass
-    allocates.
+    The number includes activations and outputs, but no gradients. The backward pass allocates
+    gradients.
     """
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
@@ -280,7 +280,8 @@ def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
 def _used(device: torch.device) -> int:
     """Return the bytes in use on a GPU as nvidia-smi shows them.
 
-    These bytes include all processes, memory reserved by allocators, and the memory of CUDA itself.
+    The number includes the memory of all processes, memory reserved by allocators, and the memory
+    of CUDA.
     """
     free, total = torch.cuda.mem_get_info(device)
     return total - free

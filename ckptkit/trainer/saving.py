@@ -258,7 +258,7 @@ def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
 
 
 def resume(run: Run, path: Path) -> str:
-    """Resume from a full checkpoint. Return a line that lists the options that differ.
+    """Resume from a full checkpoint. Return a line that lists the changed options.
 
     Raises CkptkitError if the file is not a full checkpoint, is for another model, or contradicts
     an option.
@@ -426,7 +426,7 @@ def _load_sharded(run: Run, path: Path) -> list[str]:
 
 
 def _load_optimizer(run: Run, state: State) -> None:
-    """Load the optimizer state. Its keys are parameter numbers, or names if the run was sharded."""
+    """Load the optimizer state. The keys are parameter numbers, or names if the run was sharded."""
     names = [name for name, _ in run.model.named_parameters()]
     numbers = {name: number for number, name in enumerate(names)}
     by_name = isinstance(state["param_groups"][0]["params"][0], str)
