@@ -527,7 +527,8 @@ class Operation:
     # True if the operation needs a complete tensor in memory. Only one such operation runs at a
     # time.
     whole: ClassVar[bool] = False
-    # True if the limits on size apply to the output of the operation instead of its input.
+    # True if the limits on expansion count the output bytes of the operation instead of the input
+    # bytes.
     expands: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
@@ -554,7 +555,7 @@ class Operation:
     def needed(self, extent: Derived, number: int) -> int:
         """Return the number of bytes that `read` uses from the input with the index `number`.
 
-        Do not count bytes whose checksum `read` verifies.
+        Do not count input bytes whose checksum `read` itself verifies.
         """
         return extent.inputs[number].length
 

@@ -90,7 +90,7 @@ class Plan:
     """Everything that one command writes.
 
     `notes` tell the user which data the output format cannot represent. `tensors` is the number of
-    written tensors. If exactly the weights are written, `tensors` is None.
+    written tensors. `tensors` is None if the command writes exactly the weights.
     """
 
     files: tuple[OutputFile, ...]
