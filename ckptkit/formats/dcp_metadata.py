@@ -163,7 +163,7 @@ def read_metadata(source: ByteSource) -> DcpIndex:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Raise UnsafeGlobalError if `names` contains a name that `read_metadata` refuses.
+    """Raise UnsafeGlobalError for the first name for which `is_foreign` is true.
 
     Return a warning that lists the classes of other packages.
     """
@@ -174,7 +174,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
         if is_foreign(name):
             raise UnsafeGlobalError(
                 f"its pickle refers to {name}, which is not allowlisted",
-                hint="torch would call it: do not load this folder with torch",
+                hint="loading this folder with torch calls it: do not load the folder with torch",
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
             unknown.append(str(name))

@@ -167,7 +167,7 @@ def _templates(source: ByteSource) -> Iterator[Remark]:
 def read_header(source: ByteSource) -> GgufHeader:
     """Read the header of one file. Errors name the file.
 
-    A count that is too large raises an error before memory is allocated.
+    If a count is too large, this function raises an error before it allocates memory.
     """
     try:
         return _header(source)

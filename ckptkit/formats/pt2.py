@@ -112,7 +112,7 @@ class _ExportedArchive(Archive):
         warnings += self.unverified()
         if self.pickled:
             warnings.append(
-                f"dropped, because they are pickled: {', '.join(map(shown, self.pickled[:4]))}"
+                f"dropped tensors that are pickled: {', '.join(map(shown, self.pickled[:4]))}"
             )
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
         return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
@@ -218,7 +218,7 @@ def matches_baselines(probe: Probe) -> bool:
 
 
 def read_baselines(probe: Probe) -> Checkpoint:
-    """Read policy.pth. A warning names the other members.
+    """Read policy.pth. A warning lists the other members.
 
     Raises UnsupportedError if policy.pth is compressed. Raises FormatError if policy.pth is not a
     torch.save file. Also raises the errors of `torch_zip.read` and `torch_legacy.read`.

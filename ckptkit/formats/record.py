@@ -111,7 +111,7 @@ def _whole(
 
     ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
-        raise FormatError("its ties are not names")
+        raise FormatError("its list of ties contains values that are not names")
     found = safetensors_tree.restore(fields, tensors)
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
@@ -121,9 +121,9 @@ def restore_ties(
 ) -> Restored:
     """Restore ties that follow the convention of the hub. Tied names come after all other names.
 
-    In the metadata of an index (`index`), every entry of two names is a tie. The metadata of a
-    single file may contain other notes of its author. In a single file, an entry is a tie only if
-    both names look like parameters.
+    In the metadata of an index (`index`), every entry that maps a new name to the name of a tensor
+    is a tie. The metadata of a single file may contain other notes of its author. In a single file,
+    an entry is a tie only if both names look like parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
     ties = [name for name in possible if index or _is_parameter(name, metadata[name])]

@@ -45,9 +45,9 @@ Why = Callable[[Storage], str | None]  # returns why a storage is lost, or None 
 def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     """Return the checkpoint without the nodes that refer to lost storages.
 
-    If a dict contains a lost value, its key is removed. In other containers, None replaces a lost
-    value. If a tensor of a pickled module is lost, the state_dict of the module replaces the
-    module. Raises CorruptError with `hint` if no tensor is intact.
+    If a dict contains a lost value, remove the key of this value. In other containers, replace a
+    lost value by None. If a tensor of a pickled module is lost, the state_dict of the module
+    replaces the module. Raises CorruptError with `hint` if no tensor is intact.
     """
     reasons: dict[int, str | None] = {}  # reasons of losses, by id of a node or storage
     keep: list[Any] = []  # examined nodes and storages, kept alive so that their ids stay unique

@@ -101,7 +101,7 @@ def read(probe: Probe) -> Checkpoint:
     restored = restore(*read_tensors(text, source))
     warnings = restored.warnings
     if not text.startswith(b"{"):
-        warnings = ("the header begins with white space", *warnings)
+        warnings = ("the header begins with white space instead of {", *warnings)
     return Checkpoint(
         restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals,
         warnings, origin=WHOLE if restored.is_whole else None,

@@ -43,7 +43,7 @@ BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
 _RECORDS = (b"x", b"g")
-_LONG = {b"L": b"path", b"K": b"linkpath"}  # equivalent record key of each GNU type
+_LONG = {b"L": b"path", b"K": b"linkpath"}  # record key with the same meaning, by GNU type
 _LARGE = 8**11  # smallest size that the octal digits of a header cannot express
 _NAME = 100  # number of bytes of a name in a header
 _TAIL = 1 << 20  # maximum number of zeros at the end of an archive; tar writes up to 10 KiB
@@ -156,7 +156,7 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
             continue
         if header.type in _RECORDS:
             if records or long:
-                raise AmbiguousError("a tar record describes another record")
+                raise AmbiguousError("a tar member has two groups of records")
             found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
             records = found if header.type == b"x" else {}
             continue
@@ -185,7 +185,7 @@ def _header(block: bytes, at: int) -> _TarHeader:
         or not name.decode("ascii").isprintable()
         or (start and name.endswith(b"/"))
     ):
-        raise FormatError(f"a tar header has the name {shown(name)}")
+        raise FormatError(f"a tar header has the invalid name {shown(name)}")
     type = block[156:157]
     long = _LONG.get(type) if magic == _MAGICS[1] else None
     return _TarHeader(name, type, _number(block[124:136]), link, long)
@@ -243,7 +243,10 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
                 f"a record about a tar member sets {shown(key)}, which ckptkit does not support"
             )
         if key in found or b"\0" in value:
-            raise AmbiguousError(f"a record about a tar member sets {shown(key)} ambiguously")
+            raise AmbiguousError(
+                f"a record about a tar member sets {shown(key)} twice, or to a value with a zero "
+                "byte"
+            )
         found[key] = value
         text = text[length:]
     return found
@@ -299,7 +302,7 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
     if not text.isascii() or not text.isprintable() or not text:
-        raise FormatError(f"a tar member has the name {shown(name)}")
+        raise FormatError(f"a tar member has the invalid name {shown(name)}")
     if here and kind == "folder" and text in (".", "./"):
         return text
     text = _HERE.sub("", text) if here else text

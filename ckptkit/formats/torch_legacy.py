@@ -112,7 +112,9 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
-        raise UnsupportedError(f"legacy stream of a protocol version other than {PROTOCOL_VERSION}")
+        raise UnsupportedError(
+            f"is a legacy stream whose protocol version is not {PROTOCOL_VERSION}"
+        )
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream is not a dict of system properties")
@@ -184,8 +186,8 @@ def _bind(
         raise AmbiguousError("a storage is listed twice")
     if odd := set(keys.root) ^ places.lengths.keys():
         first = min(odd)
-        listed = "not listed, but used" if first in places.lengths else "listed, but not used"
-        raise CorruptError(f"storage {first!r} is {listed}")
+        listed = "used, but missing from" if first in places.lengths else "not used, but in"
+        raise CorruptError(f"storage {first!r} is {listed} the list of storage keys")
     if lost is not None:
         places.following.update(pairwise(keys.root))
     at = keys.stop

@@ -172,7 +172,8 @@ class Archive:
         alignment = numbers.get(".storage_alignment", 1)
         if alignment not in ALIGNMENTS:
             raise FormatError(
-                f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}"
+                f"record .storage_alignment is {alignment:,}, not a number from 1 to "
+                f"{ALIGNMENTS[-1]:,}"
             )
         versions = {numbers[name] for name in _VERSION_RECORDS if name in numbers}
         if not versions:
@@ -182,7 +183,8 @@ class Archive:
             raise AmbiguousError("the records version and .data/version contradict each other")
         if not versions <= set(VERSIONS):
             raise UnsupportedError(
-                f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}",
+                f"has archive version {versions.pop()}; ckptkit reads versions {VERSIONS[0]} to "
+                f"{VERSIONS[-1]}",
                 code=NEWER_TORCH,
             )
         return []

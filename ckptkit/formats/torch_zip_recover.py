@@ -534,7 +534,7 @@ class _DamagedArchive:
         return self._read_pickle(place.extent, proven=False)
 
     def _listed_names(self) -> list[str]:
-        """Return the names in the directories that are in the top folder of this archive."""
+        """From all directories, return the names in the top folder of this archive."""
         names = chain.from_iterable(each.entries for each in self.directories)
         return [name for name in names if name.startswith(f"{self.top}/")]
 
@@ -587,7 +587,8 @@ class _DamagedArchive:
         """Yield the possible locations of the pickle.
 
         Use each directory that lists the pickle. If no directory lists the pickle, use the local
-        headers of the pickle. `self.directory` is the directory for the yielded location.
+        headers of the pickle. Before this function yields a location, it sets `self.directory` to
+        the directory of this location.
         """
         listing = [each for each in self.directories if name in each.entries]
         for directory in listing:
@@ -631,7 +632,10 @@ class _DamagedArchive:
         return tree
 
     def _doubt_pickle(self, why: str) -> None:
-        """Raise CorruptError for a pickle that cannot be verified. If `unverified`, only warn."""
+        """Raise CorruptError for a pickle that cannot be verified.
+
+        If `unverified` is true, only add a warning.
+        """
         if not self.unverified:
             raise CorruptError(
                 f"names, shapes and values may have changed: data.pkl {why}",

@@ -66,7 +66,7 @@ class _Text:
         self.holes: list[tuple[int, int]] = []
 
     def take(self, last: bytes = b"") -> Segment:
-        """Return the buffer with `last` appended, and clear it."""
+        """Append `last`, return the bytes of the buffer, and clear the buffer."""
         data, holes = bytes(self.data) + last if self.data else last, self.holes
         self.data.clear()
         if not holes:

@@ -364,5 +364,5 @@ def read_made(data: bytes) -> Checkpoint:
 def test_a_tar_file_of_records_alone() -> None:
     data = b"".join(tars.records((b"mtime", b"1")) for _ in range(4)) + bytes(1024)
     assert tar.first_name(Memory(data)) == b""
-    with pytest.raises(AmbiguousError, match="describes another record"):
+    with pytest.raises(AmbiguousError, match="has two groups of records"):
         read_made(data)
