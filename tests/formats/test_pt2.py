@@ -128,7 +128,11 @@ META = ("fc.weight", "tensor_meta")
             FormatError,
             "lacks the required field 'as_int'",
         ),
-        (change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]), TensorError, "storage of 48"),
+        (
+            change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]),
+            TensorError,
+            "storage has 48",
+        ),
         (change(*META, "storage_offset", to={"as_int": -1}), TensorError, "non-negative"),
         (change(*META, "device", to="cpu"), FormatError, "lacks the required field 'device'"),
     ],
