@@ -403,11 +403,11 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
         for name, change in each.changes.items():
             changes.setdefault(name, []).append(change)
     algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
-    if len(algorithms) > 1 or any(each[-1].checksum is None for each in changes.values()):
-        what = (
-            "the deltas have several checksum algorithms, or changes without checksums: "
-            f"{some(sorted(algorithms))}"
-        )
+    unchecked = [name for name, each in changes.items() if each[-1].checksum is None]
+    if unchecked or len(algorithms) > 1:
+        what = f"the deltas have no checksums for {some(unchecked)}"
+        if not unchecked:
+            what = f"the deltas have different checksum algorithms: {some(sorted(algorithms))}"
         raise UsageError(what, hint=f"pass the base: {typed('--base BASE', 'base=...')}")
     algorithm = min(algorithms, default=CHECKSUMS[0])
 

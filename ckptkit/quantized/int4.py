@@ -185,7 +185,9 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.refused("ckptkit does not support its quantized scales or zero points")
     bits, axis, size = (view.number(f"{stem}.{each}") for each in ("nbits", "axis", "group_size"))
     packing = view.text(f"{stem}.packing")
-    if packing != _PACKED.get(bits or 0, "?") or view.number(f"{stem}.view_as_float"):
+    if view.number(f"{stem}.view_as_float"):
+        return group.refused("its codes are stored as floats (view_as_float)")
+    if packing != _PACKED.get(bits or 0, "?"):
         return group.refused(
             f"its packing is {packing!r} with {bits} bits, which ckptkit does not support"
         )

@@ -541,11 +541,8 @@ def _numbered(name: str, words: list[str | None]) -> str:
         return found[0] if word is None else f"{{{word}}}"
 
     marked = "\0".join(pieces[::2])
-    done = _NUMBER_BARE.sub(variable, marked).split("\0")
+    done = _NUMBER.sub(variable, marked).split("\0")
     return "".join(flatten(zip(done, [*pieces[1::2], ""], strict=True)))
-
-
-_NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def recipe_text(layouts: Layouts, found: Generated) -> str:

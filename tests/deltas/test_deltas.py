@@ -114,6 +114,25 @@ def test_made_deltas(encoding: str, checksum: str, chain: list[StateDict], tmp_p
     assert same(tmp_path / "again.pth", chain[3])
 
 
+def test_deltas_with_different_checksums_are_squashed_over_their_base(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    state = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    torch.save(state, "0.pth")
+    for number, name in enumerate("ab"):
+        state[name] = torch.ones(4)
+        torch.save(state, f"{number + 1}.pth")
+        ckptkit.delta(
+            f"{number}.pth", f"{number + 1}.pth", f"weight_v{number + 1:06d}", encoding="xor",
+            checksum=("adler32", "blake3")[number], base_version=number,
+        )  # fmt: skip
+    deltas = ["weight_v000001", "weight_v000002"]
+    with pytest.raises(UsageError, match="different checksum algorithms: adler32, blake3"):
+        ckptkit.squash_delta(deltas, "squashed")
+    ckptkit.squash_delta(deltas, "squashed", base="0.pth")
+    ckptkit.apply_delta("0.pth", "squashed", "out.pth")
+    assert same(tmp_path / "out.pth", state)
+
+
 @settings(max_examples=40, deadline=None)
 @drawn(data=st.data())
 def test_any_change_of_bytes(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

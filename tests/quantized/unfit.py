@@ -128,6 +128,7 @@ UNFIT = {
         "zero points", ct("int", bits=4),
     ),
     "the packing of hqq": Refusal(hqq(packing=row("U8", [7], b"4bit_xx")), "packing is"),
+    "the floats of hqq": Refusal(hqq(view_as_float=number(1)), "stored as floats"),
     "the axis of hqq": Refusal(hqq(axis=number(2)), "axis"),
     "the groups of hqq": Refusal(hqq(scale=ones([1, 4], "F16")), "in groups of"),
     "scales of mlx": Refusal(MLX, "do not fit", mlx(group_size=32, bits=4)),

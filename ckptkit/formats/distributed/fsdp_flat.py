@@ -46,7 +46,7 @@ from typing import NamedTuple
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import flatten, merge_all
+from ckptkit.core.text import flatten, merge_all, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
 from ckptkit.formats.distributed.joining import Copies, Joiner, Merger, Ranked, Replica
@@ -301,7 +301,8 @@ def read(probe: Probe, format: str) -> Checkpoint:
             grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
     if len(stems) > 1:
         raise CorruptError(
-            f"contains the shards of {len(stems)} saves, not of one: {', '.join(sorted(stems)[:4])}"
+            f"contains the shards of {len(stems)} saves, not of one: {some(sorted(stems))}",
+            hint="move the files of each save to a folder of its own",
         )
     axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
     files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]

@@ -156,7 +156,10 @@ class RankFiles:
             rank = -1 if match["rank"] is None else int(match["rank"])
             held = models if model else optims
             if rank in held:
-                raise AmbiguousError(f"has two files of rank {rank}: {held[rank]} and {name}")
+                raise AmbiguousError(
+                    f"has two files of rank {rank}: {held[rank]} and {name}",
+                    hint="move the files of each save to a folder of its own",
+                )
             held[rank] = name
         if others and not merged:
             raise UnsupportedError(
