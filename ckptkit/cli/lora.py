@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import KEY, KINDS, Writer
-from ckptkit.cli.reading import as_json, value
+from ckptkit.cli.options import KINDS, Writer
+from ckptkit.cli.reading import as_json, flag, value
+from ckptkit.cli.reading import key as key_option
 
 CHECK = "ckptkit.lora-check/1"
 
@@ -24,7 +25,54 @@ def command() -> None:
     """
 
 
-def _merge(
+# Output options of the commands that write an adapter. --format is missing, because the format of
+# an adapter is fixed.
+_WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
+_alpha = value("--alpha", "A", "Alpha of the adapter, if its files contain no scale.", type=float)
+_rank = value("--rank", "N", "Maximum rank of a matrix.", type=click.IntRange(1), required=True)
+
+
+@command.command("merge", cls=Writer, several=True)
+@value(
+    "--weight weights",
+    "W",
+    "Weight of each ADAPTER, in order (repeatable). Default: 1.",
+    multiple=True,
+    type=float,
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["untie", "keep"]),
+    help="If an adapter changes only one of the tied embedding and head: `untie` gives the head "
+    "its own matrix, `keep` changes both.",
+)
+@click.option(
+    "--base-is",
+    type=click.Choice(["residual"]),
+    help="BASE is the residual model of an initialization such as PiSSA.",
+)
+@value(
+    "--component",
+    "NAME",
+    "Merge only the modules of one component: unet, transformer, text_encoder...",
+)
+@_alpha
+@value(
+    "--sub",
+    "REGEX=REPL",
+    "Replace matches in the names of modules, like re.sub (repeatable).",
+    **KINDS["substitutions"],
+)
+@value("--dtype", "DTYPE", "Cast BASE to this dtype, then merge.")
+@value(
+    "--cast",
+    "[GLOB=]DTYPE",
+    "Cast the result: weights that match GLOB, or all other weights (repeatable).",
+    **KINDS["casts"],
+)
+@value("--quantize", "KIND", "Quantize the result: fp8-block or mxfp4.")
+@key_option
+def merge(
     request: Any,
     key: str | None,
     weights: tuple[float, ...],
@@ -32,6 +80,17 @@ def _merge(
     quantize: str | None,
     **given: Any,
 ) -> Any:
+    """Merge adapters into a base model.
+
+    The first SRC is BASE. Each further SRC is an ADAPTER, in order. An ADAPTER is a folder of peft,
+    or a file of kohya, diffusers or ComfyUI. If an ADAPTER changes a tensor that BASE lacks,
+    ckptkit writes nothing. If BASE and DST are folders, ckptkit copies the configuration and
+    tokenizer files of BASE.
+
+    \b
+    Example: ckptkit lora merge llama adapter merged
+             ckptkit lora merge --weight 0.8 sd15.safetensors style.safetensors out
+    """
     from ckptkit import edits, formats
     from ckptkit.api import open_checkpoint
     from ckptkit.formats.table import SHARDED_BIN, TORCH_ZIP
@@ -56,119 +115,68 @@ def _merge(
     )
 
 
-command.add_command(
-    Writer(
-        name="merge",
-        callback=_merge,
-        several=True,
-        params=[
-            click.Option(
-                ["--weight", "weights"], metavar="W", multiple=True, type=float,
-                help="Weight of each ADAPTER, in order (repeatable). Default: 1.",
-            ),
-            click.Option(
-                ["--tied"], type=click.Choice(["untie", "keep"]),
-                help="If an adapter changes only one of the tied embedding and head: `untie` gives "
-                "the head its own matrix, `keep` changes both.",
-            ),
-            click.Option(
-                ["--base-is"], type=click.Choice(["residual"]),
-                help="BASE is the residual model of an initialization such as PiSSA.",
-            ),
-            click.Option(
-                ["--component"], metavar="NAME",
-                help="Merge only the modules of one component: unet, transformer, text_encoder...",
-            ),
-            click.Option(
-                ["--alpha"], metavar="A", type=float,
-                help="Alpha of the adapter, if its files contain no scale.",
-            ),
-            click.Option(
-                ["--sub"], metavar="REGEX=REPL", **KINDS["substitutions"],
-                help="Replace matches in the names of modules, like re.sub (repeatable).",
-            ),
-            click.Option(
-                ["--dtype"], metavar="DTYPE", help="Cast BASE to this dtype, then merge.",
-            ),
-            click.Option(
-                ["--cast"], metavar="[GLOB=]DTYPE", **KINDS["casts"],
-                help="Cast the result: weights that match GLOB, or all other weights (repeatable).",
-            ),
-            click.Option(
-                ["--quantize"], metavar="KIND", help="Quantize the result: fp8-block or mxfp4.",
-            ),
-            click.Option(["--key"], metavar="PATH", help=KEY),
-        ],
-        help="""Merge adapters into a base model.
+@command.command("convert", cls=Writer, in_place=False, only=_WRITES)
+@click.option(
+    "--to",
+    type=click.Choice(["peft", "diffusers", "kohya", "comfy"]),
+    required=True,
+    help="Layout of DST. peft writes a folder, all other layouts a safetensors file.",
+)
+@value(
+    "--base",
+    "BASE",
+    "Base model. The names in BASE determine which underscores in kohya names were dots.",
+)
+@value(
+    "--component",
+    "NAME",
+    "Convert one component: unet, transformer, text_encoder... If SRC is a folder of peft, name "
+    "the component that the adapter changes.",
+)
+@_alpha
+@flag("--bake", "Multiply the scale into the matrices, for programs that ignore metadata.")
+def convert(request: Any, **given: Any) -> Any:
+    """Convert an adapter for another program.
 
-        The first SRC is BASE. Each further SRC is an ADAPTER, in order. An ADAPTER is a folder of
-        peft, or a file of kohya, diffusers or ComfyUI. If an ADAPTER changes a tensor that BASE
-        lacks, ckptkit writes nothing. If BASE and DST are folders, ckptkit copies the configuration
-        and tokenizer files of BASE.
+    SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. ckptkit
+    stores scales where the new layout expects scales. For Flux, ckptkit joins or splits q, k and v
+    as the new layout requires. `convert` refuses ambiguous names.
 
-        \b
-        Example: ckptkit lora merge llama adapter merged
-                 ckptkit lora merge --weight 0.8 sd15.safetensors style.safetensors out""",
-    )
-)  # fmt: skip
-
-
-# Output options of the commands that write an adapter. --format is missing, because the format of
-# an adapter is fixed.
-_WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
-
-
-def _convert(request: Any, **given: Any) -> Any:
+    \b
+    Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
+             ckptkit lora convert --to peft style.safetensors folder
+    """
     import ckptkit
 
     (adapter,) = request.sources
     return ckptkit.convert_lora(adapter, request.dst, options=request.options, **given), ()
 
 
-command.add_command(
-    Writer(
-        name="convert",
-        callback=_convert,
-        in_place=False,
-        only=_WRITES,
-        params=[
-            click.Option(
-                ["--to"], type=click.Choice(["peft", "diffusers", "kohya", "comfy"]), required=True,
-                help="Layout of DST. peft writes a folder, all other layouts a safetensors file.",
-            ),
-            click.Option(
-                ["--base"], metavar="BASE",
-                help="Base model. The names in BASE determine which underscores in kohya names "
-                "were dots.",
-            ),
-            click.Option(
-                ["--component"], metavar="NAME",
-                help="Convert one component: unet, transformer, text_encoder... If SRC is "
-                "a folder of peft, name the component that the adapter changes.",
-            ),
-            click.Option(
-                ["--alpha"], metavar="A", type=float,
-                help="Alpha of the adapter, if its files contain no scale.",
-            ),
-            click.Option(
-                ["--bake"], is_flag=True,
-                help="Multiply the scale into the matrices, for programs that ignore metadata.",
-            ),
-        ],
-        help="""Convert an adapter for another program.
+@command.command("extract", cls=Writer, several=True, only=_WRITES)
+@_rank
+@value(
+    "--conv-rank",
+    "N",
+    "Maximum rank of convolutions with kernels larger than 1. Default: --rank.",
+    type=click.IntRange(1),
+)
+@value(
+    "--save-module save_modules",
+    "NAME",
+    "Store the complete tensors of this module (repeatable).",
+    multiple=True,
+)
+def extract(request: Any, **given: Any) -> Any:
+    """Extract an adapter from two models.
 
-        SRC is a folder of peft, or a file. ckptkit renames tensors and keeps their bytes. ckptkit
-        stores scales where the new layout expects scales. For Flux, ckptkit joins or splits q, k
-        and v as the new layout requires. `convert` refuses ambiguous names.
+    The first SRC is TUNED, the second is BASE. DST is a folder of peft. ckptkit approximates the
+    difference of each matrix with rank N, and prints the remaining error. ckptkit drops the
+    differences of vectors, with a warning. `extract` refuses tensors whose shapes differ.
+    --save-module stores the complete tensors of a module.
 
-        \b
-        Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
-                 ckptkit lora convert --to peft style.safetensors folder""",
-    )
-)  # fmt: skip
-
-
-def _extract(request: Any, **given: Any) -> Any:
+    \b
+    Example: ckptkit lora extract --rank 16 tuned base adapter
+    """
     import ckptkit
 
     if len(request.sources) != 2:
@@ -178,7 +186,14 @@ def _extract(request: Any, **given: Any) -> Any:
     return _shown(report, request)
 
 
-def _resize(request: Any, rank: int) -> Any:
+@command.command("resize", cls=Writer, in_place=False, only=_WRITES)
+@_rank
+def resize(request: Any, rank: int) -> Any:
+    """Reduce the rank of an adapter, in the same layout.
+
+    \b
+    Example: ckptkit lora resize --rank 8 adapter smaller
+    """
     import ckptkit
 
     (adapter,) = request.sources
@@ -197,50 +212,6 @@ def _shown(report: Any, request: Any) -> Any:
         right = ["rank", "relative error"]
         render.emit_text(*render.table(["module", *right], rows, right), "")
     return done, ()
-
-
-_RANK: dict[str, Any] = {"metavar": "N", "type": click.IntRange(1), "required": True}
-command.add_command(
-    Writer(
-        name="extract",
-        callback=_extract,
-        several=True,
-        only=_WRITES,
-        params=[
-            click.Option(["--rank"], help="Maximum rank of a matrix.", **_RANK),
-            click.Option(
-                ["--conv-rank"], metavar="N", type=click.IntRange(1),
-                help="Maximum rank of convolutions with kernels larger than 1. Default: --rank.",
-            ),
-            click.Option(
-                ["--save-module", "save_modules"], metavar="NAME", multiple=True,
-                help="Store the complete tensors of this module (repeatable).",
-            ),
-        ],
-        help="""Extract an adapter from two models.
-
-        The first SRC is TUNED, the second is BASE. DST is a folder of peft. ckptkit approximates
-        the difference of each matrix with rank N, and prints the remaining error. ckptkit drops the
-        differences of vectors, with a warning. `extract` refuses tensors whose shapes differ.
-        --save-module stores the complete tensors of a module.
-
-        \b
-        Example: ckptkit lora extract --rank 16 tuned base adapter""",
-    )
-)  # fmt: skip
-command.add_command(
-    Writer(
-        name="resize",
-        callback=_resize,
-        in_place=False,
-        only=_WRITES,
-        params=[click.Option(["--rank"], help="Maximum rank of a matrix.", **_RANK)],
-        help="""Reduce the rank of an adapter, in the same layout.
-
-        \b
-        Example: ckptkit lora resize --rank 8 adapter smaller""",
-    )
-)  # fmt: skip
 
 
 @command.command("check")
