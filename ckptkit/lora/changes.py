@@ -625,6 +625,7 @@ def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
 HELP = "`ckptkit help lora` lists the supported adapters, and explains the search for names"
 _AGAIN = "save the adapter again with `model.save_pretrained(FOLDER)` of the peft model"
 _BASE = "BASE must be the model that the adapter was trained on"
+ERROR, WARNING = "error", "warning"
 # Default hint of each problem code
 _NEXT = {
     "pair": _AGAIN,
@@ -634,31 +635,38 @@ _NEXT = {
 }
 
 
-class Problem(NamedTuple):
-    """A reason why an adapter cannot be merged.
+class Finding(NamedTuple):
+    """A problem of an adapter. ``command`` or ``hint`` solves the problem.
 
-    ``code`` is a code of `lora check`. ``mend`` contains the options of `lora merge` that solve the
-    problem.
+    ``mend`` contains the options of `lora merge` that solve the problem.
     """
 
     code: str
+    level: str
     title: str
-    hint: str = HELP
     modules: tuple[str, ...] = ()
+    command: str | None = None
+    hint: str | None = HELP
     mend: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, error: CkptkitError, key: str) -> Problem:
-        """Convert an error about the module `key` to a problem."""
+    def of(cls, error: CkptkitError, key: str) -> Finding:
+        """Convert an error about the module `key` to a finding."""
         code = {"shape": "shape", "ambiguous": "no-module"}.get(error.code, "method")
-        return cls(code, error.message, error.hint or _NEXT.get(code, HELP), (key,))
+        return problem(code, error.message, error.hint, key)
 
     @property
     def error(self) -> UnsupportedError:
         return UnsupportedError(self.title, hint=self.hint, code=self.code)
 
 
-def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Problem]:
+def problem(code: str, title: str, hint: str | None = None, *keys: str, mend: str = "") -> Finding:
+    """Return a reason why an adapter cannot be merged. `keys` are the modules with the problem."""
+    level = WARNING if code == "tied" else ERROR
+    return Finding(code, level, title, keys, None, hint or _NEXT.get(code, HELP), (*mend.split(),))
+
+
+def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
     """Yield the problems that are visible in the files of the adapter.
 
     A problem without modules concerns the complete adapter.
@@ -669,34 +677,33 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Problem]:
         kind = "projection"
     if kind != "merge":
         loads = "load the adapter and its base with PeftModel.from_pretrained"
-        yield Problem("method", f"has the method {method}, which {table('reasons')[kind]}", loads)
+        yield problem("method", f"has the method {method}, which {table('reasons')[kind]}", loads)
         return
     for config in adapter.configs.values():
         for name, why in table("fields")["refused"].items():
             if config.get(name):
-                yield Problem("method", f"{why} ({name} in {CONFIG})")
+                yield problem("method", f"{why} ({name} in {CONFIG})")
         start = config.get("init_lora_weights")
         is_residual = isinstance(start, str) and expression("residual").fullmatch(start.lower())
         if is_residual and base_is != "residual":
             given = typed("--base-is residual", "base_is='residual'")
             title = f"was trained on the residual of the base after {start}, not on the base"
             hint = f"if BASE is this residual, use {given}"
-            yield Problem("residual", title, hint, (), ("--base-is", "residual"))
+            yield problem("residual", title, hint, mend="--base-is residual")
     unscaled = tuple(key for key, each in adapter.modules.items() if each.scale is None)
     if unscaled:
         given = typed("--alpha A", "alpha=A")
         hint = f"if you know the alpha of the training, use {given}"
-        yield Problem(
-            "no-config", f"contains no scale, because {CONFIG} is missing", hint, unscaled
-        )
+        title = f"contains no scale, because {CONFIG} is missing"
+        yield problem("no-config", title, hint, *unscaled)
     if adapter.unknown:
         title = f"contains unknown tensors: {quoted(adapter.unknown)}"
-        yield Problem("method", title, HELP, adapter.unknown)
+        yield problem("method", title, None, *adapter.unknown)
     for key in adapter.modules:
         yield from _of_module(adapter, key)
 
 
-def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
+def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     module, name = adapter.modules[key], shown(key)
     found: list[tuple[str, str]] = []
     if not module.kind:
@@ -705,7 +712,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
     if module.expected is not None and module.rank != module.expected:
         title = f"{name} has rank {module.rank}, but {CONFIG} has {module.expected}"
         hint = f"set r or rank_pattern in {CONFIG} to the rank of the training"
-        yield Problem("rank", title, hint, (key,))
+        yield problem("rank", title, hint, key)
     for role, tensor in module.tensors.items():
         if role != "alpha" and tensor.dtype.kind != "float":
             found.append(("method", f"{role} of {name} is {tensor.dtype}; ckptkit requires floats"))
@@ -717,7 +724,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
         except UnsupportedError as error:
             found.append(("shape", error.message))
     for code, title in found:
-        yield Problem(code, title, _NEXT.get(code, HELP), (key,))
+        yield problem(code, title, None, key)
 
 
 def unknown_fields(adapter: Adapter) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import fsum, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, decode
@@ -23,25 +23,13 @@ from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, output_name, quoted, shell_command, some
-from ckptkit.lora.changes import Problem, problems
+from ckptkit.lora.changes import ERROR, WARNING, Finding, problems
 from ckptkit.lora.merge import MergePlan, refuse_base
 from ckptkit.lora.reading import Adapter, Module, read_adapter
 
-ERROR, WARNING = "error", "warning"
 TARGETS = ("vllm",)
 _NO_FACTORS = "alpha", "magnitude", "B_bias", "diff_b", "ia3", "tokens"
 _VLLM_RANK = 16  # default of the vLLM option --max-lora-rank
-
-
-class AdapterFinding(NamedTuple):
-    """A problem of an adapter. ``command`` or ``hint`` solves the problem."""
-
-    code: str
-    level: str
-    title: str
-    modules: tuple[str, ...] = ()
-    command: str | None = None
-    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +37,14 @@ class LoraReport:
     """An adapter and the findings about it, errors first."""
 
     adapter: Adapter
-    findings: tuple[AdapterFinding, ...]
+    findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of ``lora check --json``, without its schema."""
         each = self.adapter
         facts = {"layout": each.layout, "method": each.method, "modules": len(each.modules)}
-        findings = [finding._asdict() for finding in self.findings]
+        names = Finding._fields[:-1]  # without `mend`
+        findings = [dict(zip(names, finding, strict=False)) for finding in self.findings]
         return {"adapter": {**facts, "ranks": each.ranks}, "findings": findings}
 
 
@@ -109,15 +98,15 @@ def check_lora(
     return LoraReport(read, tuple(sorted(found, key=lambda each: each.level != ERROR)))
 
 
-def alone(read: Adapter) -> Iterator[AdapterFinding]:
+def alone(read: Adapter) -> Iterator[Finding]:
     """Yield the problems of an adapter that are visible without a base."""
     yield from _of(problems(read), lambda *words: None)
     yield from _of_elements(read)
 
 
-def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
-    """Convert problems to findings. Equal problems of several modules become one finding."""
-    kinds: dict[str, list[Problem]] = {}
+def _of(found: Iterable[Finding], command: Callable[..., str | None]) -> Iterator[Finding]:
+    """Yield problems with commands. Equal problems of several modules become one finding."""
+    kinds: dict[str, list[Finding]] = {}
     for each in found:
         kinds.setdefault(each.code if each.modules else each.title, []).append(each)
     for first, *others in kinds.values():
@@ -126,11 +115,10 @@ def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterato
         mends = command(*first.mend) if first.mend else None
         if first.code == "quantized":
             mends = command("convert", "--dequantize", "bfloat16", new="new")
-        level = WARNING if first.code == "tied" else ERROR
-        yield AdapterFinding(first.code, level, title, modules, mends, first.hint)
+        yield first._replace(title=title, modules=modules, command=mends)
 
 
-def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
+def _of_elements(read: Adapter) -> Iterator[Finding]:
     """Yield findings about NaN, infinity and zeros in an adapter."""
     import_numpy()
     odd, empty = [], []
@@ -146,14 +134,14 @@ def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
             f"contains NaN or infinity in {quoted(odd)}",
             "use an earlier checkpoint of the training run",
         )
-        yield AdapterFinding("nonfinite", ERROR, title, tuple(odd), None, hint)
+        yield Finding("nonfinite", ERROR, title, tuple(odd), None, hint)
     if empty and len(empty) == len(read.modules):
         title = "every change is zero: the adapter was not trained, or the wrong object was saved"
         hint = "save the trained object: model.save_pretrained(FOLDER) of the peft model"
-        yield AdapterFinding("zero", WARNING, title, tuple(empty), None, hint)
+        yield Finding("zero", WARNING, title, tuple(empty), None, hint)
 
 
-def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
+def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Finding]:
     """Yield findings about an adapter and its base that do not prevent merging."""
     renames = plan.renames
     if renames and not any(each.code == "no-module" for each in plan.problems):
@@ -161,7 +149,7 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
         title = f"the base has all modules, but only after a rename: {said}"
         subs = [w for each in renames for w in ("--sub", f"^{re.escape(each.old)}={each.new}")]
         modules = tuple(plan.renamed)
-        yield AdapterFinding("prefix", ERROR, title, modules, command(*subs))
+        yield Finding("prefix", ERROR, title, modules, command(*subs), None)
     large, weights = {}, plan.base.weights
     for key, names in plan.tensors().items():
         change = _norm(plan.adapter.modules[key])
@@ -173,11 +161,11 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
     if large:
         title = f"the norm of the change exceeds the norm of the weight in {some(large.values())}"
         hint = "compare lora_alpha with the value used in training, or merge with a smaller weight"
-        yield AdapterFinding("norm", WARNING, title, tuple(large), None, hint)
+        yield Finding("norm", WARNING, title, tuple(large), None, hint)
     for name, rows, old in plan.unlike:
         title = f"{name} has {rows:,} rows in the adapter, but {old:,} in the base"
         hint = "if the adapter has a larger vocabulary, use the tokenizer of the adapter"
-        yield AdapterFinding("vocab", WARNING, title, (name,), None, hint)
+        yield Finding("vocab", WARNING, title, (name,), None, hint)
 
 
 def _norm(module: Module) -> float | None:
@@ -200,7 +188,7 @@ def _square(tensor: Tensor) -> float:
     return fsum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
 
 
-def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:
+def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:
     """Yield findings about properties of an adapter that vLLM rejects or ignores.
 
     vLLM reads only the fields r and lora_alpha. See vllm/lora/peft_helper.py and lora_model.py.
@@ -208,7 +196,7 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Adapte
     config = read.config or {}
     if read.layout != "peft" or read.config is None:
         title = f"vLLM loads only peft folders with a configuration, not the layout {read.layout}"
-        yield AdapterFinding("vllm-layout", ERROR, title, (), convert)
+        yield Finding("vllm-layout", ERROR, title, (), convert, None)
         return
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
     dora = tuple(key for key, each in read.modules.items() if each.is_dora)
@@ -225,9 +213,9 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Adapte
     into = "merge the adapter into its base, and load the result in vLLM"
     for code, applies, why, modules in rows:
         if applies:
-            yield AdapterFinding(code, ERROR, f"vLLM {why}", modules, merge, into)
+            yield Finding(code, ERROR, f"vLLM {why}", modules, merge, into)
     recorded = config.get("r")
     rank = max([*read.ranks, recorded if isinstance(recorded, int) else 0], default=0)
     if rank > _VLLM_RANK:
         title = f"vLLM loads ranks up to {_VLLM_RANK} by default, but this adapter has rank {rank}"
-        yield AdapterFinding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")
+        yield Finding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}", None)

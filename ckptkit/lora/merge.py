@@ -37,8 +37,8 @@ from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import of_weights
 from ckptkit.lora.changes import (
     HELP,
+    Finding,
     ModuleChange,
-    Problem,
     as_matrix,
     box,
     change_of,
@@ -47,6 +47,7 @@ from ckptkit.lora.changes import (
     made_of,
     matrix,
     placed,
+    problem,
     problems,
     unknown_fields,
 )
@@ -121,8 +122,8 @@ def merge_lora(
     for adapter, factor in zip(found, factors, strict=True):
         try:
             plan = MergePlan(checkpoint, adapter, factor, tied, base_is, sub, strict)
-            for problem in plan.problems:
-                raise problem.error
+            for each in plan.problems:
+                raise each.error
             checkpoint = plan.merged({} if adapter is found[0] else origin)
         except CkptkitError as error:
             error.hint = error.hint or HELP
@@ -244,7 +245,7 @@ class MergePlan:
         self._tie()
 
     def _refuse(self, code: str, title: str, hint: str = HELP, *keys: str, mend: str = "") -> None:
-        self.problems.append(Problem(code, title, hint, keys, (*mend.split(),)))
+        self.problems.append(problem(code, title, hint, *keys, mend=mend))
 
     def _check_fields(self, strict: bool) -> None:
         adapter = self.adapter
@@ -314,7 +315,7 @@ class MergePlan:
             place = self._place_experts if module.parameter else self._place_module
             return place(key, module, path)
         except CkptkitError as error:
-            self.problems.append(Problem.of(error, key))
+            self.problems.append(Finding.of(error, key))
             return True
 
     def _place_module(self, key: str, module: Module, path: str) -> bool:
