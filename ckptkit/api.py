@@ -199,7 +199,7 @@ def save(
 def streamed(
     write: Callable[[str], Conversion], name: str, copy: Callable[[IO[bytes]], None]
 ) -> Conversion:
-    """Write a temporary file, then `copy` the file to a stream.
+    """Write the output to a temporary file, then call `copy` to copy the file to a stream.
 
     A plan can write the beginning of its output last, so the stream cannot be written directly. If
     the output consists of several files, raises UsageError before `copy` is called.
@@ -400,7 +400,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     elif isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
         why = "cannot edit a compressed file in place"
     elif formats.holds_program(checkpoint):
-        why = "cannot edit a program in place; only its weights can be written"
+        why = "cannot edit a TorchScript program in place; ckptkit writes only its weights"
     else:
         expected = formats.for_writing(name, None, checkpoint.format).name
         if format in (None, expected):
@@ -443,7 +443,8 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
         is_lost = after is not root and not has_tensors(after) and has_tensors(root)
         if is_lost and all(node is not after for _, node in walk(root)):  # not an entry
             raise UsageError(
-                "no tensor would remain", hint="`ckptkit inspect {where}` lists its entries"
+                "the edits drop all tensors",
+                hint="`ckptkit inspect {where}` lists its entries",
             )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__

@@ -42,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("way", WRITES)
 def test_a_write_of_no_tensors_is_an_error(way: str, saved: Path, tmp_path: Path) -> None:
     before = saved.read_bytes()
-    with pytest.raises(UsageError, match="no tensor"):
+    with pytest.raises(UsageError, match=r"no tensor|drop all tensors"):
         WRITES[way](saved, tmp_path)
     assert saved.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["in"]
 

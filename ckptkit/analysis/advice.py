@@ -155,7 +155,7 @@ def _objects(summary: Summary) -> Iterator[str]:
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
         words = ("convert", path, "weights", *summary.chosen, *options)
-        yield f"{refusal}; for the weights alone: {edit(*words, suffix='.safetensors')}"
+        yield f"{refusal}; to write only the weights: {edit(*words, suffix='.safetensors')}"
     elif summary.objects and summary.survives_dropping() and not has_subclass:
         command = convert(path, "plain", "--objects", "drop", *summary.words)
         yield f"{refusal}; to drop these values: {command}"

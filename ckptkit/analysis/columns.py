@@ -115,7 +115,7 @@ def _is_plain(row: TensorRow) -> bool:
 
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
-    """Describe a quantized weight as the object QUANTIZATION of the JSON schema."""
+    """Return the object QUANTIZATION of the JSON schema for a quantized weight."""
     return {
         "weight": group.name,
         "family": group.family,

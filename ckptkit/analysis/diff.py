@@ -603,7 +603,7 @@ def has_weights(*sides: Checkpoint) -> bool:
 
 
 def entire(checkpoint: Checkpoint) -> Checkpoint:
-    """If the option ``key`` of a checkpoint is ``""`` and the file has no weights, remove the key.
+    """If the ``key`` of a checkpoint is ``""`` and the file has no weights, set the key to None.
 
     The key ``""`` selects the complete file. For example, the file of an optimizer has no weights.
     """

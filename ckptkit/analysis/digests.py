@@ -55,7 +55,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import CheckedPart, Defect, open_place
 from ckptkit.formats.recovering import located, overlap
 
-Progress = Callable[[int, int], None]  # (bytes since the last call, bytes in total)
+Progress = Callable[[int, int], None]  # arguments: bytes since the last call, bytes in total
 Matches = Callable[[str], bool]
 Named = tuple[str, Tensor]
 

@@ -115,7 +115,7 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # maximum number of components, and of characters in one, to compare
+LONGEST = 64  # maximum number of components of a name, and of characters of a component
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
@@ -519,10 +519,9 @@ class PrefixChange(NamedTuple):
 
 
 def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
-    """Apply the prefix change `way` to our names, then pair the names that only one side has.
+    """Apply the prefix change `way` to `ours`, then pair the names that only one side has.
 
-    `ours` contains the names in the file. The pairs in the result contain these names, without the
-    prefix change.
+    The pairs in the result contain the names of `ours` without the prefix change.
     """
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
@@ -598,9 +597,10 @@ def fits(ours: Shape | None, theirs: Shape | None) -> bool:
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> PrefixChange:
     """Return the prefix change that turns the most names of the file into names of the model.
 
-    The prefix change does not change names in `common` or names that both sides have. If it
-    replaces a prefix, all names of the file start with this prefix. It never makes two names equal.
-    If no prefix change is better than all others, both prefixes in the result are empty.
+    The prefix change does not change names in `common` or names that both sides have. If the prefix
+    change replaces a prefix, all names of the file start with this prefix. The prefix change never
+    makes two names equal. If no prefix change is better than all others, both prefixes in the
+    result are empty.
     """
     common = {*common, *(ours.keys() & theirs.keys())}
     rest = [name for name in ours if name not in common]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # maximum bytes of a byte string to show
+BYTES_SHOWN = 1_024  # maximum length of a byte string that views show
 # For larger integers, show the number of bits, because Python refuses to print the digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
 # Number of bytes in a file signature, and minimum number of bytes in an embedded file.
@@ -195,7 +195,7 @@ class TensorRow(NamedTuple):
         return join(self.path)
 
     def memory(self, number: int) -> tuple[object, ...]:
-        """Return a dict key. Tied tensors have equal keys. `number` is the index of the row."""
+        """Return a dict key that is equal for tied tensors. `number` is the index of the row."""
         if self.storage is None:
             return (number,)
         return self.storage, self.tensor.offset, self.tensor.shape
@@ -370,7 +370,7 @@ MANY = 16  # minimum number of tensors in a dict for `_together`
 
 
 class _Survey:
-    """A traversal of a tree. The traversal collects rows, values and objects."""
+    """A traversal of a tree that collects the rows of tensors, the values and the objects."""
 
     def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
@@ -391,7 +391,7 @@ class _Survey:
         """
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else lambda path, base: None
-        shown = _NO_DEPTH  # depth of the current tensor or value
+        shown = _NO_DEPTH  # depth of the tensor or value whose children are skipped
         base: int | None = None  # depth of the state_dict, or None outside the state_dict
 
         def is_done(path: Path, node: Node) -> bool:
@@ -526,7 +526,10 @@ class _Survey:
 
 
 def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
-    """Return the totals of all tensors. `free` contains the size of each storage in bytes."""
+    """Return the totals of all tensors.
+
+    `free` contains the size of each storage in bytes, and is changed.
+    """
     stored = sum(free) + sum([row.nbytes for row in rows if row.group and row.is_logical])
     contiguous = 0
     for _, _, _, storage, nbytes, _, inside, _, _ in rows:

@@ -190,9 +190,10 @@ class _Verifier:
             self.tell(tensor.nbytes, total)
 
     def check_scales(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for scales that are not finite, and for divisors that are 0.
+        """Add a finding for scales that are NaN or infinite.
 
-        A divisor is a scale by which a weight is divided. A note lists the other scales that are 0.
+        If dequantization divides by the scale, a scale of 0 is also a finding. Otherwise, a note
+        lists the scales of 0.
         """
         zero = []
         for name, tensor, numbers in _scales(checkpoint):
@@ -206,7 +207,7 @@ class _Verifier:
                 self.findings.append(Defect(what, tensors=(name,)))
             count = zeros(tensor)
             if count and numbers.combine == "divide":  # zero is a divisor
-                what = f"{count:,} of {total:,} scales divide by zero"
+                what = f"{count:,} of {total:,} scales are 0, and weights are divided by them"
                 self.findings.append(Defect(what, tensors=(name,)))
             elif count:
                 zero.append(f"{name} ({count:,} of {total:,})")

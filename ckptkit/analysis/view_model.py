@@ -200,7 +200,7 @@ def adapter_line(adapter: Adapter, *, command: bool = True) -> str:
     what = f"adapter of {adapter.layout}, {adapter_facts(adapter)}"
     if command:
         path = shell_word(adapter.path)
-        what += f"; `lora merge BASE {path} OUT` adds it to its base"
+        what += f"; `lora merge BASE {path} OUT` merges the adapter into its base"
     return what + (f" ({adapter.base})" if adapter.base else "")
 
 
@@ -387,10 +387,10 @@ def _notes(found: Diff) -> Iterator[str]:
     if silent is not None and (silent.skipped or silent.kept):
         skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
         lost, in_all = (plural(n, "parameter") for n in (silent.parameters, silent.all_parameters))
-        its = "its initial value" if silent.kept == 1 else "their initial values"
+        its = "keeps its initial value" if silent.kept == 1 else "keep their initial values"
         yield (
-            f"strict=False does not report this: torch ignores {skipped} of the file ({lost}); "
-            f"{kept} of the model ({silent.kept_parameters:,} of {in_all}) would keep {its}"
+            f"strict=False does not report these tensors: torch ignores {skipped} of the file "
+            f"({lost}); {kept} of the model ({silent.kept_parameters:,} of {in_all}) {its}"
         )
         if found.mismatched:
             many = plural(len(found.mismatched), "key")

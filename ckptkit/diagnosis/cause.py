@@ -69,8 +69,9 @@ SHOWN = 4  # maximum number of names in a sentence
 class Form(NamedTuple):
     """A selection of the contents of a file.
 
-    A command with ``options`` and an output with ``suffix`` writes this selection. If ``suffix`` is
-    None, the output has the suffix of the input. ``fix`` makes the same selection.
+    ``options`` are the command line options that make the selection. ``suffix`` is the suffix of
+    the output, or None for the suffix of the input. ``fix`` contains the edits that make the same
+    selection.
     """
 
     options: tuple[str, ...] = ()
@@ -150,7 +151,7 @@ class Facts:
 
     @property
     def _is_odd(self) -> bool:
-        """Return whether the checkpoint may contain values that a format cannot store."""
+        """Return whether torch.save or safetensors may be unable to store some values."""
         dtypes = {row.tensor.dtype.name for row in self.summary.rows}
         return bool(self.summary.refused) or not NOT_IN_TORCH.isdisjoint(dtypes)
 

@@ -171,8 +171,8 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return the command and the fix that write a file for torch.load.
 
-    For NumPy arrays and GGUF files, the command writes safetensors. This output converts arrays to
-    tensors, and drops the metadata of GGUF.
+    For NumPy arrays and GGUF files, the command writes a safetensors file. It converts the arrays
+    to tensors, and drops the metadata of the GGUF file.
     """
     if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
         return edit(facts, "convert", "safe", suffix=".safetensors"), None
@@ -237,7 +237,7 @@ def _lacking(facts: Facts) -> Iterator[Cause]:
 def _dtypes(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for dtypes that torch does not support.
 
-    These dtypes are F6 of safetensors, and F4 with an odd number of elements per row.
+    torch does not support F6 of safetensors, and F4 with an odd number of elements per row.
     """
     rows = [row for row in facts.summary.rows if row.tensor.dtype.name in NOT_IN_TORCH]
     names = [f"{row.label} ({row.dtype} {shape(row.tensor.shape)})" for row in rows]
@@ -246,8 +246,8 @@ def _dtypes(facts: Facts) -> Iterator[Cause]:
             "no-dtype",
             ERROR,
             f"torch has no dtype for {plural(len(names), 'tensor')}: {some(names)}.",
-            'For F6, safetensors.torch.load_file raises "Dtype not understood". For F4, it raises '
-            '"f4_x2 dtype requires that the last dim be divisible by 2".',
+            'For F6, safetensors.torch.load_file raises "Dtype not understood". For F4, load_file '
+            'raises "f4_x2 dtype requires that the last dim be divisible by 2".',
         )
 
 
@@ -361,7 +361,7 @@ _ID = {
     LimitError: "limit",
 }
 _WHY = {
-    AmbiguousError: "ckptkit does not guess which of these you need.",
+    AmbiguousError: "The file can be read in several ways. ckptkit does not guess the right one.",
     LimitError: "ckptkit does not read files that exceed this limit.",
 }
 
@@ -397,10 +397,10 @@ def _damaged(refusal: Refusal, fault: str) -> Cause:
     command: str | None = None
     fix: Fix | None = None
     if refusal.recoverable:
-        again += " If that is impossible, save the intact tensors:"
+        again += " If there is no intact copy, save the intact tensors:"
         command, fix = advice.recover(refusal.path), {}
     elif refusal.unverified:
-        again += " If that is impossible, save the readable tensors. Values may be wrong:"
+        again += " If there is no intact copy, save the readable tensors. Values may be wrong:"
         command = advice.recover(refusal.path, unverified=True)
     truncated = isinstance(refusal.error, TruncatedError)
     title = f"It is {'truncated' if truncated else 'damaged'}: {fault}."
@@ -414,12 +414,12 @@ _TRUNCATED = (
     'directory" or "unexpected EOF"; safetensors raises "incomplete metadata".'
 )
 _CHANGED = (
-    "Bytes changed after the save. torch.load does not verify checksums. It fails, or loads wrong "
-    "values without an error."
+    "Bytes changed after the save. torch.load does not verify checksums: torch.load fails, or "
+    "loads wrong values without an error."
 )
 _OPENS = (
-    "Bytes changed after the save. torch.load does not verify checksums. It loads wrong values "
-    "without an error."
+    "Bytes changed after the save. torch.load does not verify checksums: torch.load loads "
+    "wrong values without an error."
 )
 
 

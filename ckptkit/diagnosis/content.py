@@ -105,7 +105,9 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
         what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
         step = f"{each.hint[0].upper()}{each.hint[1:]}. " if each.hint else ""
         why = f"{step}`lora check --base BASE` compares the names and shapes with a base model."
-        yield Cause(each.code, each.level, f"It would not work correctly: {what}.", why)
+        yield Cause(
+            each.code, each.level, f"The adapter would not work correctly on its base: {what}.", why
+        )
 
 
 def _module(facts: Facts) -> Iterator[Cause]:
@@ -218,7 +220,7 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             ERROR,
             f"It was saved on {some(away)}{_lacks(facts)}.",
             "torch.load puts each tensor on the device from which it was saved. Without this "
-            'device, it raises "Attempting to deserialize object on a CUDA device". '
+            'device, torch.load raises "Attempting to deserialize object on a CUDA device". '
             'map_location="cpu" loads all tensors on the CPU. This command changes the device in '
             "the file instead.",
             edit(facts, "remap", "cpu", "--to", "cpu"),
@@ -227,7 +229,10 @@ def _devices(facts: Facts) -> Iterator[Cause]:
 
 
 def _lacks(facts: Facts) -> str:
-    """Return a clause about this machine. Return "" in a report for other machines."""
+    """Return a clause about missing devices of this machine.
+
+    Return "" in a report for other machines.
+    """
     if not facts.for_here:
         return ""
     if facts.devices is None:
@@ -517,7 +522,7 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
 
 
 def _command(facts: Facts, group: QuantizedWeight) -> str | None:
-    """Return the command that dequantizes the weights. Their dtype is the default of `group`.
+    """Return the command that dequantizes the weights to the default dtype of `group`.
 
     If the input is a folder, the output of the command is a folder too.
     """

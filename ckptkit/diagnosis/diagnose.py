@@ -206,8 +206,8 @@ def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovere
 def _whole_beside(place: Folder) -> str | None:
     """Return the latest readable checkpoint folder of the same training run.
 
-    The function first searches inside this folder, and then in its parent folder. It assumes that
-    the folder names of one training run differ only in numbers or suffixes.
+    The function first searches inside `place`, and then in the parent folder of `place`. It assumes
+    that the folder names of one training run differ only in numbers or suffixes.
     """
     path, name = os.path.abspath(place.name), os.path.basename(os.path.abspath(place.name))
     start = os.path.dirname(place.name.rstrip(os.sep))
@@ -319,7 +319,10 @@ def _refused_step(checkpoint: Checkpoint) -> str | None:
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """Return the devices of this machine. Return None if torch is needed but not installed."""
+    """Return the devices of this machine.
+
+    If the tensors need other devices than the CPU and torch is not installed, return None.
+    """
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
     here: Any = building.environment()

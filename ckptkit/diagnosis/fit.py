@@ -26,8 +26,8 @@ class Fitting:
     ``ours`` maps the keys of the file to dtypes and shapes. ``theirs`` maps the keys of the model
     to dtypes and shapes. If ``is_quantized`` is True, ``ours`` describes the dequantized weights.
 
-    ``way`` is a change of prefixes. It converts most keys of the file to keys of the model. Each
-    item of ``ties`` lists the names of one tied parameter.
+    ``way`` is the change of prefixes that converts the most keys of the file to keys of the model.
+    Each item of ``ties`` lists the names of one tied parameter.
     """
 
     path: str
@@ -105,7 +105,9 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
         title = f"The keys of the model start with {add!r}, but the keys of the file do not."
         command = add_module(path, add, *fitting.chosen)
     else:
-        title = f"{how_many} keys start with {strip!r}, but the keys of the model with {add!r}."
+        title = (
+            f"{how_many} keys start with {strip!r}, but the keys of the model start with {add!r}."
+        )
         command = convert(path, "renamed", *fitting.chosen, *options)
     yield Cause(
         "prefix",
@@ -268,7 +270,7 @@ def _without(fitting: Fitting, names: Sequence[str]) -> str | None:
 def _doctor(fitting: Fitting, mark: str) -> str | None:
     """Return the `doctor --fix` command with the options that select the model.
 
-    Return None if the caller gave a torch.nn.Module. No other command takes a model.
+    Return None if the caller gave a torch.nn.Module.
     """
     if not fitting.options:
         return None

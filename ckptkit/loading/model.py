@@ -234,7 +234,8 @@ class LoadReport:
             yield f"values lost in the dtypes of the model: {some(lost, 8)}"
 
 
-# If the collector were not paused, most first calls would trigger a full garbage collection.
+# Without the pause, the first call of `load_into` in a program usually triggers a full garbage
+# collection.
 @collector_paused()
 def load_into(
     model: nn.Module,
@@ -252,7 +253,7 @@ def load_into(
     `load_into` passes these weights to the module.
 
     Several threads read bytes directly into contiguous parameters. torch copies all other tensors
-    in groups of about 1 GiB, or of one module if a module is larger. If the model has load hooks,
+    in groups of about 1 GiB. All tensors of a module are in one group. If the model has load hooks,
     or modules with their own loading code, torch copies all tensors at once, and the complete file
     is in memory. If `load_into` cannot read the rest of a file, the model stays partly filled.
 
@@ -305,7 +306,7 @@ def load_into(
             where=ck.name,
             hint="`ckptkit inspect {where}` shows the adapter"
             if hasattr(model, "peft_config")
-            else f"`ckptkit diff {{where}} --model {spec}` compares them",
+            else f"`ckptkit diff {{where}} --model {spec}` lists the differences",
         )
     try:
         with steady(ck.source, remote=True):

@@ -53,9 +53,9 @@ else:
 class TorchTensors:
     """Creates the torch tensors of one checkpoint. Tensors that share a Storage share memory.
 
-    `map_location` accepts the same values as ``torch.load``. None selects the recorded devices.
-    Raises DeviceError if a device is missing. With `files`, tensors on the CPU are memory-mapped if
-    possible.
+    `map_location` accepts the same values as ``torch.load``. With None, each tensor is on the
+    device that the file records. Raises DeviceError if a device is missing. With `files`, tensors
+    on the CPU are memory-mapped if possible.
     """
 
     def __init__(self, map_location: MapLocation = None, files: MappedFiles | None = None) -> None:
@@ -68,8 +68,8 @@ class TorchTensors:
         self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # References to the storages: Python could otherwise use their ids, the keys of `_storages`,
-        # for new objects.
+        # References to the storages. Without a reference, Python could give the id of a storage, a
+        # key of `_storages`, to a new object.
         self._keep: list[Storage] = []
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
@@ -392,7 +392,7 @@ class PythonValues:
     def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:
         self.tensors, self.arrays = tensors, arrays or TorchTensors("cpu")
         self._made: dict[int, Any] = {}
-        self._keep: list[Node] = []  # keeps the ids in `_made` unique
+        self._keep: list[Node] = []  # nodes whose ids are keys of `_made`
         self._queue: list[tuple[Node, Any]] = []
 
     def __call__(self, root: Node) -> Any:

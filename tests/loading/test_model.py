@@ -106,7 +106,9 @@ def test_strict_says_what_does_not_fit_and_copies_nothing(tmp_path: Path) -> Non
     assert text.startswith(f"{path}: does not fit Net")
     assert "missing in the file: head.bias" in text
     assert "not in the model: n_averaged" in text
-    assert caught.value.hint == f"`ckptkit diff {path} --model {__name__}:Net` compares them"
+    assert (
+        caught.value.hint == f"`ckptkit diff {path} --model {__name__}:Net` lists the differences"
+    )
     assert equal(model, filled(Net(), 1))
 
 
