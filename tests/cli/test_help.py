@@ -185,4 +185,4 @@ def test_the_man_page_contains_the_commands_of_groups_and_is_well_formed(tmp_pat
         checked = subprocess.run(
             ["groff", "-man", "-Tutf8", "-ww"], input=page, capture_output=True, text=True
         )
-        assert checked.returncode == 0 and checked.stderr == "" and "EXIT STATUS" in checked.stdout
+        assert checked.returncode == 0 and checked.stderr == ""
