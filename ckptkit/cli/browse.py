@@ -27,8 +27,8 @@ def command(file: str, read: Options) -> int:
 
     Shows the tree of the file with totals and values, and the problems that prevent loading.
     `browse` reads only headers, and the values that you ask for. From a URL, `browse` reads only
-    the required byte ranges. The key c quits, and prints the command that prints the contents of
-    the screen.
+    the required byte ranges. The key c quits, and prints the `ckptkit` command that shows the
+    same contents.
 
     \b
     Example: ckptkit browse run.pth

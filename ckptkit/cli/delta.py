@@ -40,8 +40,8 @@ def command() -> None:
 @click.argument("delta", metavar="DELTA")
 @click.option(
     "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor makes the smallest delta. A delta of overwrite can be applied twice. auto selects "
-    "overwrite, or xor if a tensor has 4 GiB or more.",
+    help="xor: the smallest delta. overwrite: a delta that you can apply twice. auto: overwrite, "
+    "or xor if a tensor has 4 GiB or more.",
 )  # fmt: skip
 @click.option(
     "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 CONVERT = """Convert to another format, and apply transforms.
 
---format, or the suffix of DST, chooses the format. `ckptkit formats` lists the formats. If both are
-missing and SRC is a folder, `convert` writes a folder with the same configuration files.
+--format, or the suffix of DST, chooses the format. `ckptkit formats` lists the formats. If SRC is a
+folder, and you give neither --format nor a suffix, `convert` writes a folder with the same
+configuration files.
 
 `convert` always applies transforms in this order: drop-entry, optimizer-keys, set-metadata,
 dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and

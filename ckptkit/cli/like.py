@@ -18,7 +18,7 @@ _BYTES = 64 << 20
 def expected(name: str) -> Shapes:
     """Return the names and shapes of the tensors of a checkpoint, an index or a model.
 
-    The code of a model is imported and run. Raises InputError or UsageError.
+    Import and run the code of a model. Raises InputError or UsageError.
 
     If shards of an index are missing, all shapes are None.
     """

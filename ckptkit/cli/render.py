@@ -1,7 +1,7 @@
 """Text output: escaping, sizes, tables, JSON, progress. Commands print only through this module.
 
 On a terminal, this module fits tables and lines to the width of the terminal. In a pipe or file, it
-never shortens or wraps text.
+shortens no text, and wraps only the tables of the manual.
 """
 
 from __future__ import annotations

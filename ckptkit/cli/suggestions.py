@@ -188,7 +188,7 @@ class Line:
         return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
 
     def without(self, *words: str) -> Line:
-        """Remove each of `words` once."""
+        """Remove the first occurrence of each of `words`."""
         left = [*self.words]
         for word in words:
             left.remove(word)
@@ -280,7 +280,7 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
             error = another
         except CkptkitError as refused:
             also = f"{refused}; {refused.hint}" if refused.hint else str(refused)
-            return _first(_others(refused, found)) or said or f"the next error: {also}"
+            return _first(_others(refused, found)) or said or f"a second error: {also}"
     return said
 
 
@@ -343,7 +343,9 @@ def _command(line: Line) -> Step:
 def _subcommand(line: Line) -> Line | None:
     """Correct or insert the word after the name of a group of commands."""
     before, (word, *rest) = line.words[: line.at], line.words[line.at + 1 :]
-    if word in line.main.list_commands(line.context):  # `batch` is needless for this command
+    if word in line.main.list_commands(
+        line.context
+    ):  # the command takes many files without `batch`
         return line.with_words([*before, word, *rest])
     assert isinstance(line.command, click.Group)
     near = nearest(word, line.command.list_commands(line.context), CLOSE)
@@ -365,7 +367,7 @@ def _several(line: Line) -> Line | None:
 
 
 def _beside(line: Line) -> Line | None:
-    """Add the file that `diff` is to compare with: the file with the most similar name."""
+    """Add the missing B of `diff`: the file beside A with the most similar name."""
     (place, *_) = line.parts()[0]
     others = {*glob(os.path.join(os.path.dirname(place), f"*{os.path.splitext(place)[1]}"))}
     near = nearest(place, sorted(others - {place}), 0)
@@ -575,14 +577,14 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
 
 
 def _extracting(line: Line) -> Iterator[Line]:
-    """Yield the command line with `extract` and the entry that contains the weights."""
+    """Replace `convert` by `extract`, and add --key with the path of the weights."""
     if (new := line.replaced("convert", "extract")) is None:
         return
     yield from filter(None, [_in_file("key", new, new.parts()[0])[1]])
 
 
 def _of_no_file(place: str, line: Line) -> Iterator[Line]:
-    """Yield corrected command lines for the word `place`, which is no file."""
+    """Yield corrected command lines for an argument that is not a file."""
     yield from filter(None, [_selected(place, line)])
     module, _, name = place.rpartition(".")
     if os.path.isfile(file := f"{module.replace('.', os.sep)}.py"):

@@ -84,7 +84,7 @@ def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
     assert result.stdout == ""
     first, second = result.stderr.splitlines()
     assert first.startswith("error: ")
-    assert second.startswith(("hint: see `ckptkit", "hint: the next error: a: does not exist"))
+    assert second.startswith(("hint: see `ckptkit", "hint: a second error: a: does not exist"))
 
 
 @pytest.mark.parametrize(
