@@ -43,8 +43,8 @@ _rank = value("--rank", "N", "Maximum rank of a matrix.", type=click.IntRange(1)
 @click.option(
     "--tied",
     type=click.Choice(["untie", "keep"]),
-    help="If an adapter changes only one of the tied embedding and head: `untie` gives the head "
-    "its own matrix, `keep` changes both.",
+    help="If embedding and head are tied, and an adapter changes only one of them: `untie` gives "
+    "the head its own matrix, `keep` changes both.",
 )
 @click.option(
     "--base-is",
