@@ -231,10 +231,10 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
         what = "has no data.pkl: torch.save failed half-way and left an incomplete file"
         return TruncatedError, what, "read the error that torch.save raised, and save again"
     if inside:
-        what = f"is a zip archive of files: {shown(inside[0])}"
+        what = f"is a zip archive that contains checkpoint files, such as {shown(inside[0])}"
         return FormatError, what, "unpack it first: `unzip {where}`"
     what = "is a zip archive without a data.pkl, not a checkpoint"
-    return FormatError, what, "`unzip -l {where}` lists it"
+    return FormatError, what, "`unzip -l {where}` lists its files"
 
 
 def _folder(probe: Probe) -> tuple[str, str]:
@@ -251,7 +251,8 @@ def _folder(probe: Probe) -> tuple[str, str]:
         return "is a pipeline of several models (diffusers)", hint
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return "is a Core ML model", _DEPLOYED
-    return "is a folder without a checkpoint", "name a file, or the folder that contains it"
+    hint = "name a checkpoint file, or the folder that contains the file"
+    return "is a folder without a checkpoint", hint
 
 
 # Programs

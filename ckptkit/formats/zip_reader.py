@@ -157,7 +157,7 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
         if kind in found and kind == _ZIP64_FIELD:
             raise FormatError(f"record {shown(name)} has two zip64 fields")
         if kind == _UNICODE_PATH_FIELD:
-            raise FormatError(f"record {shown(name)} has a second name")
+            raise FormatError(f"record {shown(name)} has a second name in an extra field")
         found[kind] = extra[at + 4 : at + 4 + length]
         at += 4 + length
     if at != len(extra):
@@ -172,7 +172,9 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
     """
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
-        raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
+        raise FormatError(
+            f"record {shown(name)} has a zip64 field of wrong size ({len(field)} bytes)"
+        )
     wide = iter(struct.unpack(f"<{len(field) // 8}Q", field))
     return [next(wide) if value == _U32 else value for value in values]
 
@@ -269,9 +271,9 @@ def check_members(
         offset = row[0]
         if offset != end:
             if offset < end:
-                how = "are the same" if rows[previous][0] == offset else "overlap"
+                how = "begin at the same byte" if rows[previous][0] == offset else "overlap"
                 both = f"{shown(names[previous])} and {shown(name)}"
-                raise AmbiguousError(f"the bytes of records {both} {how}")
+                raise AmbiguousError(f"records {both} {how}")
             _check_gap(read, end, offset, known)
         at = place(offset, _LEAST + len(name))
         size, described = _check_header(window.data, at, read, name, row)
@@ -684,7 +686,9 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
         is_inside = 0 < begin <= source.size - len(MAGIC)
         own += not (is_inside and source.read(begin, len(MAGIC)) == MAGIC)
     if not own:
-        raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
+        raise TruncatedError(
+            "has no zip end record: the download or save is incomplete", hint=_AGAIN
+        )
     if not exact:
         whole = [at for at in found if at + _END.size <= len(tail)]
         after = len(tail) - whole[-1] - _END.size

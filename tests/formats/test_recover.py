@@ -443,7 +443,7 @@ def test_an_archive_inside_is_not_taken_for_the_file(tmp_path: Path) -> None:
     )
     for size in (inner, inner + 5):
         path.write_bytes(data[:size])
-        with pytest.raises(TruncatedError, match="no end record"):
+        with pytest.raises(TruncatedError, match="no zip end record"):
             ckptkit.open(path)
         with pytest.raises(UnsupportedError, match="zip archive of other files"):
             recover(path)

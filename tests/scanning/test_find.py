@@ -230,7 +230,7 @@ def test_a_zip_file_that_a_checkpoint_was_packed_into(tmp_path: Path, name: str)
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as made:
         made.writestr("notes", b"x")
         made.writestr(name, b"x")
-    with pytest.raises(FormatError, match="is a zip archive of files") as caught:
+    with pytest.raises(FormatError, match="contains checkpoint files") as caught:
         formats.read(LocalFile(tmp_path / "a.zip"))
     assert repr(name.rpartition("/")[2]) in caught.value.message
     assert caught.value.hint == f"unpack it first: `unzip {tmp_path}/a.zip`"
