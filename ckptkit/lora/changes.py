@@ -687,8 +687,8 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
         is_residual = isinstance(start, str) and expression("residual").fullmatch(start.lower())
         if is_residual and base_is != "residual":
             given = typed("--base-is residual", "base_is='residual'")
-            title = f"was trained on the residual of the base after {start}, not on the base"
-            hint = f"if BASE is this residual, use {given}"
+            title = f"was trained on a residual base (the base minus the initial update of {start})"
+            hint = f"if BASE is this residual base, use {given}"
             yield problem("residual", title, hint, mend="--base-is residual")
     unscaled = tuple(key for key, each in adapter.modules.items() if each.scale is None)
     if unscaled:

@@ -130,10 +130,8 @@ def _of_elements(read: Adapter) -> Iterator[Finding]:
         if any(zeros(each) == each.numel for each in factors):
             empty.append(key)
     if odd:
-        title, hint = (
-            f"contains NaN or infinity in {quoted(odd)}",
-            "use an earlier checkpoint of the training run",
-        )
+        title = f"contains NaN or infinity in {quoted(odd)}"
+        hint = "use an earlier checkpoint of the training run"
         yield Finding("nonfinite", ERROR, title, tuple(odd), None, hint)
     if empty and len(empty) == len(read.modules):
         title = "every change is zero: the adapter was not trained, or the wrong object was saved"

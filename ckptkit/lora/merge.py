@@ -99,12 +99,10 @@ def merge_lora(
 
     Raises UnsupportedError, with the name of the adapter, if ckptkit cannot merge an adapter.
     """
-    for name, value, words in (
-        ("tied", tied, ("untie", "keep")),
-        ("base_is", base_is, ("residual",)),
-    ):
-        if value not in (None, *words):
-            raise wrong(name, " or ".join(map(repr, words)), value)
+    if tied not in (None, "untie", "keep"):
+        raise wrong("tied", "'untie' or 'keep'", tied)
+    if base_is not in (None, "residual"):
+        raise wrong("base_is", "'residual'", base_is)
     given: list[Any] = adapters  # type: ignore[assignment]  # of `_listed`
     factors = [1.0] * len(given) if weight is None else list(weight)
     if len(factors) != len(given) or not given or not all(map(isfinite, factors)):

@@ -697,7 +697,7 @@ def extract_lora(
     """
     save_modules = texts("save_modules", save_modules)
     if not count("rank", rank) or count("conv_rank", conv_rank) == 0:
-        raise UsageError("a rank is at least 1")
+        raise UsageError("the rank must be at least 1")
     asked, found = made(options, changes), ExtractReport()
     import_numpy()
     with (
@@ -827,7 +827,7 @@ def resize_lora(
     import numpy as np
 
     if not count("rank", rank):
-        raise UsageError("a rank is at least 1")
+        raise UsageError("the rank must be at least 1")
     asked, found = made(options, changes), ExtractReport()
     read = read_adapter(adapter)
     refuse_damaged(read)
