@@ -108,7 +108,9 @@ def _member(archive: ByteSource) -> ByteSource:
     hint = "unpack it first: `tar -xf {where}`"
     if chosen is not None:
         raise UnsupportedError(
-            f"contains a checkpoint of several files: {quoted(chosen.files)}", hint=hint
+            "ckptkit cannot read a checkpoint of several files in an archive: "
+            f"{quoted(chosen.files)}",
+            hint=hint,
         )
     if found := [each.files[0] for each in candidates(files)]:
         raise AmbiguousError(f"contains {len(found)} checkpoints: {quoted(found)}", hint=hint)

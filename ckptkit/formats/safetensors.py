@@ -568,8 +568,8 @@ _BREAKS = Edit(0, b"\xff" * 8)  # an impossible length, so that readers refuse a
 def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
     """Plan an in-place edit that turns the file of `before` into `after`.
 
-    Return None if the bytes of tensors differ, or if too many bytes would move. Raises the errors
-    of `layout`.
+    Return None if the bytes of tensors differ, or if the edit moves too many bytes. Raises the
+    errors of `layout`.
     """
     source, (tensors, metadata, notes) = before.source, contents(after, options)
     if not isinstance(source, LocalFile):

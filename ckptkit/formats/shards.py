@@ -471,7 +471,7 @@ def shard_names(stem: str, suffix: str, count: int) -> list[str]:
 def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
     """Return the index file. `places` maps each tensor name to the file name of its shard.
 
-    Raises LimitError if the index is too large for ckptkit to read it again.
+    Raises LimitError if the index is so large that ckptkit cannot read it.
     """
     odd = [place for place in places if not is_utf8(place)]
     if odd:
