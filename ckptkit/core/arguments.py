@@ -70,9 +70,9 @@ def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
 
 
 def flags(**values: object) -> None:
-    """Raise ArgumentError unless each value is a bool, an int or None."""
+    """Raise ArgumentError unless each value is True, False or None."""
     for name, value in values.items():
-        if not isinstance(value, (int, type(None))):
+        if not isinstance(value, (bool, type(None))):
             raise wrong(name, "True or False", value)
 
 

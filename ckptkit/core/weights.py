@@ -44,10 +44,10 @@ INSIDE = 200
 
 # Prefixes that wrappers add to the names of the wrapped module.
 WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel add 'module.' to the keys",
-    "_orig_mod.": "torch.compile adds '_orig_mod.' to the keys",
-    "_fsdp_wrapped_module.": "FSDP adds '_fsdp_wrapped_module.' to the keys",
-    "_checkpoint_wrapped_module.": "activation checkpointing adds '_checkpoint_wrapped_module.'",
+    "module.": "DataParallel and DistributedDataParallel add 'module.' to the keys.",
+    "_orig_mod.": "torch.compile adds '_orig_mod.' to the keys.",
+    "_fsdp_wrapped_module.": "FSDP adds '_fsdp_wrapped_module.' to the keys.",
+    "_checkpoint_wrapped_module.": "Activation checkpointing adds '_checkpoint_wrapped_module.'.",
 }
 # Well-known names of entries that contain weights, in order of preference.
 WELL_KNOWN = (

@@ -59,17 +59,20 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 def part(found: PartOf) -> Cause:
     """Return the cause for the file of a single rank. A model needs the files of all ranks."""
-    folder, problem = found.folder, None
-    if folder is not None:
-        problem = _problem(folder)
-    why = "" if problem is None else f" But this {_sentence(problem)}"
-    words = ("ckptkit", "convert", *argument(folder or ""), "whole.safetensors")
+    why, command = "Put the files of all ranks into one folder, and pass it to `convert`.", None
+    if found.folder is not None:
+        problem, why = _problem(found.folder), "`convert` merges the files in the folder."
+        if problem is None:
+            words = ("ckptkit", "convert", *argument(found.folder), "whole.safetensors")
+            command = shell_command(words)
+        else:
+            why += f" But this {_sentence(problem)}"
     return Cause(
         "part",
         ERROR,
         f"It is {found}.",
-        f"A model needs the tensors of all ranks. `convert` merges a folder of all ranks.{why}",
-        None if folder is None or problem is not None else shell_command(words),
+        f"A model needs the tensors of all ranks. {why}",
+        command,
     )
 
 

@@ -344,13 +344,13 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
     """Return the cause for wrapper prefixes. `found` lists the prefixes, outermost first."""
     count = sum(name.startswith(found[0]) for name in names)
     how_many = "All" if count == len(names) else f"{count:,} of {len(names):,}"
-    why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
+    why = " ".join(WRAPPERS[each] for each in dict.fromkeys(found))
     return Cause(
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
-        f"{why[:1].upper()}{why[1:]}. A plain model does not have these names. load_state_dict "
-        'raises "Missing key(s) in state_dict".',
+        f"{why} A plain model does not have these names. load_state_dict raises "
+        '"Missing key(s) in state_dict".',
         edit(facts, "strip-module", "stripped", *prefix_options(found)),
         {"strip": {"prefix": tuple(found)}},
     )

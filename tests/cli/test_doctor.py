@@ -137,7 +137,11 @@ def test_a_part_whose_folder_is_incomplete_has_no_command(
     (part,) = source.glob("*rank_1*optim_states.pt")
     shutil.copy(part, tmp_path)
     cause = diagnose(tmp_path / part.name)["part"]
-    assert cause["command"] is None and "folder of all ranks" in cause["explanation"]
+    assert cause["command"] is None and "into one folder" in cause["explanation"]
+    (other,) = source.glob("*rank_2*optim_states.pt")
+    shutil.copy(other, tmp_path)
+    cause = diagnose(tmp_path / part.name)["part"]
+    assert cause["command"] is None and "cannot be read" in cause["explanation"]
 
 
 # Names
