@@ -264,7 +264,7 @@ def parts(tensor: Tensor) -> Iterator[ElementRange]:
     """Yield the elements of a tensor in parts of at most `PART` bytes.
 
     If the elements are not a byte range of a file, yield one part. Raise TensorError for elements
-    that are not numbers, and for tensors without elements in the file.
+    that are not numbers, for meta tensors and for non-strided tensors.
     """
     if not is_decoded(tensor.dtype):
         raise TensorError(f"elements of {tensor.dtype} are not plain numbers")

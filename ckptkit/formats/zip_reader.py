@@ -333,8 +333,9 @@ def _check_local(
 ) -> None:
     """Compare CRC and sizes of a local header with the directory.
 
-    If a descriptor follows the data, a value in the local header may be 0. The zip64 field of torch
-    contains the size, 0 instead of the stored size, and the offset. The 32-bit sizes are also 0.
+    If a descriptor follows the data, a value in the local header may be 0. torch writes three
+    numbers into the zip64 field of a local header: the size, then 0 in place of the stored size,
+    then the offset. The 32-bit sizes are also 0.
     """
     offset, stored, size, crc = row[:4]
     field = fields.get(_ZIP64_FIELD, b"")

@@ -163,7 +163,7 @@ def small_models(on: GpuMachine, folder: Path) -> Facts:
     return seconds
 
 
-@check("S03 computing the loss on each device trains the same weights", gpus=2)
+@check("S03 a loss on each device trains the same weights as one loss on the first device", gpus=2)
 def balanced(on: GpuMachine, folder: Path) -> Facts:
     peaks = {
         kind: measured(on, folder / f"{kind}.pth", parallel=kind, devices=on.pair)["peak"]

@@ -241,7 +241,10 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
-    """Describe a shard of a Llama release, whose projections are narrower than the model."""
+    """Describe a shard of a Llama release.
+
+    In a shard, ``attention.wo.weight`` has fewer columns than ``norm.weight`` has elements.
+    """
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
     if not isinstance(root, dict) or not named:
         return None
