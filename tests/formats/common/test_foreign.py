@@ -189,8 +189,8 @@ def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) ->
             "numpy.savez",
         ),
         (["model_index.json", "unet/config.json"], "pipeline of several models", "unet"),
-        (["config.json", "tokenizer.json"], "without a checkpoint", "name a file"),
-        ([], "without a checkpoint", "name a file"),
+        (["config.json", "tokenizer.json"], "without a checkpoint", "name a checkpoint file"),
+        ([], "without a checkpoint", "name a checkpoint file"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

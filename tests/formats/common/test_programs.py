@@ -81,7 +81,7 @@ def test_packed_weights_are_named(tmp_path: Path) -> None:
 
 def test_not_in_place(program: Path) -> None:
     before = program.read_bytes()
-    with pytest.raises(UsageError, match="a program in place"):
+    with pytest.raises(UsageError, match="a TorchScript program in place"):
         convert(program, None, lambda ck: ckptkit.add_prefix(ck), in_place=True)
     assert program.read_bytes() == before
 
