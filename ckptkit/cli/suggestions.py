@@ -591,7 +591,9 @@ def _of_no_file(place: str, line: Line) -> Iterator[Line]:
         yield from filter(None, [line.replaced(place, f"{file}:{name}")])
     if is_model(place) and _has(line.command, "--model"):
         yield from filter(None, [line.replaced(place, "--model", place)])
-    if line.name in OUTPUT and place != next(iter(line.parts()[0]), None):
+    # With an output, both commands take one FILE. `digest` writes text, `doctor` a checkpoint.
+    is_output = (os.path.splitext(place)[1] in WRITTEN) == (line.name == "doctor")
+    if line.name in OUTPUT and is_output and line.parts()[0][1:] == [place]:
         yield from filter(None, [line.replaced(place, OUTPUT[line.name], place)])
     for word in filter(os.path.isfile, line.words):  # two arguments in the wrong order
         swap = {word: place, place: word}

@@ -84,6 +84,7 @@ def test_several_files(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     done = ckptkit("digest", net, tmp_path / "other.pth", tmp_path / "missing.pth")
     assert done.exit_code == 3
     assert "missing.pth: does not exist" in done.stderr
+    assert "did you mean" not in done.stderr  # --output takes one FILE
     heads = [line for line in done.stdout.splitlines() if line.startswith("#")]
     assert [head.rpartition("/")[2] for head in heads] == ["net.pth", "other.pth"]
 
