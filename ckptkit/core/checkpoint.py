@@ -170,8 +170,8 @@ class Checkpoint:
     def required(self) -> Weights:
         """The weights and their path in the tree.
 
-        Raises UsageError if the checkpoint contains no weights, or if only other entries contain
-        tensors.
+        Raises UsageError if the checkpoint contains no weights, or if the weights contain no
+        tensors but other entries do.
         """
         if self.selection is None:
             if is_optimizer(self.root):

@@ -98,7 +98,7 @@ def _filled(hint: str, where: str | None) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """The request is invalid: a bad option, equal SRC and DST, an unknown key or suffix."""
+    """The request is invalid: a bad option, equal SRC and DST, or an unknown key or suffix."""
 
     code = "usage"
     exit_code = 2
@@ -280,8 +280,8 @@ _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't start ne
 def foreseen(error: BaseException) -> BaseException:
     """Convert an error of the environment to a CkptkitError. Return other errors unchanged.
 
-    Errors of the environment are: out of memory, a missing optional package, and a removed working
-    directory.
+    An error of the environment is a lack of memory, a missing optional package, or a removed
+    working directory.
     """
     text = str(error) if isinstance(error, (ImportError, RuntimeError)) else ""
     if isinstance(error, MemoryError) or any(each in text for each in _NO_MEMORY):

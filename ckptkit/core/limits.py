@@ -70,7 +70,8 @@ class Limits:
     rule_labels: int = 10_000  # number of labels of one variable in a rule
     rule_variables: int = 64  # number of variables in a tensor name
     rule_terms: int = 100  # number of operators, and nesting of parentheses, in one size
-    # Number of steps that match tensor names against rules. Each tensor name adds 64 to the limit.
+    # Number of steps of the search that matches tensor names against rules. Each tensor name adds
+    # 64 to the limit.
     rule_steps: int = 100_000
     rule_targets: int = 1_000_000  # number of tensors that one rule step creates
     rule_copies: int = 4_000_000  # number of copies that fill the target tensors of a rule step

@@ -392,8 +392,9 @@ class Modules:
     def __call__(self, name: str) -> int | None:
         """Return the sum of hashes for the module of the tensor `name`.
 
-        Return None for items of lists, and for counters of training steps and batches. Modules
-        that are not similar can contain equal counters.
+        Return None for items of lists, because a list is not a module. Also return None for
+        counters of training steps and batches: `fold` joins counters even if their modules are not
+        similar.
         """
         module, _, last = name.rpartition(".")
         return None if last in COUNTERS else self._kinds.get(module)

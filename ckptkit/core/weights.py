@@ -391,8 +391,8 @@ def read_module(node: Object) -> ModuleState | None:
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    # The names of classes, and of modules with hooks. The code of such a class or hook could add or
-    # change entries.
+    # The names of module classes outside torch, and of modules with hooks outside torch. The code
+    # of these classes and hooks could add or change entries.
     classes: dict[str, None] = {}
     hooked: list[str] = []
     unread: list[str] = []

@@ -57,7 +57,7 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 XOR, OVERWRITE, WHOLE = "xor", "overwrite", "whole"
 _NUMBERED = re.compile(r"weight_v([0-9]{6,9})|delta-([0-9]{8,9})")
-_COUNT, _PLACE = 4, 4  # number of bytes of the count and of a position in an `overwrite` frame
+_COUNT, _PLACE = 4, 4  # size in bytes of the count, and of each position, in an `overwrite` frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
 _LEVEL = 1  # zstd level, as in slime
-# Minimum size in bytes of tensors that `overwrite` cannot encode, because positions are uint32.
+# `overwrite` encodes only tensors with fewer bytes than this number, because the position of a byte
+# is a uint32.
 _MOST_PLACES = 1 << 32
 _FILE = 5 * 10**9  # maximum size of an output file in bytes, unless a single frame is larger
 _AT_ONCE = 1 << 20  # number of bytes to compare at once
@@ -61,8 +62,8 @@ class Made:
     base_version: int
     changed: dict[str, int]  # name of a tensor -> number of changed bytes
     tensors: int
-    nbytes: int  # size of all tensors
-    written: int  # size of the delta
+    nbytes: int  # size of all tensors in bytes
+    written: int  # size of the delta in bytes
 
     def __str__(self) -> str:
         share = 100 * sum(self.changed.values()) / (self.nbytes or 1)

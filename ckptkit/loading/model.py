@@ -177,7 +177,8 @@ def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
-    # torch casts between two dtypes of numbers. All other dtypes must be equal.
+    # torch casts between dtypes of numbers. For any other dtype, the tensor and the parameter must
+    # have the same dtype.
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
     return plain or both[0] == both[1]
 

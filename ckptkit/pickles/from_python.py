@@ -109,8 +109,8 @@ def node(value: object) -> Node:
 def _check_objects(root: Node, given: set[int]) -> None:
     """Raise ArgumentError if an object of an unknown class contains tensors.
 
-    `given` contains the ids of nodes that the caller passed as nodes. This function does not check
-    the nodes in `given`.
+    Do not check the nodes whose ids are in `given`: storages, arrays, and nodes that the caller
+    passed.
     """
     waiting = [root]
     while waiting:

@@ -379,7 +379,8 @@ _TYPE_TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
 _NEEDS_OBJECTS = 27
 _OBJECT = 63
 _HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI and ALIGNED_STRUCT
-# Maximum size of an element with objects, because NumPy allocates one element per item of a list
+# Maximum size in bytes of an element with objects. The data of an array with objects is a list, and
+# NumPy allocates one element for each item of the list.
 _LARGEST = 1 << 16
 
 
@@ -395,7 +396,10 @@ def named(text: Node) -> NumpyType | None:
 
 
 def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
-    """Return the dtype after BUILD with `state`. Return None for a state NumPy does not write."""
+    """Return the dtype after BUILD with `state`.
+
+    Return None for a state that NumPy does not write.
+    """
     if fresh is None or not isinstance(state, tuple) or len(state) not in (8, 9):
         return None
     version, order, subarray, names, fields, size, align, flags = state[:8]
@@ -562,7 +566,7 @@ def out_of_place(name: Global) -> str | None:
 def is_own(name: Global) -> bool:
     """Return whether the name may be a class or function of the user's code or another package.
 
-    Names of Python, torch and numpy return False.
+    Return False for names of Python, torch and numpy.
     """
     if top_of(name) == _SCRIPT:
         return True

@@ -204,7 +204,9 @@ class Machine:
     def run(self) -> Any:
         """Run until STOP and return the builder's result.
 
-        Raises FormatError, TruncatedError and LimitError. The builder may raise other errors.
+        Raises FormatError for a malformed pickle, TruncatedError for an incomplete pickle,
+        LimitError for a pickle that exceeds a limit, and UnsupportedError for an unknown protocol.
+        The builder may raise other errors.
         """
         while self.result is UNSET:
             self._loop()

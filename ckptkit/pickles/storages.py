@@ -35,8 +35,8 @@ class StorageTable:
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        # Maps each key to its storages. A key has several storages in two cases: a reference to the
-        # storage is untyped, or the storage is empty.
+        # Maps each key to its TypedStorages. A key has several TypedStorages in two cases: the
+        # pickle refers to the storage both as untyped and as uint8, or the storage is empty.
         self._known: dict[str, tuple[TypedStorage, ...]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 

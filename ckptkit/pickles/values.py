@@ -38,7 +38,7 @@ _DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
 _CODE_OF_DILL = tuple(f"dill._dill._create_{kind}" for kind in ("cell", "function", "type"))
 _DROPPED = "pickle discards the result of a call; ckptkit cannot represent such a call"
 _UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # a newline would split the name in GLOBAL
-_FULL = object()  # placeholder key: a dict with conflicting keys must not look empty
+_FULL = object()  # placeholder key: a dict with repeated or unhashable keys must not look empty
 
 
 class Unpickled(NamedTuple):
@@ -60,8 +60,9 @@ def unpickle(
     """Return the tree of the pickle at offset `start`. The pickle must end before offset `stop`.
 
     `persistent_load` maps a persistent id to a node. `reducers` maps the module and name of a
-    callable to a function that evaluates its calls. Raises FormatError, TruncatedError, LimitError,
-    UnsupportedError, and any error of `persistent_load`.
+    callable to a function that evaluates its calls. Raises FormatError for a malformed pickle,
+    TruncatedError for an incomplete pickle, LimitError for a pickle that exceeds a limit,
+    UnsupportedError for a pickle that ckptkit does not support, and any error of `persistent_load`.
     """
     values = Values(persistent_load or _no_persistent_ids, reducers)
     machine = Machine(source, start, source.size if stop is None else stop, values)
@@ -96,8 +97,8 @@ class Values:
         self.reducers: dict[int, Reducer] = {}
         self.globals: dict[tuple[str, str], Global] = {}
         self.keys = KeyCheck()
-        # Maps the id of a dict with conflicting keys to the dict and the Pairs that replaces the
-        # dict.
+        # Maps the id of a dict with repeated or unhashable keys to the dict and the Pairs that
+        # replaces the dict.
         self.pairs: dict[int, tuple[Node, Pairs]] = {}
         self.tensors: list[Object] = []  # objects that become plain Tensors in the tree
         # Values popped from the stack; the key is the id of the value.
@@ -250,7 +251,7 @@ class Values:
         setting = [node for node in self.dropped.values() if _sets_code(node)]
         lost = self.dropped.keys() - set(map(id, setting))
         if lost:
-            # `end` adds these Pairs to the tree.
+            # `end` adds the Pairs in `self.pairs` to the tree.
             repeated = [pairs for _, pairs in self.pairs.values()]
             lost.difference_update(map(id, nodes([root, *setting, *repeated])))
         if lost:

@@ -8,7 +8,8 @@ The writer uses protocol 4 in three cases that protocol 2 does not support:
 
 * A call of ``__new__`` has keyword arguments.
 * An object of a subclass of set has items.
-* If the pickle contained the Python 2 name of a module, Python 3 would load another module.
+* The name of a class or function changes when it is converted to Python 2 and back. Protocol 2
+  stores Python 2 names.
 
 The writer always uses the following calls, even if the original file contains an older form:
 

@@ -161,7 +161,11 @@ def _parts(segment: Segment, size: int) -> Iterator[Segment]:
 
 
 def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
-    """Execute one task. Raises OSError, InputError, InputChangedError."""
+    """Execute one task.
+
+    Raises OSError or OutputError if the output cannot be written, InputError if an input cannot be
+    read, and InputChangedError if an input changes during the copy.
+    """
     if task.checksum is not None:
         return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
     # A transpose reads its source out of order, so do not compute checksums of the source.

@@ -243,7 +243,7 @@ def free(path: str) -> int:
 Run = Sequence[int]
 
 _PIECE = 64 << 20  # maximum number of bytes that one task reads again
-_ROUNDING = 1e-9  # tolerance for rounding errors
+_ROUNDING = 1e-9  # relative tolerance for rounding errors in a number of bytes
 _HEADER = 4 << 10  # maximum bytes of the header of an array
 
 

@@ -100,9 +100,13 @@ def publish(
     in this process, not in worker processes. With ``dry_run``, `publish` only makes the checks and
     writes nothing.
 
-    Raises OutputExistsError, UsageError and LimitError before the first byte is written. Raises
-    OutputError, InputChangedError, VerifyError and DamageError. If the input cannot be read, raises
-    a CkptkitError. After an error, the destination is unchanged.
+    Before the first byte is written, raises UsageError for an invalid destination,
+    OutputExistsError for an existing destination, and LimitError for an output that is many times
+    larger than its source. Also raises OutputError if the output cannot be written,
+    OutputExistsError if another process creates the destination, InputChangedError if the input
+    changes, VerifyError if ``verify`` finds a wrong byte, and DamageError if the input does not
+    match its CRC-32s. If the input cannot be read, raises a CkptkitError. After an error, the
+    destination is unchanged.
     """
     given, options = os.fspath(destination), options.changed(changes)
     size, sources = plan.size, plan.sources()

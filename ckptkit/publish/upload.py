@@ -40,9 +40,11 @@ def upload(plan: Plan, url: str, options: Options) -> None:
     """Write the file of `plan` to `url`, or the files of `plan` below `url`. With ``dry_run``,
     `upload` only makes the checks.
 
-    Raises UsageError and OutputExistsError before the first byte is sent. Raises OutputError,
-    InputChangedError and DamageError. If the input cannot be read, raises a CkptkitError. After an
-    error, `url` is unchanged, unless the remote file system fails to remove written files.
+    Before the first byte is sent, raises UsageError for an invalid URL and for ``verify``, and
+    OutputExistsError for an existing destination. Also raises OutputError if the output cannot be
+    written, InputChangedError if the input changes, and DamageError if the input does not match its
+    CRC-32s. If the input cannot be read, raises a CkptkitError. After an error, `url` is unchanged,
+    unless the remote file system fails to remove written files.
     """
     name = shown_url(url)
     if options.verify:

@@ -298,7 +298,9 @@ class Tracer:
         return result
 
     def persistent(self, pid: Any) -> Any:
-        """Resolve a persistent id. Return a storage, or the class in the id of a legacy file.
+        """Resolve a persistent id.
+
+        Return a storage. If the id identifies a class, return the class.
 
         In a legacy file, the id of a class is ("module", class, file name, source code). The oldest
         files omit "module". ckptkit never runs the source code.
