@@ -416,7 +416,7 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
 def _is_module(checkpoint: Checkpoint) -> bool:
     """Return whether the weights are a pickled module.
 
-    `--objects drop` drops a module with its weights.
+    `--objects drop` drops the module, and with it the weights.
     """
     try:
         return checkpoint.selection is not None and checkpoint.selection.is_module

@@ -206,8 +206,9 @@ def method_of(head: bytes) -> str | None:
 def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
     """Yield the decompressed bytes of a source in blocks.
 
-    The source may contain several compressed streams. Raises CorruptError and TruncatedError.
-    Raises MissingPackageError if zstandard is not installed.
+    The source may contain several compressed streams. Raises CorruptError if a stream is damaged,
+    TruncatedError if the last stream is incomplete, and MissingPackageError if a zstd stream needs
+    the package zstandard, which is not installed.
     """
     machine = _MACHINES[method]()
     at = 0

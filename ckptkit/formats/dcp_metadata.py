@@ -122,8 +122,7 @@ def read_metadata(source: ByteSource) -> DcpIndex:
     """Read a `.metadata` file.
 
     Raises UnsafeGlobalError if the pickle contains a name that no harmless checkpoint contains (see
-    `is_foreign`). Also raises AmbiguousError, CorruptError, FormatError, UnsupportedError,
-    LimitError, and the errors of `unpickle`.
+    `is_foreign`). Raises another InputError if the file is damaged, ambiguous or unsupported.
     """
     pickled = unpickle(source)
     if pickled.stop != source.size:

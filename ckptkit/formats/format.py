@@ -46,7 +46,7 @@ class Probe:
         self.name = place.name
         self.options = options
         self.is_folder = isinstance(place, Folder)
-        self.kept: dict[object, object] = {}  # cache that related readers share
+        self.kept: dict[object, object] = {}  # results that `matches` stores for `read`
 
     @property
     def source(self) -> ByteSource:
@@ -73,7 +73,10 @@ class Probe:
 
     @cached_property
     def zip(self) -> ZipDirectory | None:
-        """Return the directory of a zip file. Return None for other files. Raises CorruptError."""
+        """Return the directory of a zip file. Return None for other files.
+
+        Raises the errors of `read_directory`.
+        """
         return read_directory(self.source) if self.head.startswith(MAGIC) else None
 
 
@@ -156,7 +159,7 @@ class Format:
     False, `read` raises an error with a hint.
     ``pickles`` yields the pickles for `scan`, or returns None if the file has another format.
     ``recover`` returns the intact tensors of a damaged file, or None if the file has another
-    format. If the second argument is True, the result includes tensors that cannot be verified.
+    format. If its second argument is True, the result includes tensors that cannot be verified.
     ``recoverable`` reads headers only, and returns the command that may recover tensors
     (`RECOVER`, `UNVERIFIED` or "").
     ``check`` reads headers only, and yields each byte range that has a checksum, and each defect.

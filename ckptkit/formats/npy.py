@@ -121,8 +121,8 @@ def read(probe: Probe) -> Checkpoint:
 def read_array(extent: Extent, crc: int | None) -> Array:
     """Read the array in the byte range `extent`. The elements of a tensor are read later.
 
-    `crc` is the CRC-32 of `extent`, or None. Raises TruncatedError, CorruptError, FormatError,
-    AmbiguousError, UnsupportedError, LimitError, TensorError.
+    `crc` is the CRC-32 of `extent`, or None. Raises an InputError if the array is damaged,
+    ambiguous or unsupported.
     """
     header, text = _header(extent)
     nbytes = extent.length - header.start
@@ -213,7 +213,10 @@ def _shape(text: str) -> Shape:
 
 
 def _dtype(descr: str) -> tuple[str, DType]:
-    """Return the byte order and the dtype of a descr. Raises UnsupportedError."""
+    """Return the byte order and the dtype of a descr.
+
+    Raises UnsupportedError if torch has no such dtype.
+    """
     order, code = (descr[0], descr[1:]) if descr[:1] in tuple("<>|=") else ("", descr)
     dtype = _CODES.get("b1" if code == "?" else code)
     if dtype is not None and (order in ("<", ">") or dtype.component == 1):

@@ -82,8 +82,8 @@ def read(probe: Probe) -> Checkpoint:
     """Read the weights and constants of each model.
 
     The tree of a model is ``{"state_dict": {...}, "constants": {...}}``. If there are several
-    models, the root maps model names to these trees. Raises FormatError, CorruptError,
-    UnsupportedError, and the errors of `read_directory`.
+    models, the root maps model names to these trees. Raises an InputError if the archive is
+    damaged, ambiguous or unsupported.
     """
     directory = probe.zip
     assert directory is not None

@@ -145,7 +145,7 @@ def restore_ties(
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values outside the weights that the record in `metadata` contains, as JSON."""
+    """From the record in `metadata`, return the values outside the weights, as JSON."""
     try:
         fields = _parse(metadata)
         return _typed(fields, "values", dict) if fields is not None else {}
@@ -179,7 +179,10 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
 def _state_dict(
     fields: dict[str, Any], tensors: dict[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[dict[Node, Node], dict[str, int]]:
-    """Return the state_dict that a record describes, and the ties. Raises FormatError."""
+    """Return the state_dict that a record describes, and the ties.
+
+    Raises FormatError for invalid fields of the record.
+    """
     versions = decode(fields.get("state_dict_metadata"))
     if not isinstance(versions, (dict, type(None))):
         raise FormatError("its state_dict_metadata is not a dict")
@@ -261,7 +264,7 @@ def of_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lost_attributes(node: Node) -> list[str]:
-    """Return the attributes of a state_dict that a record cannot store."""
+    """Return the names of a state_dict's attributes that a record cannot store."""
     if not isinstance(node, OrderedMapping) or node.state is None:
         return []
     held = (MODULE_VERSIONS,) if _metadata(node) is not None else ()

@@ -2,11 +2,11 @@
 
 The header of the file contains these entries:
 
-* If one contiguous tensor fills a storage, the storage is a tensor named after its path. Every
-  safetensors reader can load this entry.
-* Any other storage is a uint8 tensor called ``ckptkit.storage.<n>``. Examples are the base of
+* A tensor for each storage that one contiguous tensor fills. The name of the entry is the path of
+  this tensor. Every safetensors reader can load this entry.
+* A uint8 tensor called ``ckptkit.storage.<n>`` for each other storage. Examples are the base of
   several views, and a storage of a dtype that safetensors lacks.
-* A long byte string is a uint8 tensor called ``ckptkit.bytes.<n>``.
+* A uint8 tensor called ``ckptkit.bytes.<n>`` for each long byte string.
 
 The metadata entry ``ckptkit`` contains a JSON record:
 

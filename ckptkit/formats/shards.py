@@ -88,7 +88,7 @@ Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
-    """Return whether the input is an index or a folder of shards whose names end in `suffix`."""
+    """Return whether the input is an index or folder of shards with the file suffix `suffix`."""
     if probe.is_folder:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix

@@ -45,7 +45,8 @@ Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 def parse(data: bytes, what: str) -> Any:
     """Parse `data` as strict JSON. Error messages call the data `what`.
 
-    Raises FormatError for invalid JSON, AmbiguousError for a repeated name, LimitError.
+    Raises FormatError for invalid JSON, AmbiguousError for a repeated name, and LimitError for too
+    many values or too deep nesting.
     """
     _check_size(data, what)
     _check_nesting(data, what)
@@ -247,7 +248,8 @@ def encode(node: Node) -> Any:
 def decode(value: Any) -> Node:
     """Convert the JSON that `encode` returned back to the value.
 
-    Raises FormatError. Recursion is safe: strict JSON has at most 128 levels.
+    Raises FormatError if `encode` cannot have returned the JSON. Recursion is safe: strict JSON has
+    at most 128 levels.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]

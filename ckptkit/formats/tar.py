@@ -117,8 +117,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMemb
     """Return every member by name, in file order.
 
     If `here` is true, remove a leading ``./`` from names. ``tar -C FOLDER .`` writes such names.
-    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
-    LimitError.
+    Raises an InputError if the archive is damaged, ambiguous or unsupported.
     """
     members: dict[str, TarMember] = {}
     folded: set[str] = set()

@@ -108,8 +108,7 @@ KNOWN = (
 def read(probe: Probe) -> Checkpoint:
     """Read the pickle and locate the storages.
 
-    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and the errors
-    of `unpickle`.
+    Raises an InputError if the archive is damaged, ambiguous or unsupported.
     """
     directory = probe.zip
     assert directory is not None
@@ -143,8 +142,10 @@ class Archive:
     def check(self) -> list[str]:
         """Check the version, the byte order and the alignment in the archive.
 
-        Also check that all records are in one top folder. Return warnings. Raises AmbiguousError,
-        FormatError, UnsupportedError.
+        Also check that all records are in one top folder. Return warnings.
+
+        Raises AmbiguousError for a record outside the top folder and for contradictory versions,
+        FormatError for other invalid records, and UnsupportedError for an unknown version.
         """
         for name in self.directory.entries:
             if not name.startswith(self.folder):
@@ -192,7 +193,8 @@ class Archive:
     def unpickle(self, name: str) -> Unpickled:
         """Read the pickle ``<name>.pkl``. Its storages are in the folder ``<name>``.
 
-        Raises CorruptError, AmbiguousError, and the errors of `unpickle`.
+        Raises CorruptError if a record is missing, damaged or of the wrong size. Raises
+        AmbiguousError for bytes after the end of the pickle. Also raises the errors of `unpickle`.
         """
         record = f"{self.folder}{name}.pkl"
         if record not in self.directory:
@@ -324,8 +326,8 @@ class Numbering:
             )
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
             raise UnsupportedError(
-                "cannot write a view of a storage: torch.save supports only complete storages "
-                "since 0.4"
+                "cannot write a view of a storage: since torch 0.4, torch.save supports only "
+                "complete storages"
             )
         return "storage", made, self.key(number), storage.device, numel
 
@@ -371,7 +373,10 @@ def _metadata_record(metadata: Mapping[str, str]) -> bytes:
 
 
 def parse_metadata(data: bytes) -> dict[str, str]:
-    """Return the metadata in the bytes of ckptkit.json. Raises FormatError."""
+    """Return the metadata in the bytes of ckptkit.json.
+
+    Raises FormatError if ckptkit did not write the record.
+    """
     parsed = strict_json.parse(data, METADATA)
     texts = (
         parsed.get("metadata") if isinstance(parsed, dict) and parsed.get("version") == 1 else None

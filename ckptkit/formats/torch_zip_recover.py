@@ -268,7 +268,7 @@ class _DamagedArchive:
         self.directories = self._assembled(_entries_at_end(source))
         self.directory = SalvagedDirectory()  # the directory that locates pickle and storages
         self.top = ""
-        # The dicts below are by the name of a storage's member.
+        # The keys of the following dicts are the names of storage members.
         self.sizes: dict[str, int] = {}
         self.places: dict[str, Extent] = {}
         self.verdicts: dict[str, str] = {}
@@ -418,8 +418,8 @@ class _DamagedArchive:
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
         """Return the CRC and the end offset of the data descriptor at `end`.
 
-        Return None if there is no descriptor. If the sizes in the descriptor differ from `stored`
-        and `size`, return 0 as the end offset. A truncated descriptor has such sizes.
+        Return None if there is no descriptor. If the descriptor is truncated, or if its sizes
+        differ from `stored` and `size`, return 0 as the end offset.
         """
         data = self.window.read(end, 24)
         if not data.startswith(_DESCRIPTOR) or len(data) < 8:
@@ -495,7 +495,8 @@ class _DamagedArchive:
     def open(self) -> Unpickled:
         """Find and read the pickle.
 
-        Raises CorruptError. Raises UnsupportedError if torch.save did not write the archive.
+        Raises CorruptError if the pickle is damaged, and UnsupportedError if torch.save did not
+        write the archive.
         """
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)

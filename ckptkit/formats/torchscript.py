@@ -104,7 +104,7 @@ CONSTANTS = "CONSTANTS"
 def read(probe: Probe) -> Checkpoint:
     """Read the module and its constants.
 
-    Raises FormatError, AmbiguousError, and the errors of `read_directory`.
+    Raises an InputError if the archive is damaged, ambiguous or unsupported.
     """
     directory = probe.zip
     assert directory is not None

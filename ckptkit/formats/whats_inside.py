@@ -132,7 +132,7 @@ def refusal(probe: Probe) -> InputError:
         what, hint = f"is {found[0]}", found[1].format(shell_word(probe.name))
     elif probe.zip is not None:
         kind, what, hint = _zip(probe.zip)
-    elif head[257:262] == b"ustar":  # a valid tar file would have matched
+    elif head[257:262] == b"ustar":  # a format for tar files matches valid tar files
         what = "is a tar archive whose first header is damaged"
         hint = "download or copy it again"
     elif not head.strip(b"\0"):
@@ -218,7 +218,7 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
     if {"model.weights.h5", "config.json"} <= set(names):
         return FormatError, "is a Keras model", _KERAS
     if f"{archive.top}/.data/extern_modules" in archive:
-        what = "is a torch.package archive: Python code with pickles that need it"
+        what = "is a torch.package archive: Python code, and pickles that need this code"
         hint = (
             "if you trust it, load it with torch.package.PackageImporter, which runs its code, "
             "and save the state_dict"

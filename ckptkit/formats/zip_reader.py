@@ -59,7 +59,7 @@ from ckptkit.core.text import mismatch, shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
-# Suffixes to which an in-place edit renames replaced records.
+# An in-place edit renames replaced records to names with one of these suffixes.
 REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
@@ -570,8 +570,8 @@ class Unlocated(NamedTuple):
 def read_directory(source: ByteSource) -> ZipDirectory:
     """Return the directory of a zip file. For a local file, also check all local headers.
 
-    Raises TruncatedError if the end record is missing. Also raises FormatError, CorruptError,
-    AmbiguousError, UnsupportedError, LimitError.
+    Raises TruncatedError if the end record is missing. Raises another InputError if the file is
+    damaged, ambiguous or unsupported.
     """
     try:
         start, size, count = _find_end(source)

@@ -17,8 +17,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
-# This expression matches the names of rank files, and some names in other folders. If no name in a
-# folder matches, ckptkit does not import the layout modules.
+# This expression matches the names of rank files, and a few other names. If no name in a folder
+# matches, ckptkit does not import the layout modules.
 _SIGN = re.compile(
     r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"

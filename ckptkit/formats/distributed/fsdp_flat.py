@@ -7,11 +7,11 @@ The optimizer of FSDP1 contains shards of parameters, without names or shapes:
 * With use_orig_params=False, each rank has one entry for each FSDP unit. The parameters of the unit
   are concatenated, then split into shards of ceil(elements / ranks). The last shards are padded.
 
-The model's rank files contain the names and shapes of the parameters, in the same order. No file
-records the unit of each parameter. The first unit contains the parameters of the root module. The
-next units are the wrapped modules. To find the units, ckptkit tries likely divisions of the
-parameters. If exactly one division matches the sizes, ckptkit reads the optimizer. Otherwise,
-ckptkit drops the optimizer.
+The model's rank files contain the names and shapes of the parameters, in the order of the
+optimizer. No file records the unit of each parameter. The first unit contains the parameters of the
+root module. The next units are the wrapped modules. To find the units, ckptkit tries likely
+divisions of the parameters. If exactly one division matches the sizes, ckptkit reads the optimizer.
+Otherwise, ckptkit drops the optimizer.
 
 A checkpoint of fairscale or metaseq (OPT) consists of model parts. Each model part consists of
 shards. File names are ``<stem>-model_part-<M>-shard<S>.pt`` or ``<stem>-shard<S>.pt``.

@@ -486,7 +486,8 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
         tensor = held["tensor"]
         if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
             raise FormatError(
-                "contains a shard that is not a tensor, or whose dtype differs from its tensor's"
+                "contains a shard that is not a tensor, or a shard of another dtype than the "
+                "complete tensor"
             )
         shards.append(LocalShard(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))

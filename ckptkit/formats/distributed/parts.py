@@ -5,7 +5,8 @@ A file is from a single rank in any of these cases:
 * A DTensor or ShardedTensor has fewer local elements than the complete tensor.
 * Training arguments or counters in the file show several parallel ranks.
 * The file contains the metadata of a fairscale shard.
-* Projections are narrower than the model.
+* In a file called ``consolidated.<NN>.pth``, ``attention.wo.weight`` has fewer columns than
+  ``norm.weight`` has elements.
 
 ckptkit recognizes all other rank files by their names. Examples of other rank files are layers of a
 DeepSpeed pipeline, partitions of ZeRO, and optimizers of FSDP.
@@ -59,7 +60,8 @@ _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
-# Maps each training argument for a number of parallel ranks to the abbreviation of the axis.
+# The keys are training arguments that contain a number of parallel ranks. The values are the
+# abbreviations of the parallel axes.
 _SIZES = {
     "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -116,9 +118,9 @@ def folder_beside(path: str, up: int = 0) -> str | None:
 
 
 def folder_of_ranks(path: str, up: int = 0) -> str | None:
-    """Return the folder with the files of all ranks, of which `path` is one (`folder_beside`).
+    """Return the folder of a rank's file, if the folder may contain files of other ranks.
 
-    Return None if the folder contains no other name with the same suffix, and so no other rank.
+    `folder_beside` describes `up`. Return None if no other name in the folder has the same suffix.
     """
     folder = folder_beside(path, up)
     if folder is None:

@@ -291,8 +291,8 @@ class RankGroup(NamedTuple):
 def groups(names: Iterable[str]) -> list[RankGroup]:
     """Return the groups of rank files among `names`.
 
-    Groups of names with the word "rank" come first. A name is in at most one group. In a name
-    without "rank", the rank is the number that has the most values in the folder.
+    Groups of names with the word "rank" come first. A name is in at most one group. If a name
+    without "rank" contains several numbers, the rank is the number that differs in the most names.
     """
     certain: dict[str, dict[int, str]] = {}
     others: dict[str, dict[int, str]] = {}

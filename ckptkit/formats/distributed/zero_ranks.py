@@ -72,9 +72,9 @@ def _holds_states(folder: Folder, name: str) -> bool:
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of a file such as ``latest``, and the name of the folder in this file.
+    """Return the name of a file such as ``latest``, and the folder name that the file contains.
 
-    Return None if there is no such file.
+    Return None if `folder` has no such file.
     """
     for name in POINTERS:
         try:
