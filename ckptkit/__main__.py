@@ -1,8 +1,8 @@
 """Run the command line: the program ``ckptkit``, and ``python -m ckptkit``.
 
-With ``-m``, Python puts the working directory first into sys.path. If the working directory
-contains a hostile ``torch.py``, ckptkit would import this file. Therefore, this module removes the
-working directory from sys.path.
+With ``-m``, Python puts the working directory first into sys.path. ckptkit would then import a
+hostile ``torch.py`` from the working directory. Therefore, this module removes the working
+directory from sys.path.
 """
 
 import os
@@ -25,7 +25,7 @@ def main() -> NoReturn:
 def _forget_folder() -> None:
     try:
         here = os.getcwd()
-    except OSError:  # the working directory was removed
+    except OSError:  # the working directory no longer exists
         here = ""
     if sys.path and sys.path[0] in ("", here):
         del sys.path[0]

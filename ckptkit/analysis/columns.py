@@ -95,8 +95,8 @@ def remark(row: TensorRow) -> str:
 
 
 def _is_plain(row: TensorRow) -> bool:
-    """Return True for a dense tensor that is not sharded or quantized and that fills its own
-    storage.
+    """Return True for a dense tensor that fills its own storage, and is neither sharded nor
+    quantized.
 
     In most files, the result is True for almost all tensors.
     """

@@ -128,7 +128,7 @@ def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
         ("self_attn.q_proj.weight", heads),
         ("self_attn.k_proj.weight", keys),
     ):
-        allowed = (count * size, 2 * count * size)  # an output gate doubles the count
+        allowed = (count * size, 2 * count * size)  # an output gate doubles the number of rows
         rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
         wrong = [f"{n} rows (head size {size}) in {name}" for n, name in rows if n not in allowed]
         if rows:

@@ -216,7 +216,8 @@ def _line(name: str, id: str, escape: Callable[[str], str]) -> str:
 def read_manifest(path: PathLike) -> dict[str, str]:
     """Read a manifest that `ckptkit digest` wrote. Return the tensor ids by name.
 
-    Raises FormatError, CorruptError, LimitError.
+    Raises FormatError if the file is not a manifest, CorruptError if the manifest is truncated or
+    edited, and LimitError if the manifest is too large.
     """
     place = open_place(path)
     try:
@@ -311,7 +312,7 @@ def compare_ids(
 # Checksums of file parts. Large parts are split into pieces for several threads.
 
 PIECE = 64 << 20  # number of bytes in a piece
-DAMAGE = (FormatError, AmbiguousError, TensorError)  # errors of a damaged file
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # errors that ckptkit raises for damaged files
 _NOTHING = Range(Memory(b""), 0, 0)
 
 

@@ -500,7 +500,8 @@ Shapes = Mapping[str, "Shape | None"]  # None for unknown shapes
 SAMPLE = 500  # number of sampled names in the search for prefixes
 PREFIXES = 16  # maximum number of prefixes to try on each side
 
-CERTAIN = "torch"  # torch.nn.utils.parametrizations renamed the key
+# `why` of a pair if torch.nn.utils.parametrizations renamed the key.
+CERTAIN = "torch"
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
 _BEFORE = {
     "original0": "_g", "original1": "_v",  # weight_norm

@@ -30,9 +30,8 @@ class MovedPart(NamedTuple):
 
     - `pattern` is a glob that selects the tensors.
     - `relative` is the relative change: the norm of the differences, divided by the norm of the
-      changed tensors in A.
-    - If no tensor changed, `relative` is 0. If the norm is zero or the values are not floats,
-      `relative` is None.
+      changed tensors in A. If no tensor changed, `relative` is 0. If the norm in A is zero or the
+      values are not floats, `relative` is None.
     - `blocks` contains (name, relative change) for each block, if there are several blocks.
     """
 

@@ -23,9 +23,10 @@ class Share(NamedTuple):
     - `role` is one of ROLES.
     - `place` is the dotted path in the file. In a pickled module, `place` is the path of the module
       and the name of the weight.
-    - If the file contains weights, `parameters` of all other tensors is 0.
-    - If an earlier row has the same elements, `same` is the index of that row, and `parameters` and
-      `nbytes` are 0.
+    - `parameters` is the number of elements, or 0 if an earlier row already counts these elements.
+      If the file contains weights, `parameters` is 0 for all tensors that are not weights.
+    - `nbytes` is the number of bytes, or 0 if an earlier row has the same elements.
+    - `same` is the index of the first row with the same elements, or None if this row is the first.
     """
 
     row: TensorRow

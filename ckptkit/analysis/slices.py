@@ -52,7 +52,8 @@ def parse(text: str, shape: Shape) -> Picks:
 
     `text` contains integers, ``start:stop:step`` and at most one ``...``, separated by commas.
     Negative integers count from the end. Steps are positive. Dimensions without an item are
-    selected completely. Raises UsageError.
+    selected completely. Raises UsageError for an invalid `text`, and for an index that is out of
+    range.
     """
     items = [each.strip() for each in _unwrapped(text).split(",")] if _unwrapped(text) else []
     if items.count("...") > 1:

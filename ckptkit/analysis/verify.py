@@ -81,8 +81,10 @@ def verify(
 
     `expected` maps names to tensor ids. With `expected`, `verify` compares the ids of the weights
     that `matches` selects. With `values`, NaN and infinities in tensors and scales are findings
-    too. If bytes are damaged, `verify` does not compare ids or check values. Raises PathError,
-    UnsupportedError and LimitError. Raises FormatError if the file is not a checkpoint.
+    too. If bytes are damaged, `verify` does not compare ids or check values.
+
+    Raises PathError for a path that cannot be opened, UnsupportedError for an unsupported format,
+    LimitError for an exceeded limit, and FormatError for a file that is not a checkpoint.
     """
     place = open_place(path)
     try:

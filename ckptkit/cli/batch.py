@@ -140,9 +140,8 @@ class _Work:
 
         Raises UsageError for options that are invalid for every input.
         """
-        request, given = self._asked(
-            _Checked, source, ""
-        )  # an empty DST, because the suffix of DST would choose the format
+        # DST is empty here, because the suffix of DST would choose the format.
+        request, given = self._asked(_Checked, source, "")
         with suppress(InputError):  # the job reports an unreadable input later
             request = _original(self.name).run(request=request, **given)
         return request

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 MOST = 500  # maximum number of values; if more match, offer common prefixes
 DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
-# Kind of the values of a parameter, by the metavar or name of the parameter.
+# Maps the metavar or name of a parameter to the kind of its values.
 KINDS = {
     "A=B": "tags", "DEVICE": "devices", "GLOB": "names", "DTYPE": "targets",
     "GLOB=]DTYPE": "dtypes", "KIND": "quantizations", "P": "prefixes", "PATH": "entries",
@@ -49,8 +49,8 @@ class Completed(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # If the handler of SIGALRM raises KeyboardInterrupt, SIGALRM stops the completion after
-        # SECONDS.
+        # `cli.main` sets a handler of SIGALRM that raises KeyboardInterrupt. With this handler, a
+        # timer stops the completion after SECONDS.
         alarm = getattr(signal, "SIGALRM", None)
         heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
         if heard:

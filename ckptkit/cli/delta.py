@@ -192,7 +192,7 @@ def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
     if found.version is not None:
         count = render.plural(len(found.versions), "tensor")
         odd = found.recorded not in (None, found.version)
-        but = f", and its folder records {found.recorded:06d}" if odd else ""
+        but = f", and its folder records version {found.recorded:06d}" if odd else ""
         render.emit_text(f"{base}: at version {found.version:06d}: {count} compared{but}")
         return code
     render.emit_text(f"{base}: tensors have no common version:")

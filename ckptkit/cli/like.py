@@ -18,9 +18,10 @@ _BYTES = 64 << 20
 def expected(name: str) -> Shapes:
     """Return the names and shapes of the tensors of a checkpoint, an index or a model.
 
-    Import and run the code of a model. Raises InputError or UsageError.
+    Import and run the code of a model. If shards of an index are missing, all shapes are None.
 
-    If shards of an index are missing, all shapes are None.
+    Raises InputError if the checkpoint cannot be read or the model cannot be built, and UsageError
+    for an invalid index.
     """
     if _MODEL.fullmatch(name) and not os.path.exists(name):
         from ckptkit.cli.model_class import built

@@ -18,7 +18,8 @@ def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
 
     The output of the model's code goes to standard error.
 
-    If building takes long, print a note. ckptkit never stops the code. Raises ModelError.
+    If building takes long, print a note. ckptkit never stops the code. Raises
+    ModelError if the import or the constructor fails.
     """
     from threading import Timer
 

@@ -184,7 +184,10 @@ def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
 
 
 def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
-    """Return the tensor with this name or path. Raises UsageError."""
+    """Return the tensor with this name or path, and the slice `index` of the tensor.
+
+    Raises UsageError for a missing tensor or an invalid slice.
+    """
     from ckptkit.analysis.slices import parse
 
     found = [row for row in rows if row.name == name] or [row for row in rows if row.place == name]

@@ -316,7 +316,7 @@ def _step(error: click.UsageError, line: Line) -> Step:
         if "REGEX=" in error.message and repr(word) in error.message and "=" not in pair[1]:
             new = line.replaced(pair[1])
             return None, new and new.replaced(word, "=".join(pair))  # `--sub OLD NEW`
-    if "is not of the form A=B" in error.message:  # a single device applies to all tensors
+    if "is not of the form A=B" in error.message:  # the user gave one device for all tensors
         return None, line.replaced("--device", "--to")
     if "unexpected extra argument" in error.message:
         return None, _extra(line)
@@ -525,7 +525,7 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
     """Return a hint for an input that ckptkit refused or did not find."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
-        is_path = own is not None and own.startswith("did you mean")  # only corrects the path
+        is_path = own is not None and own.startswith("did you mean")  # `own` suggests only a path
         return new if is_path else "; ".join(filter(None, [own, new]))
     is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
     if is_missing and place is not None and has_magic(place):

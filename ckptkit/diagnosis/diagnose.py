@@ -98,9 +98,11 @@ def examine(
 
     `options` are the options for reading. `words` are the command line options that select the
     model and the key. This function reads headers. It also verifies the tensors of local files
-    smaller than `READ`. Raises PathError, UsageError for a `key` that does not exist, and
-    SeveralError for a folder of several checkpoints. If a remote file cannot be read, the error of
-    the read propagates.
+    smaller than `READ`.
+
+    Raises PathError for a path that cannot be opened, UsageError for a `key` that does not exist,
+    and SeveralError for a folder of several checkpoints. If a remote file cannot be read, the error
+    of the read propagates.
     """
     place = open_place(path)
     with steady(place, remote=True):

@@ -59,7 +59,8 @@ class Edit:
     help: str = ""  # text of --help below the first line
     examples: tuple[str, ...] = ()  # arguments of the command in the examples of --help
     needs: str = ""  # message of the usage error if the command gets no option
-    several: str = ""  # place of the checkpoint among several inputs: "first" or "last"
+    # For an edit with several inputs: place of a recipe's checkpoint among them ("first", "last").
+    several: str = ""
     has_key: bool = False  # True if the command has the option --key
     reads_parts: bool = False  # True if the command has the options for distributed checkpoints
     fixed: Mapping[str, Any] | None = None  # arguments that every recipe step passes

@@ -54,7 +54,10 @@ _WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Parse one expectation, such as ``"lm_head.weight exists"``. Raises RuleError."""
+    """Parse one expectation, such as ``"lm_head.weight exists"``.
+
+    Raises RuleError for an invalid expectation.
+    """
     glob, _, rest = text.strip().partition(" ")
     if not glob:
         raise RuleError("an expectation is empty; write a name or a glob, then conditions")

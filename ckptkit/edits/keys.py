@@ -124,8 +124,8 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
     `names` maps old to new keys. If a module has parameters, their new keys determine the new path
     of the module. If a module has only submodules, the new paths of the submodules determine the
     new path of the module. However, ckptkit ignores submodules whose last path component changed. A
-    module without parameters and submodules stays in its parent module. If a new path is ambiguous,
-    drop the entry and add the old path to `lost`.
+    module that has neither parameters nor submodules stays in its parent module. If a new path is
+    ambiguous, drop the entry and add the old path to `lost`.
     """
     votes: dict[str, set[str]] = defaultdict(set)  # module -> new paths of its parameters
     for old, new in names.items():
@@ -230,7 +230,10 @@ class EditedDict:
         return f" of {join(self.path)}" if self.path else ""
 
     def renamed(self, names: Mapping[str, str], edit_metadata: Callable[[Paths], Paths]) -> Node:
-        """Return the dict with new keys in the order of the old keys. Raises CollisionError."""
+        """Return the dict with new keys in the order of the old keys.
+
+        Raises CollisionError if two keys become equal.
+        """
         new: dict[Node, Node] = {}
         for key, value in self.entries.items():
             name = names.get(key, key)
@@ -487,10 +490,10 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """Drop names of tied weights.
 
-    `names` maps each name to drop to another name of the same weight.
+    The keys of `names` are the names to drop. Each value is another name of the same weight.
 
-    Ignore names to drop that do not exist in the checkpoint. Raises UsageError if the two names do
-    not belong to the same weight.
+    Ignore keys that do not exist in the checkpoint. Raises UsageError if a key and its value are
+    not names of the same weight.
     """
     (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}

@@ -54,8 +54,8 @@ def dequantize_hint(ck: Checkpoint) -> str:
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise UsageError for checkpoints that are not quantized in the same way.
 
-    Either the checkpoints are quantized by different methods, or only one of two checkpoints
-    quantizes a weight that both contain.
+    There are two cases: the checkpoints are quantized by different methods, or only one of two
+    checkpoints quantizes a weight that both contain.
     """
     known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
     owners: dict[str, QuantizedWeight | None] = {}

@@ -48,7 +48,11 @@ ARCHITECTURE = "general.architecture"  # key of the architecture in GGUF files, 
 
 
 def read(path: str) -> Mapping[str, Any]:
-    """Read a JSON object from the file `path`. Raises PathError, UsageError."""
+    """Read a JSON object from the file `path`.
+
+    Raises PathError if the file cannot be opened, and UsageError if it is too large or contains no
+    JSON object.
+    """
     source = LocalFile(path)
     try:
         return _parsed(source)
@@ -57,8 +61,10 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
-    """Read the config.json next to a checkpoint. Return None if the file is missing. Raises
-    UsageError."""
+    """Read the config.json next to a checkpoint. Return None if the file is missing.
+
+    Raises UsageError if the file is too large or contains no JSON object.
+    """
     folder = _folder(source)
     try:
         if folder is None or CONFIG_NAME not in folder:
@@ -137,7 +143,7 @@ class UnlikeError(TensorError):
 def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoint:
     """Return the checkpoint if its weights have exactly the expected names and shapes.
 
-    Raises UnlikeError.
+    Raises UnlikeError for other names or shapes.
     """
     found = {key: tensor.shape for key, tensor in checkpoint.weights.items()}
     faults = []
@@ -269,7 +275,7 @@ class RuleOptions(NamedTuple):
     """Options that all rule steps of a recipe share.
 
     - ``args`` contains sizes from the caller.
-    - If ``reports`` is true, each step adds a `RulesReport` to the checkpoint.
+    - ``reports`` is true if each step adds a `RulesReport` to the checkpoint.
     - ``meta`` is the metadata of another file and replaces the metadata of the checkpoint.
     - ``dequantize`` is the dtype for the dequantize step.
     """

@@ -201,7 +201,7 @@ def segments(on: GpuMachine, folder: Path) -> Facts:
     return {"rows": rows, "table": table}
 
 
-@check("S06 S24 recomputing with dropout trains the same weights")
+@check("S06 S24 with dropout, recomputing activations trains the same weights as keeping them")
 def recomputing(on: GpuMachine, folder: Path) -> Facts:
     """Compare a training step that keeps activations with a training step that recomputes them."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
@@ -213,7 +213,7 @@ def recomputing(on: GpuMachine, folder: Path) -> Facts:
     return {**same, "kept": kept, "recomputed": again}
 
 
-@check("S07 S15 every trained model has the same accuracy on the CPU")
+@check("S07 S15 every trained model has the same accuracy on the CPU as on the training device")
 def models(on: GpuMachine, folder: Path) -> Facts:
     accuracies = {}
     for model in MODELS:

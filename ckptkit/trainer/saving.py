@@ -216,7 +216,7 @@ def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
 def check_output(out: Path, files: RunFiles, config: Config, force: bool, after: int = 0) -> None:
     """Raise RequestError before training if an output cannot be written.
 
-    `after` is the number of epochs finished before a resumed run.
+    `after` is the number of epochs that were finished before the run was resumed.
     """
     named = [*([files.resume] if files.resume else []), *files.written]
     for path in (out, *files.written):
