@@ -51,7 +51,7 @@ EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
 class Operand(NamedTuple):
-    """An input matrix. Number 0 is the first input after the matrix of the base."""
+    """An input matrix. ``number`` 0 is the first input after the matrix of the base."""
 
     number: int
     dtype: str
@@ -64,7 +64,8 @@ class Combined(NamedTuple):
 
     If ``how`` is ``@``, the matrix is the product of L and R.
     If ``how`` is ``*``, it is the elementwise product. R may be a single row or column.
-    If ``how`` is ``core``, L is the core of a Tucker decomposition, [m, n * kernel]. R is [n, in].
+    If ``how`` is ``core``, L is the core of a Tucker decomposition, with shape [m, n * kernel]. R
+    has shape [n, in], and the matrix has shape [m, in * kernel].
     If ``how`` is ``kron``, the matrix is the Kronecker product.
     If ``how`` is ``front``, it is the Kronecker product for a one-dimensional convolution of peft.
     The kernel then has ``kernel`` elements.
@@ -96,7 +97,7 @@ class Combined(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Return the largest number of columns of a left matrix of a product."""
+        """Return the largest inner dimension of the matrix products, or 0 without a product."""
         inner = (each.rank for each in self[1:3] if isinstance(each, Combined))
         return max(self.left.columns if self.how == "@" else 0, *inner, 0)
 
@@ -113,8 +114,8 @@ class Formula:
 
     If ``rounding`` is ``once``, only the sum of weight and update is rounded.
     If ``rounding`` is ``twice``, the update is rounded before the addition too.
-    If ``rounding`` is ``again``, the rounded update is added first, and then the update is added
-    again.
+    If ``rounding`` is ``again``, the rounded update is added and the sum is rounded. Then the
+    update is added again, without rounding it first.
 
     If ``norm`` is not "", the sum is multiplied by ``numbers``. This operand has one number for
     each row or column of the sum, as ``by`` specifies. In a convolution, ``group`` neighboring
@@ -168,7 +169,7 @@ class Adapt(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the first and last row of each tile that contains rows from `first` to `last`.
+        """Yield the first row and the end row of each tile with rows from `first` to `last`.
 
         The boundaries of the tiles do not depend on the arguments.
         """
@@ -296,7 +297,7 @@ class _TileWork:
         return data.astype(self.wide).reshape(end - top, operand.columns)
 
     def factor(self, made: Array, top: int, end: int) -> Array:
-        """Return an array of factors for the sums `made`. The array broadcasts to their shape."""
+        """Return the factors for the sums `made`, in an array that broadcasts to their shape."""
         import numpy as np
 
         formula, first = self.formula, self.adapt.first
@@ -314,7 +315,7 @@ class _TileWork:
 
     @cached_property
     def norms_of_columns(self) -> Array:
-        """Return the norms of the sum's columns or groups of columns.
+        """Return the norms of the columns of the sum, or of its groups of columns.
 
         A limited number of columns is in memory at once.
         """
@@ -357,7 +358,7 @@ def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a tensor as a matrix.
+    """Return (rows, columns) for viewing a tensor as a matrix.
 
     All dimensions except the first are columns.
     """
@@ -366,7 +367,7 @@ def as_matrix(shape: Shape) -> tuple[int, int]:
 
 # The formula of each kind of module
 
-_Spec: TypeAlias = str | tuple[str, Any, Any]  # a role, or how two matrices are combined
+_Spec: TypeAlias = str | tuple[str, Any, Any]  # a role, or an operation and its two operands
 
 # The update of each kind of module. If a role ends in ', the matrix is transposed. If a kind has
 # several updates, ckptkit uses the first whose roles all exist in the module. The sources are
@@ -392,7 +393,7 @@ _ROUNDINGS = {"attention_out": "again", "embedding": "twice"}
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """The weight update of a module, with the numbers of rows and columns of the weight."""
+    """The weight update of a module, for a weight of ``rows`` x ``columns``."""
 
     formula: Formula
     operands: tuple[Tensor, ...]
@@ -424,7 +425,7 @@ class ModuleChange:
         )
 
     def added(self, base: Tensor, first: int, origin: Tensor | None = None) -> Tensor:
-        """Return the matrix `base` plus some rows of the update, beginning with row `first`.
+        """Return the matrix `base` plus rows of the update, from row `first` of the update on.
 
         If `origin` is not None, the norms are those of `origin` plus the update.
         """
@@ -460,9 +461,9 @@ def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
 
 
 def placed(under: Tensor, parts: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-    """Return a matrix like `under` after replacing some parts.
+    """Return the matrix `under` with some parts replaced.
 
-    `parts` contains the first row, the first column and the new part. No two parts share a row.
+    Each item of `parts` is (first row, first column, new part). No two parts share a row.
     """
     found, last, (rows, columns) = list[tuple[Shape, Tensor]](), 0, under.shape
     end = rows, 0, zeros(under, (0, columns))
@@ -507,9 +508,9 @@ def change_of(
 ) -> ModuleChange:
     """Return the update of a module, multiplied by `weight`.
 
-    `shape` is the shape of the weight. IA3 and VeRA require the shape. The keyword arguments
-    `tensors` replace tensors of the module. The keywords are roles. Raises UnsupportedError if the
-    shapes of the factors do not match.
+    `shape` is the shape of the weight. IA3 and VeRA require the shape. Each keyword in `tensors` is
+    a role; its argument replaces the tensor with this role. Raises UnsupportedError if the shapes
+    of the factors do not match.
     """
     has = {**module.tensors, **tensors}
     if module.kind == "ia3":
@@ -568,7 +569,7 @@ def change_of_bias(module: Module, role: str, weight: float) -> ModuleChange:
 
 
 def _roles_of(spec: _Spec) -> list[str]:
-    """Return the roles in an update."""
+    """Return the roles that a formula of `_UPDATES` contains."""
     return [spec] if isinstance(spec, str) else [r for each in spec[1:] for r in _roles_of(each)]
 
 
@@ -581,11 +582,11 @@ def _term(spec: _Spec, operands: Mapping[str, Operand]) -> Term:
 def _with_numbers(
     change: ModuleChange, module: Module, shape: Shape, config: Mapping[str, Any]
 ) -> ModuleChange:
-    """Return the update with a factor for each row or column: those of IA3, or DoRA magnitudes.
+    """Return the update with a factor for each row or column: IA3 factors or DoRA magnitudes.
 
-    IA3 multiplies the outputs of a module, or its inputs in a feedforward module. A magnitude of
-    DoRA belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of shape
-    [1, in, ...] belong to columns, and `EPS` is added to the norm.
+    IA3 multiplies the inputs of a feedforward module, and the outputs of any other module. A
+    magnitude of DoRA belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of
+    shape [1, in, ...] belong to columns, and `EPS` is added to the norm.
     """
     role, norm, by, group = "magnitude", "norm", "rows", 1
     numbers = module.tensors["ia3" if module.kind == "ia3" else role]

@@ -138,7 +138,7 @@ def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoi
 
 
 def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
-    """Return a hint with the command that merges an adapter into one of `others`.
+    """Return a hint with the command that merges `adapter` into the base model in `others`.
 
     If the merge is impossible, return a hint that names a help page.
     """
@@ -182,7 +182,7 @@ class MergePlan:
     ``pieces`` maps each tensor to its updates. ``problems`` lists the reasons why the merge is
     impossible. ``renames`` lists prefixes of names that differ between the adapter and the base.
     ``unlike`` contains (tensor, rows in the adapter, rows in the base) for each embedding or head
-    whose vocabulary sizes differ.
+    with different numbers of rows.
     """
 
     def __init__(
@@ -263,10 +263,10 @@ class MergePlan:
     # Find the tensors of each module
 
     def _rename(self, paths: Sequence[str]) -> None:
-        """Find the names of a peft adapter's modules in the base. Their prefixes may differ."""
+        """Find the modules of a peft adapter in the base, where they may have another prefix."""
         if self.adapter.layout != "peft":
             return
-        if not self.adapter.modules:  # the adapter has only complete tensors, even new tensors
+        if not self.adapter.modules:  # the base may lack some of the complete tensors
             paths = [each for each in paths if each in self.names.modules]
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
         self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]

@@ -6,9 +6,9 @@ is the name in diffusers and transformers. The original Flux and OpenCLIP fuse q
 matrix. diffusers and transformers use three matrices. Each line of `spellings.txt` is a tensor
 rule. The rule contains both names of a module, and the split of its rows.
 
-Module names of a peft adapter and of its base may differ in the prefix. There are three such cases.
-The base may be saved without its head, so `bert.` or `transformer.` is missing. The base may be a
-part of another model. Vision-language models have different module names in memory and in files.
+Module names of a peft adapter and of its base may differ in the prefix, for three reasons. The base
+was saved without its head, so `bert.` or `transformer.` is missing. The base is a part of another
+model. The base is a vision-language model with different module names in memory and in files.
 ckptkit rejects ambiguous renames.
 """
 
@@ -41,8 +41,8 @@ HEADS = ("lm_head", "embed_out", "output")
 _SWAPPED = "final_layer.adaLN_modulation.1"
 # The groups match the module of all experts, the index of an expert, and the name of a matrix.
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-# Maps each fused parameter of all experts to the matrices of one expert. The rows of the parameter
-# are the rows of these matrices. Models use different names for the matrices.
+# Maps each parameter that fuses all experts to the matrices of one expert. The parameter joins the
+# rows of these matrices. Models use different names, so each parameter has two alternatives.
 _PARAMETERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -54,10 +54,11 @@ T = TypeVar("T")
 class Part(NamedTuple):
     """The rows of a module that correspond to rows of another module.
 
-    One name is original, and the other is that of diffusers. The other module is called `name`. The
-    rows of this module are divided into `units` equal blocks. The rows of the other module are
-    divided into `whole` blocks of the same size. `length` blocks of this module from block `start`
-    on correspond to the blocks of the other module from block `at` on.
+    One module has its original name, and the other module has its diffusers name. `name` is the
+    name of the other module. The rows of this module are divided into `units` equal blocks. The
+    rows of the other module are divided into `whole` blocks of the same size. `length` blocks of
+    this module from block `start` on correspond to the blocks of the other module from block `at`
+    on.
     """
 
     name: str
@@ -155,7 +156,7 @@ def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
 
 
 def _texts(side: Pattern) -> list[str]:
-    """Return the names that a pattern matches. Each layer index is 0."""
+    """Return the names that a pattern matches. In these names, each layer index is 0."""
     found = [""]
     for part in side.parts:
         labels = (part.labels or ("0",)) if isinstance(part, Index) else (part,)
@@ -219,7 +220,7 @@ def dotted(name: str) -> str:
 def of_comfy(component: str, path: str) -> tuple[str, str]:
     """Return the component and the name of a module.
 
-    In ComfyUI, the name of a module contains the text encoder.
+    In ComfyUI, module names of text encoders begin with a name such as ``clip_l``.
     """
     if component != "text_encoders":
         return component, path

@@ -1,8 +1,8 @@
 """Read the headers of adapters, which are folders of peft or files of kohya, diffusers and ComfyUI.
 
-ckptkit recognizes the layout by the tensor names. Most tensors have a role in a module, such as
-``A`` or ``alpha``. `tables.toml` lists the roles. Some tensors replace a tensor of the base, and
-some are not used. All other tensors are unknown.
+ckptkit recognizes the layout by the tensor names and the configuration of peft. Most tensors have a
+role in a module, such as ``A`` or ``alpha``. `tables.toml` lists the roles. Some tensors replace a
+tensor of the base, and some are not used. All other tensors are unknown.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Module:
 
     ``path`` is the name of the module in the file, without ``prefix`` (such as ``unet.``). If
     ``parameter`` is True, the module changes a parameter of experts, and ``path`` ends in the name
-    of the parameter. ``kind`` is a kind of `tables.toml`, or ``attention_out``. If tensors are
-    missing, ``kind`` is "".
+    of the parameter. ``kind`` is a key of the table ``kinds`` in `tables.toml`, or
+    ``attention_out``. If tensors are missing, ``kind`` is "".
 
     The update is multiplied by ``scale``, and for AdaLoRA divided by ``divisor``. If the adapter
     does not contain a scale, ``scale`` is None. ``expected`` is the rank in the configuration, None
@@ -95,7 +95,7 @@ class Module:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the update is added to the weight. Such an update may have a factor."""
+        """Return whether the update is added to the weight. A factor can scale only a sum."""
         return not self.is_dora and self.kind not in ("ia3", "tokens")
 
     @property
@@ -111,7 +111,7 @@ class Adapter:
     ``modules`` maps the name of each module in the file to its tensors. ``replaced`` maps names in
     the base to complete tensors. ``ignored`` lists unused tensors. ``unknown`` lists
     tensors that ckptkit does not recognize. ``configs`` maps each component of a pipeline to its
-    configuration. The configuration of peft has the key "". ``metadata`` lacks the configurations.
+    configuration. The configuration of peft has the key "". ``metadata`` is the other metadata.
     """
 
     path: str
@@ -213,8 +213,8 @@ def read_adapter(
     `component` selects the modules of one component of a pipeline. `alpha` sets the alpha of an
     adapter that contains no scale.
 
-    Raises UsageError if the file is not an adapter, if the folder contains several adapters, or if
-    no module has the component. Raises UsageError for `alpha` if the adapter contains an alpha.
+    Raises UsageError if the file is not an adapter, if the folder contains several adapters, if no
+    module belongs to `component`, or if `alpha` is given for an adapter that contains a scale.
     """
     is_path = isinstance(path, (str, os.PathLike))
     checkpoint = _opened(arguments.path("adapters", path)) if is_path else opened(path)
@@ -287,7 +287,7 @@ def _role(name: str) -> tuple[str, str] | None:
 
 
 def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> str:
-    """Return the layout of an adapter. The criterion is the tensor names."""
+    """Return the layout of an adapter, which follows from tensor names and configuration."""
     prefixes = table("prefixes")
     for name in names:
         found = _role(name)
@@ -362,7 +362,7 @@ def _module(
     configs: Mapping[str, Mapping[str, Any]],
     alpha: float | None,
 ) -> Module:
-    """Return one module. Set the scale if the adapter contains it."""
+    """Return the module `key` with its scale, which is None if it is unknown."""
     kinds = table("kinds").items()
     has = (kind for kind, roles in kinds if all(tensors.keys() & each.split("|") for each in roles))
     kind, prefixes = next(has, ""), table("prefixes")[layout]
@@ -370,7 +370,7 @@ def _module(
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False
     if layout == "peft" and kind == "lora":
-        if path.endswith(".base_layer.out_proj"):  # nn.MultiheadAttention contains this out_proj
+        if path.endswith(".base_layer.out_proj"):  # out_proj of nn.MultiheadAttention
             path, kind = path.replace(".base_layer.", "."), "attention_out"
         elif expert := _parameter(path, config or {}):
             path, is_parameter = expert, True

@@ -260,11 +260,13 @@ def _respelled(
         warnings.append(f"kept the names of {quoted(odd)}, for which ckptkit has no other names")
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
-        warnings.append("wrote the names of SD 1.5; the names do not exclude that this is SDXL")
+        warnings.append("wrote the names of SD 1.5, but the adapter may be for SDXL")
     if fused and not any(each.startswith("single_transformer_blocks.") for each in paths):
         if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
             raise UnsupportedError("is for SD 3; ckptkit does not support its original names")
-        warnings.append("wrote the original names of Flux; other models have such blocks too")
+        warnings.append(
+            "wrote the original names of Flux, but the adapter may be for another model"
+        )
     if fused and any(map(_HUNYUAN.match, paths)):
         raise UnsupportedError(
             "is not for Flux; ckptkit does not support the original names of HunyuanVideo"
@@ -451,8 +453,7 @@ def _key(module: Module, to: str, single: bool) -> str:
 def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
     """Return a DoRA magnitude in the shape of a layout.
 
-    Raises UnsupportedError for the magnitudes of columns, unless the layout supports such
-    magnitudes.
+    Raises UnsupportedError for magnitudes of columns if the layout does not support them.
     """
     out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
     if to in _ORIGINALS:
@@ -586,7 +587,7 @@ class ExtractReport:
         return sqrt(self.rest / self.norm) if self.norm else 0.0
 
     def best(self, name: str, svd: tuple[Array, Array, Array], most: int, norm: float) -> Any:
-        """Return B and A of the best approximation with at most rank `most`.
+        """Return B and A of the best approximation of a difference, with rank `most` or lower.
 
         `svd` contains U, S and V. `norm` is the squared norm of the difference.
         """
@@ -758,7 +759,8 @@ def _differences(
 ) -> Iterator[tuple[str, _Difference]]:
     """Yield the difference of each changed matrix. Yield the difference of tied matrices once.
 
-    Add the names of other tensors to `found`.
+    Add the names of other changed tensors to ``found.left``. Add the names of tensors in the
+    modules `save` to ``found.saved``.
     """
     news, olds = after.required.tensors, before.required.tensors
     unused = [each for each in save if not any(_is_in(name, each) for name in news)]

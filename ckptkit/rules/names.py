@@ -496,8 +496,9 @@ def axis_words(rule: Rule) -> Words:
     for word in (*rule.left.words, *rule.left.axes, *rule.right.words, *rule.right.axes):
         if word not in left or word not in right:
             noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
+            where = "right" if word in left else "left"
             hint = (
-                "if {l} occurs in only one name, l must be an axis of the shape on the other side"
+                f"add {{{word}}} to the name on the {where}, or {word} to the shape on the {where}"
             )
             raise RuleError(
                 f"{noun} {word} occurs on one side only, but must occur on both", hint=hint

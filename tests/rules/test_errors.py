@@ -436,6 +436,20 @@ def test_a_rule_that_cannot_be(line: str, said: str) -> None:
         RuleSet.parse([line])
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("a.{e} -> b", "add {e} to the name on the right, or e to the shape on the right"),
+        ("a [i] -> b [i j]", "add {j} to the name on the left, or j to the shape on the left"),
+    ],
+)
+def test_the_hint_for_a_word_on_one_side(line: str, hint: str) -> None:
+    """The hint prints the user's own index or axis, and the side that lacks it."""
+    with pytest.raises(RuleError) as caught:
+        RuleSet.parse([line])
+    assert caught.value.hint == hint
+
+
 @pytest.mark.parametrize(("lines", "of", "said", "hint"), SHAPES)
 def test_a_checkpoint_that_a_rule_does_not_fit(
     lines: list[str], of: Shapes, said: str, hint: str | None
