@@ -302,7 +302,7 @@ def foreseen(error: BaseException) -> BaseException:
 # Warnings
 
 
-# Stable codes of warnings that other code looks for.
+# Stable codes of warnings. Other modules look for warnings with these codes.
 ADAPTER = "adapter"  # a note that names the merged adapter
 DELTA = "delta"  # the file contains only a delta, but no weights
 LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it

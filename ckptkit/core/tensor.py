@@ -3,9 +3,9 @@
 A storage is a byte range with a device tag. A tensor is a strided view of a storage. Two tensors
 share memory if and only if they refer to the same Storage object. This module reads no data.
 
-The three classes are immutable, but only the type checker enforces this. Frozen dataclasses would
-enforce this at run time, but Python would take 3x as long to construct the objects. A file may
-contain 100,000 storages and tensors.
+Objects of the three classes must not be changed, but only the type checker enforces this rule.
+Frozen dataclasses would enforce the rule at run time, but their construction takes 3x as long. A
+file may contain 100,000 storages and tensors.
 """
 
 from __future__ import annotations

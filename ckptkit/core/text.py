@@ -365,7 +365,7 @@ class Item(NamedTuple):
 class Folded(NamedTuple):
     label: str
     columns: Any  # Hashable
-    nbytes: int  # total for all joined lines
+    nbytes: int  # number of bytes of all joined lines
     rows: int
 
 
@@ -404,7 +404,7 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join lines that differ only in an index. The joined line replaces the first of these lines.
+    """Join lines that differ only in an index. The joined line takes the place of its first line.
 
     If `part` is given, all items are tensors. Then two lines join only if their modules are similar
     (see `Modules`). `part` maps the columns of a tensor to its dtype and shape.
@@ -463,7 +463,7 @@ def unfolded(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
 
 
 def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
-    """Join blocks whose indices are equal, except the index number `dimension`."""
+    """Join blocks whose indices differ only at position `dimension`."""
     together: defaultdict[Indices, list[_Block]] = defaultdict(list)
     for block in blocks:
         indices = block[1]

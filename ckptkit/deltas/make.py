@@ -103,7 +103,7 @@ def delta(
     `old` and `new` must have the same names, dtypes and shapes. `encoding` is one of these:
 
     - ``xor``: the smallest delta.
-    - ``overwrite``: a delta that can be applied twice.
+    - ``overwrite``: a delta with the same result if you apply it twice.
     - ``auto``: ``overwrite``, or ``xor`` if a tensor has 4 GiB or more.
 
     The default of `base_version` is the version that the folder of `old` records. If the folder

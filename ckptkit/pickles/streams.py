@@ -115,7 +115,7 @@ class Nested(NamedTuple):
     only a program that uses the byte string may load it.
     """
 
-    offset: int  # of the opcode
+    offset: int  # offset of the opcode that contains the byte string
     source: ByteSource
     loaded: bool
 

@@ -18,15 +18,15 @@ place if the file has several hard links.
 
 The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
 byte of the file changes. The journal is removed after the last byte has changed. A journal contains
-these parts:
+these parts, in this order:
 
-* The first line is ``ckptkit journal 1``.
-* The second line is a JSON dict with the entries below.
-* The bytes of `breaks` follow.
-* For each span, its old bytes and its new bytes follow.
-* The last 32 bytes are the SHA-256 of all bytes before.
+* The line ``ckptkit journal 1``.
+* A line with a JSON dict, whose entries are listed below.
+* The bytes that `breaks` writes.
+* The old bytes and the new bytes of each span.
+* The SHA-256 of all bytes before, in 32 bytes.
 
-The entries of the JSON dict are:
+A span is a range of the file that the edit changes. The entries of the JSON dict are:
 
 * ``inode`` is the inode of the file.
 * ``before`` and ``after`` are the sizes of the file before and after the edit.
@@ -120,8 +120,9 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
 
     With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
     the end. With ``dry_run``, `apply` only makes the checks and writes nothing. Raises
-    InputChangedError if the file changed after it was read. If a write fails, `apply` restores the
-    file and raises OutputError or VerifyError.
+    InputChangedError if the file changed after it was read. `apply` raises OutputError if a write
+    fails, and VerifyError if ``verify`` finds a wrong byte. After such an error, the file has its
+    old bytes.
     """
     return apply_all((patch,), options.changed(changes))
 

@@ -381,7 +381,7 @@ class Tracer:
         self.unfinished = None
 
     def fill(self, values: Any) -> None:
-        """Record an unfinished object, unless all `values` are numbers and strings."""
+        """Record an unfinished object, unless all `values` are numbers or strings."""
         if self.unfinished and not all(self.view.sort(each) & judge.SCALAR for each in values):
             self.finish(None)
 
