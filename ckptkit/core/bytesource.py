@@ -569,7 +569,7 @@ class Derived:
 
     operation: Operation
     inputs: tuple[Range | Derived, ...]
-    length: int  # bytes
+    length: int  # number of bytes
 
     def locate(self) -> Derived:
         return self
@@ -652,7 +652,7 @@ class Pending:
 
     operation: Operation
     records: tuple[Record, ...]
-    length: int  # bytes
+    length: int  # number of bytes
 
     def locate(self) -> Derived:
         return Derived(self.operation, tuple(r.locate() for r in self.records), self.length)

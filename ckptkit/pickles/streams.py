@@ -104,7 +104,7 @@ class Call(NamedTuple):
     opcode: str
     kind: str
     args: str  # shortened
-    offset: int  # offset of the first call's opcode in the file
+    offset: int  # offset in the source of the first call's opcode
     times: int
 
 
@@ -115,7 +115,7 @@ class Nested(NamedTuple):
     only a program that uses the byte string may load it.
     """
 
-    offset: int  # offset of the opcode that contains the byte string
+    offset: int  # offset in the source of the opcode that pushes or loads the byte string
     source: ByteSource
     loaded: bool
 
