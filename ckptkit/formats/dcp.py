@@ -2,7 +2,7 @@
 
     .metadata                  lists the entries, and the file and offset of each chunk
     __<rank>_<n>.distcp        contains chunks of tensors, and values that are not tensors
-    meta.pt                    written by Lightning: a torch.save file with all other entries
+    meta.pt                    contains all other entries (a torch.save file that Lightning writes)
 
 :mod:`dcp_metadata` describes ``.metadata``. If the ranks save without collectives, each rank writes
 a separate ``__<rank>.metadata`` instead. HuggingFaceStorageWriter writes no metadata file, only

@@ -1,7 +1,9 @@
 """Choose the checkpoint to read in a folder of several files or folders.
 
+The folder may contain:
+
     model.safetensors, last.ckpt                 a checkpoint with one of the file names below
-    latest_checkpointed_iteration.txt            contains the iteration of the latest save
+    latest_checkpointed_iteration.txt            a file with the iteration of the latest save
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 

@@ -6,7 +6,7 @@ contain metadata of this form by accident. In such a file, ckptkit reads an entr
 both names are parameters with equal attribute names (``head.weight``, ``embed.weight``).
 
 All other values are fields of one JSON string, the record, under the metadata key ``ckptkit``. A
-missing field means an empty value:
+missing field means an empty value. The fields are:
 
     version               1
     ordered               true if the state_dict was an OrderedDict

@@ -30,7 +30,7 @@ from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, Object, StoredList, children
 
-_DIGITS = 20  # decimal digits of 2**64
+_DIGITS = 20  # number of decimal digits of 2**64
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))

@@ -16,7 +16,7 @@ the name or link target.
 
 torch uses Python's tarfile. In tarfile, a later member replaces an earlier member of the same name,
 and a number ends at its first invalid digit. tarfile skips unknown fields and stops at the first
-block of zeros. Other programs read such archives differently. ckptkit never unpacks an archive.
+block of zeros. Other programs read the same archive differently. ckptkit never unpacks an archive.
 ckptkit ignores times, owners and modes, and does not follow links.
 """
 

@@ -13,10 +13,10 @@
 caffe2/serialize.)
 
 Every torch since 1.6 reads the files that ckptkit writes. torch 2.1 and later can memory-map these
-files. <top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in pickle order,
-version, and ckptkit.json. ckptkit does not write .format_version: from a file with this record,
-torch computes the offsets of storages and does not look them up. A copied storage keeps its
-checksum.
+files. In these files, <top> is ``archive``. ckptkit writes data.pkl, byteorder, the storages in
+pickle order, version, and ckptkit.json. ckptkit does not write .format_version: if a file contains
+this record, torch computes the offsets of storages instead of reading them from the file. A copied
+storage keeps its checksum.
 
 torch ignores ckptkit.json. The record ckptkit.json contains the metadata of a checkpoint, such as
 the strings in the ``__metadata__`` of a safetensors file, or the source code in a legacy stream.
@@ -31,9 +31,9 @@ An in-place edit writes a new pickle and a new directory, and moves no storage:
 If the old data.pkl is the last member, for example after an earlier edit, the new data.pkl
 overwrites it. Otherwise, the old data.pkl stays in the directory under a name of equal length,
 because readers refuse members that the directory does not list. An unused storage also stays in the
-directory. The edit also renames ``.format_version``: from a file with this record, torch computes
-the offsets of storages and does not look them up. Every torch since 1.6 loads the result. torch 2.1
-and later can also memory-map the result. (torch/serialization.py, `_get_offset`.)
+directory. The edit also renames ``.format_version``: if a file contains this record, torch computes
+the offsets of storages instead of reading them from the file. Every torch since 1.6 loads the
+result. torch 2.1 and later can also memory-map the result. (torch/serialization.py, `_get_offset`.)
 
 An unpacked archive is a folder that contains the records as files, without checksums. People keep
 such folders under version control, or unpack an archive with unzip. The input is the folder or its

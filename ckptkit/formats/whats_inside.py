@@ -1,4 +1,4 @@
-"""Explain the content of unsupported files, zip archives and programs.
+"""Explain unsupported files, and the contents of zip archives and programs.
 
 * `refusal` returns the error for a file without a supported format. The error describes the file,
   and its hint gives advice.

@@ -1,6 +1,6 @@
 """Read DeepSpeed folders: the training state of ZeRO stages 0 to 3, and universal checkpoints.
 
-A folder contains a subfolder ``<tag>``, such as ``global_step2``:
+In these paths, ``<tag>`` is the name of a subfolder, such as ``global_step2``:
 
 * ``latest`` and ``latest_universal`` are text files that contain the name of the subfolder.
 * ``<tag>/mp_rank_00_model_states.pt`` contains the model of rank 0 (stages 0 to 2).
@@ -65,8 +65,8 @@ The function :func:`read` returns rank 0's model_states, and replaces or adds th
 
 * ``module`` is the state_dict in full precision.
 * ``module_<dtype>`` is the 16-bit state_dict of the run, if the folder contains one (stages 1, 2).
-* ``optimizer`` is {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups"}, and the
-  optimizer settings.
+* ``optimizer`` is a dict of the optimizer settings, "param_groups", and
+  "state": {name: {"exp_avg", "exp_avg_sq", "step"}}.
 
 The fields that describe the split (param_shapes, paddings, slices) are dropped. Reading needs no
 tensor bytes. The module :mod:`zero_ranks` finds the files and assembles the ranks' tensors.

@@ -1,6 +1,6 @@
 """Read and write checkpoints of Megatron-LM with ``--ckpt-format torch``.
 
-There is a folder for each combination of tensor, pipeline and expert rank:
+There is a folder for each combination of tensor, pipeline and expert rank. The files are:
 
 * ``latest_checkpointed_iteration.txt`` contains a number, or "release".
 * ``iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt`` is the file of a rank.

@@ -1,6 +1,7 @@
 """Read DeepSpeed folders with tensor parallelism or pipeline parallelism.
 
-``<TT>`` is the tensor-parallel rank and ``<LL>`` the number of a pipeline layer:
+In these file names, ``<TT>`` is the tensor-parallel rank and ``<LL>`` is the number of a pipeline
+layer:
 
 * ``<tag>/mp_rank_<TT>_model_states.pt`` contains the state_dict of one rank as ``module``. If there
   are layer files, ``module`` is None.
