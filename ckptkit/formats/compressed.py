@@ -243,9 +243,9 @@ def _output(machine: Any, data: bytes) -> Iterator[bytes]:
 
 
 def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
-    """Return at most `most` decompressed bytes, and an error or None.
+    """Return at most `most` decompressed bytes, and the error that stopped decompression.
 
-    The error is the error that stopped decompression.
+    If there was no error, return None in its place.
     """
     found: list[bytes] = []
     failure = _collect(source, method, most, found.append)

@@ -462,7 +462,7 @@ class ZipDirectory:
         return None if entry.crc == 0 and entry.size else entry.crc
 
     def record(self, name: str) -> tuple[Record, int | None]:
-        """Return the record of a member's bytes, and the CRC-32 of the bytes as in `crc`.
+        """Return the record of a member's bytes, and the CRC-32 that `crc` returns.
 
         In a remote file, the local header of a member is read when its bytes are needed.
         """

@@ -221,7 +221,8 @@ class Http(Transport):
     ) -> tuple[int, int, Identity]:
         """Return the HTTP status, the size of the file (-1 if unknown) and its identity.
 
-        Raises Status, InputError or InputChangedError if the response is not usable.
+        Raises Status for an unexpected HTTP status, InputError if the response does not contain the
+        requested bytes, and InputChangedError if the file has changed.
         """
         where = shown_url(self.url)
         if status == 206:
