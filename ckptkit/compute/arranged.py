@@ -159,7 +159,7 @@ def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
 
 
 def _outside(extent: Extent) -> Extent:
-    """Replace each range of an archive member by the range of the archive file with these bytes.
+    """Replace each range of an archive member by the same bytes as a range of the archive file.
 
     The operating system can copy such ranges directly.
     """

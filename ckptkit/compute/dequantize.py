@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 TILE = 1 << 18
 WIDE = 1 << 19  # maximum number of elements of a row; a longer row is split into several tiles
 # Number of rows per tile for layouts in which adjacent codes of the input belong to different rows
-# of the weight. The rows fill a cache line of the input. ckptkit processes such a tile in ranges of
-# columns, so that each range fits the cache.
+# of the weight. The rows fill a cache line of the input. For these layouts, ckptkit processes a
+# tile in ranges of columns, so that each range fits the cache.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
-# For each dtype, the lowest code of an infinity or NaN, without the sign bit. The dtypes have at
-# most four significant bits.
+# The dtypes with at most four significant bits. Each value is the lowest code of an infinity or
+# NaN, without the sign bit.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 # Maximum and minimum of scales for which every product with a code is a normal float32 number.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100

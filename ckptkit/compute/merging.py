@@ -345,7 +345,7 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _sample(self, extent: Derived, length: int, spots: int) -> Array:
-        """Return rounded differences of each input, from `spots` places of equal distance."""
+        """Return rounded differences of each input, from `spots` equally spaced places."""
         import numpy as np
 
         pieces = []
@@ -506,7 +506,7 @@ class _MagnitudeSearch:
         codes = self._codes(values)
         self.above += int(np.count_nonzero(codes >= last))
         codes -= first
-        # Now, codes below the old value of `first` are negative, and large as unsigned integers.
+        # Codes that were below `first` are negative now. As unsigned integers, they are large.
         inside = values[np.flatnonzero(codes.view(self.kind.replace("i", "u")) < last - first)]
         self.round(inside)
         codes = self._codes(inside)

@@ -295,8 +295,8 @@ class MappedFiles:
         """Return the bytes of a storage as a part of a memory-mapped file.
 
         Return None if the storage is not a byte range of a local file, or if the operating system
-        cannot map the file. Return None also if the storage has the other byte order, or if its
-        offset is not divisible by `component`.
+        cannot map the file. Return None also for a big-endian storage, and for an offset that is
+        not divisible by `component`.
         """
         import torch
 

@@ -508,8 +508,8 @@ def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | Non
     """Find the numbers that every new name has in common with its old name.
 
     Each row of `old` and `new` contains the numbers of one name. Return a dict that maps the column
-    of each common number in `new` to its column in `old`. Return None if the numbers of any other
-    column are not all equal.
+    of each common number in `new` to its column in `old`. Return None if another column contains
+    different numbers.
     """
     carried: dict[int, int] = {}
     for n in range(len(new[0])):

@@ -32,7 +32,7 @@ from ckptkit.rules.notation import (
     given_text,
 )
 
-# A size can be given on the command line, in the rule, its step, its recipe, or in config.json.
+# A size can be given on the command line, in the rule, the step, the recipe, or config.json.
 #
 # A size is one value, or one value for each label of a variable. If a value is None,
 # ckptkit infers the size from shapes.
@@ -45,7 +45,7 @@ Size = tuple[int | None, ...]
 
 
 class Settings:
-    """Sizes that are given outside the rules: arguments, step, defaults, config.json, metadata."""
+    """Sizes that arguments, the step, the recipe, config.json or the metadata give."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ _LONGEST = 18  # maximum number of digits of a number in a name
 
 
 class Steps:
-    """Limits the number of steps that matching `names` names may take."""
+    """Limits the number of steps for matching names. `names` is the number of names."""
 
     def __init__(self, names: int) -> None:
         self.allowed = self.left = LIMITS.rule_steps + 64 * names
@@ -604,7 +604,7 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError if a size is 0. Only a size for the label `-` can be 0 (no padding)."""
+    """Raise RuleError for a size of 0. Only the size for the label `-` may be 0 (no padding)."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))

@@ -50,7 +50,7 @@ GROUP_BYTES = 64 << 20  # maximum input bytes of a group; a larger job is its ow
 # Minimum number of groups per worker. With many groups, all workers stay busy to the end.
 ROUNDS = 8
 DEATHS = 8  # number of consecutive deaths per worker after which the batch fails
-BUG = 5  # exit code
+BUG = 5  # exit code of a job that failed because of a bug in ckptkit
 MANIFEST = ".ckptkit-batch.jsonl"
 LARGEST = 256 << 20  # maximum size of a manifest in bytes
 PAUSE = 30.0  # minimum seconds between two uploads of the manifest
@@ -74,7 +74,7 @@ class Input:
     pattern, the name is the file name of the input.
     """
 
-    path: str  # absolute, or a URL
+    path: str  # absolute path, or URL
     name: str
     mark: Mark | None
     is_folder: bool = False
@@ -737,7 +737,7 @@ def _read(path: str) -> bytes:
 def _lock(fd: int, path: str) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows
+    except ImportError:  # Windows lacks fcntl
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -207,8 +207,8 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
 
     The copy has the tensor names of `skeleton`.
 
-    Raises TensorError if names or shapes differ. Raises UnsupportedError for types that are not in
-    `WRITTEN`, big-endian files and split models.
+    Raises TensorError if names or shapes differ. Raises UnsupportedError for big-endian files,
+    for split models, and for types that are not in `WRITTEN`.
     """
     source = skeleton.source
     if skeleton.format != "gguf" or not isinstance(source, ByteSource):

@@ -9,7 +9,7 @@ A recipe is a YAML or TOML file:
       - config: megatron-llama      # make config.json from the training arguments
       - cast: {"*": bfloat16, "*norm*": float32}
       - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
-        keep: rest                  # globs of keys that no rule changes, or all
+        keep: rest                  # keys to keep without a rule: globs, or rest for all
         sizes: {h: config.num_attention_heads}
     args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # the command line overrides these
@@ -73,7 +73,7 @@ class Recipe:
     - ``output``: options for writing the result
     - ``written``: the steps as written in the file
     - ``source``: source of the facts about the layout
-    - ``checked``: the library with which the recipe was compared, or ""
+    - ``checked``: what the test of the recipe compares, or ""
     - ``merge``: a configuration of mergekit, which is a recipe without steps
     """
 
@@ -96,7 +96,7 @@ def load(name: str, options: RuleOptions | None = None) -> Recipe:
     """Load the built-in recipe `name`, or the recipe in the file `name`.
 
     `options` contains the sizes, the configuration and the direction for the rules of the recipe.
-    Raises UsageError.
+    Raises UsageError for an unknown name and for an invalid recipe.
     """
     options = options or RuleOptions()
     if name in names():
@@ -111,7 +111,7 @@ def load(name: str, options: RuleOptions | None = None) -> Recipe:
 
 
 def _parsed(path: Path) -> Any:
-    """Return the plain values in a YAML or TOML file. Raises UsageError."""
+    """Return the plain values in a YAML or TOML file. Raises UsageError for an invalid file."""
     where = os.fspath(path)
     try:
         with closing(LocalFile(path)) as source:
@@ -426,8 +426,8 @@ class ArgumentTable(NamedTuple):
 
     - ``entry``: path of the arguments in the checkpoint
     - ``fixed``: fields with constant values
-    - ``copied``: maps fields to arguments
-    - ``derived``: maps fields to functions of the arguments
+    - ``copied``: fields with the value of an argument, as a dict from field to argument
+    - ``derived``: fields that functions compute, as a dict from field to function of the arguments
     - ``required``: values of each argument that the target architecture supports
     - ``defaults``: defaults of the framework, for versions that did not save the argument
     """

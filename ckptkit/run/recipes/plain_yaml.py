@@ -42,7 +42,7 @@ PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_yam
 
 
 def loaded(data: bytes) -> Any:
-    """Parse the bytes of a YAML file. Raises ValueError."""
+    """Parse the bytes of a YAML file. Raises ValueError for invalid YAML."""
     try:
         return PlainLoader(data).get_single_data()
     except yaml.YAMLError as error:
