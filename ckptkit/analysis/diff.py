@@ -115,7 +115,7 @@ class Diff:
     - `advice`: hints with commands
     - `silent`: the effects of ``strict=False``, or None if B is not a model
     - `modules`: the structure of the modules, for views that fold names
-    - `explanations`: for a GGUF file and its original, maps each changed key to an Explanation
+    - `explanations`: an Explanation for each changed key of a GGUF file and its original
 
     The keys in `renamed` and `reshaped` are also in `unexpected` and `missing`. The dtypes of a
     GGUF file and its original are not compared.

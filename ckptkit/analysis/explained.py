@@ -200,7 +200,7 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
 
 def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -> list[str]:
     """Return a sentence for each GGUF type whose error explains differences, and for each tensor
-    with a larger difference."""
+    whose difference is larger than the error of its type."""
     by_type: dict[str, list[tuple[float, Explanation]]] = {}
     others = []
     for name, difference in changed:

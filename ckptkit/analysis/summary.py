@@ -528,7 +528,8 @@ class _Survey:
 def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
     """Return the totals of all tensors.
 
-    `free` contains the size of each storage in bytes, and is changed.
+    `free` contains the size of each storage in bytes. The function subtracts the bytes that tensors
+    use.
     """
     stored = sum(free) + sum([row.nbytes for row in rows if row.group and row.is_logical])
     contiguous = 0

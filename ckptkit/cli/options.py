@@ -320,9 +320,9 @@ class Writer(Command):
     """A command that writes. The parameter `request` contains SRC, DST and the output options.
 
     - `shown`: output options that --help shows in addition to the common options
-    - `several`: the command takes SRC... instead of SRC
-    - `in_place`: the command has --in-place (default: true, unless `several` is true)
-    - `parts`: the command has the options for folders of several ranks
+    - `several`: true if the command takes SRC... instead of SRC
+    - `in_place`: true if the command has --in-place (default: the opposite of `several`)
+    - `parts`: true if the command has the options for folders of several ranks
     - `only`: names of the output options that the command has (default: all)
     """
 
@@ -398,8 +398,10 @@ class Writer(Command):
 def taken(
     given: dict[str, Any], sources: tuple[str, ...], kind: type[Request] | None = None
 ) -> Any:
-    """Build the request from `given`, and remove the values of the request from `given`. Raises
-    UsageError."""
+    """Build the request from `given`, and remove the values of the request from `given`.
+
+    Raises UsageError for an invalid value.
+    """
     negated: dict[str, Any] = {
         name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }

@@ -27,7 +27,8 @@ def command(request: Request, unverified: bool) -> Any:
     """
     from ckptkit.api import recover
 
-    # if an edit was interrupted, raise an error, because recovery would undo the edit
+    # A dry run must change no file. If an edit was interrupted, `open_place` raises an error here,
+    # because `recover` would undo the edit.
     if request.options.dry_run:
         from ckptkit.formats.format import open_place
 

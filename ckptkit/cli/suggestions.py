@@ -482,7 +482,10 @@ def _wrapped(line: Line, places: Words) -> Line | None:
 
 
 def _extra(line: Line) -> Line | None:
-    """Correct a command line with too many arguments: an option value, or several files."""
+    """Correct a command line with too many arguments.
+
+    An argument may be the value of an option, or the user gave several files.
+    """
     places = line.parts()[0]
     if any(map(is_model, places)) and line.name == "check":
         return line.replaced("check", "diff")

@@ -331,7 +331,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
 
 
 class _Use:
-    """The byte ranges of a storage that tensors use, and the alignment of these ranges."""
+    """The byte ranges that tensors use in a storage, and the alignment of these ranges."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

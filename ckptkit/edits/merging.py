@@ -336,8 +336,8 @@ def _common(types: Sequence[DType]) -> DType:
 def _stack(names: Iterable[str]) -> tuple[str, int]:
     """Return the prefix of the layers, such as ``model.layers.``, and the number of layers.
 
-    If the model has no layers, or if its longest stacks of layers have equal lengths, the prefix is
-    "" and the number is 0.
+    If the model has no layers, or several longest stacks of layers, the prefix is "" and the number
+    is 0.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -349,8 +349,10 @@ def _stack(names: Iterable[str]) -> tuple[str, int]:
 
 
 def layers_of(model: Checkpoint) -> tuple[str, int]:
-    """Return (prefix, number of layers) of a model. Raises UsageError if the prefix is
-    ambiguous."""
+    """Return (prefix, number of layers) of a model.
+
+    Raises UsageError if the model has no layers, or several longest stacks of layers.
+    """
     found = _stack(model.required.tensors)
     if not found[0]:
         raise UsageError(

@@ -345,8 +345,8 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]
-        # Prefer the layer's name before quantization. If another tensor has that name, use
-        # `unique`.
+        # `before` is the layer's name before quantization. If another tensor also has this name,
+        # the layer gets the name `unique`.
         before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
         unique = ".".join(part for part in parts if part != _STATE)
         found.append((path, before, unique, tensors))

@@ -254,8 +254,8 @@ def _explained(config: Config) -> Iterator[None]:
             ways.append("use --segments 4")
         if config.model == "densenet" and not config.memory_efficient:
             ways.append("use --memory-efficient")
-        # The error message begins with two sentences: the memory is full, and torch needed this
-        # many bytes.
+        # Keep the first two sentences of torch's message: the memory is full, and torch needed N
+        # bytes.
         what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",
