@@ -133,7 +133,7 @@ def restore_ties(
     if ties:
         count, example = plural(len(ties), "name"), repr(ties[0][:80])
         warnings.append(
-            f"the metadata adds {count} for tensors that have another name, e.g. {example}"
+            f"the metadata contains second names of tensors (ties): {count}, e.g. {example}"
         )
     warnings += [
         f"the value of the metadata entry {name[:80]!r} is the name of a tensor; ckptkit reads the "
