@@ -193,7 +193,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
-    """Return the list with the key `word` in a group, or an empty list without this key."""
+    """Return the list with the key `word` in a group, or an empty list if there is no such key."""
     found = group.get(word)
     return found if isinstance(found, list) else []
 

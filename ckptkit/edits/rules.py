@@ -477,7 +477,7 @@ class _DictBuilder:
         placed.sort(key=itemgetter(0))
         if self._mixed:
             self.warnings.append(
-                "made from both parameters and tensors, and now plain tensors: "
+                "became plain tensors, because some of their sources are not parameters: "
                 f"{quoted(self._mixed)}"
             )
         return {name: node for _, name, node in placed}

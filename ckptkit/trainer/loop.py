@@ -248,7 +248,7 @@ def _explained(config: Config) -> Iterator[None]:
         if config.batch_size > 1:
             half, twice = config.batch_size // 2, config.accumulate * 2
             # A smaller batch needs less memory. With accumulation, each optimizer step uses as many
-            # images as before.
+            # images as with the larger batch.
             ways.append(f"use --batch-size {half} --accumulate {twice}")
         if config.model in SEGMENTED and not config.segments:
             ways.append("use --segments 4")

@@ -253,8 +253,8 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None]:
     """Return a context for a backward pass. The pass syncs gradients only if `now` is true.
 
-    Without this context, DDP syncs after each of K micro-batches. The result is the same, but the
-    traffic is K times as large.
+    Without this context, DDP syncs after each of K micro-batches. The context does not change the
+    gradients, but it divides the traffic by K.
     """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         return cast("AbstractContextManager[None]", wrapped.no_sync())
