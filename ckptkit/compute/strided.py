@@ -122,7 +122,7 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The range of a box along one axis, and the stride of this axis in the copy's other array."""
+    """The range of a box along one axis, and the copy's stride for this axis in the other array."""
 
     offset: int
     size: int

@@ -11,7 +11,8 @@ beginning with the dimension of the smallest stride:
 1. While gaps and box are small, the box spans complete dimensions, and the operation also reads the
    gaps between the elements.
 2. If the gaps between rows are large, each row is read into a separate buffer.
-3. The next dimension is split into ranges. For each other dimension, a box has one index.
+3. The next dimension is split into ranges, and a box spans one range. In each of the remaining
+   dimensions, a box has one index.
 """
 
 from __future__ import annotations
@@ -256,8 +257,8 @@ def _box(
 ) -> tuple[list[int], int, int | None]:
     """Choose the number of indices that a box has along each dimension.
 
-    Return the box, the number of bytes of a row, and the dimension along which rows are read into
-    separate buffers. The dimension is None if one read fills the box.
+    Return these numbers, the number of bytes of a row, and the dimension along which rows are read
+    into separate buffers. The dimension is None if one read fills the box.
     """
     box = [1] * len(dims)
     span = itemsize

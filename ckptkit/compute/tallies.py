@@ -47,7 +47,7 @@ BLOCK = 1 << 18
 BLOCK_BYTES = 2 << 20  # maximum number of bytes per step
 PART = 32 << 20  # maximum number of bytes of a tensor in one task
 COUNTED = 2 << 20  # minimum number of bytes for which the codes of 8- and 16-bit types are counted
-DOT = 8_192  # numbers per dot product; for more numbers, a library may start its own threads
+DOT = 8_192  # maximum length of a dot product; for more, a library may start its own threads
 # If the exponent of the largest number is between these bounds, float64 can represent sums of
 # squares.
 SQUARED = (-400, 500)

@@ -97,7 +97,7 @@ def merge_lora(
     - `sub`: substitutions for module names, each a regular expression and its replacement.
     - `strict`: true to raise an error for an unknown field in a configuration.
 
-    Raises UnsupportedError, with the name of the adapter, if ckptkit cannot merge an adapter.
+    Raises UnsupportedError if ckptkit cannot merge an adapter. The message names the adapter.
     """
     if tied not in (None, "untie", "keep"):
         raise wrong("tied", "'untie' or 'keep'", tied)

@@ -449,9 +449,9 @@ def matches(pattern: str, path: str) -> bool:
 def _parameter(path: str, config: Mapping[str, Any]) -> str | None:
     """Return the name of the parameter that an adapter with `target_parameters` changes.
 
-    If a module has several such parameters, peft nests one wrapper per parameter. The wrappers have
-    the order in which the model defines the parameters. Tensor names of an inner wrapper contain
-    `base_layer`. Return None if `path` does not belong to a parameter.
+    If the adapter changes several parameters of a module, peft nests one wrapper per parameter. The
+    wrappers have the order in which the model defines the parameters. Tensor names of an inner
+    wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ANSWER = 10  # seconds to wait for a scheduler to answer
 PATIENCE = 60  # seconds to wait for the scheduler's first worker
 FRESH = 5  # seconds for which the number of workers is cached
-INTERRUPTED = 130  # exit code
+INTERRUPTED = 130  # exit code of a worker whose parent process has exited
 
 T = TypeVar("T")
 
@@ -38,8 +38,9 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
     """Yield a pool of `workers` processes or of a Dask `scheduler`. Yield None for a single
     process.
 
-    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if `workers` and `scheduler`
-    are given, or if Dask is not installed. Raises OutputError if the scheduler does not answer.
+    `scheduler` is an address (``tcp://host:8786``). Raises UsageError if both `workers` and
+    `scheduler` are given, or if Dask is not installed. Raises OutputError if the scheduler does not
+    answer.
     """
     if scheduler is not None and workers is not None:
         raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")

@@ -221,8 +221,8 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     """Return a dict with the fields of config.json for transformers, and a list of notes.
 
     For an architecture that is not in MODELS, return None instead of the dict. Raises
-    UnsupportedError if a metadata value is not a number, such as a list with one value for each
-    layer.
+    UnsupportedError for a metadata value that is not a number. For example, the value may be a list
+    with one number for each layer.
     """
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
@@ -364,7 +364,8 @@ def _rope_scaling(
     """Return the dict ``rope_scaling`` for config.json, and a list of names.
 
     The dict is None if there is no scaling, or if the scaling is unknown. The list contains the
-    names of tensors and metadata keys whose scaling the dict does not contain.
+    names of tensors and metadata keys whose scaling the dict does not contain. Some models need
+    special rules:
 
     - Phi-3 with a long context: the file contains two lists of factors.
     - Llama 3.1: the file contains factors that were computed from four numbers. If the four numbers
