@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 TILE = 1 << 19
 HELD = 1 << 24  # maximum number of elements in memory for computing the norms of columns
 EXACT = 128  # maximum rank at which products of NumPy and torch are bit-identical
-# Minimum number of rows per tile. From 8 rows on, the number of rows does not change the bits of a
-# product.
+# Minimum number of rows per tile. torch sums the products of fewer rows in another order. At ranks
+# above EXACT, the minimum is eight times as large.
 LEAST = 8
 EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
@@ -155,9 +155,14 @@ class Adapt(Operation):
     @property
     def height(self) -> int:
         """Return the number of rows per tile."""
+        return max(self.least, TILE // max(1, self.columns))
+
+    @property
+    def least(self) -> int:
+        """Return the minimum number of rows per tile, also for the last tile."""
         term = self.formula.term
         is_exact = not isinstance(term, Combined) or term.rank <= EXACT
-        return max(LEAST if is_exact else 8 * LEAST, TILE // max(1, self.columns))
+        return LEAST if is_exact else 8 * LEAST
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         unit = self.columns * BY_NAME[self.dtype].itemsize
@@ -174,7 +179,7 @@ class Adapt(Operation):
         The boundaries of the tiles do not depend on the arguments.
         """
         height = self.height
-        most = max(1, -(-self.rows // height) - (self.rows % height == 1))
+        most = max(1, -(-self.rows // height) - (0 < self.rows % height < self.least))
         for number in range(min(first // height, most - 1), most):
             top = number * height
             if top >= last:
@@ -336,7 +341,7 @@ class _TileWork:
 def _product(left: Array, right: Array) -> Array:
     """Return the matrix product as a new array. The result is bit-identical to that of torch."""
     made: Array
-    if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
+    if left.shape[1] > EXACT or len(left) < LEAST or right.shape[1] == 1:
         import torch
 
         made = torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy()

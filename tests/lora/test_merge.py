@@ -122,7 +122,7 @@ def test_the_update_of_an_output_projection_is_added_and_rounded_twice(tmp_path:
 def test_tiles_have_the_bits_of_the_whole(
     rows: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of 8 rows here; a single last row belongs to the tile before it."""
+    """Tiles of 8 rows here; fewer last rows belong to the tile before them."""
     monkeypatch.setattr(changes, "TILE", 1)
     weight, tensors = values(rows, 33, dtype=dtype), factors("fc", rows, 33)
     path = base(tmp_path, {"fc.weight": weight})
@@ -130,9 +130,13 @@ def test_tiles_have_the_bits_of_the_whole(
     assert torch.equal(seen["fc.weight"], (weight.float() + delta(tensors, "fc")).to(dtype))
 
 
-@pytest.mark.parametrize("rank", [128, 129, 300])
-def test_high_ranks_are_summed_as_torch_does(rank: int, tmp_path: Path) -> None:
-    weight, tensors = torch.randn(70, 90), factors("fc", 70, 90, rank)
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"),
+    [(70, 90, 128), (70, 90, 129), (70, 90, 300), (130, 4096, 300), (2, 4096, 8), (3, 4096, 16)],
+)
+def test_sums_have_the_bits_of_torch(rows: int, columns: int, rank: int, tmp_path: Path) -> None:
+    """torch sums fewer than 8 rows in another order than more rows, and at high ranks 64."""
+    weight, tensors = torch.randn(rows, columns), factors("fc", rows, columns, rank)
     tensors = {name: torch.randn_like(each) for name, each in tensors.items()}
     path = base(tmp_path, {"fc.weight": weight})
     seen = merged(tmp_path, path, adapter(tmp_path, tensors, r=rank, lora_alpha=3 * rank))
