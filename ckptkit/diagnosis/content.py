@@ -387,7 +387,10 @@ def _first_part(names: list[str]) -> str:
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if all names start with the same part, possibly an attribute of a wrapper."""
+    """Yield a note if all names start with ``model.``, possibly an attribute of a wrapper.
+
+    For a LightningModule, yield the note of `_network_and_others`.
+    """
     names = names_of(facts)
     if not is_torch_file(facts) or not names:
         return

@@ -702,7 +702,7 @@ class _DamagedArchive:
             # True if the CRC is only in the data descriptor. A data descriptor contains no name.
             is_nameless = place.entry is None and place.header.crc is None
             if is_nameless and self._is_followed(place, size, order) is False:
-                best = DAMAGED, None, "its header is followed by the end of another record"
+                best = DAMAGED, None, "the checksum after its header belongs to another record"
                 continue
             if self._budget < 0:
                 return DAMAGED, None, "too many headers overlap"

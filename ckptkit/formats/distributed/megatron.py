@@ -112,7 +112,10 @@ def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The training arguments of Megatron-LM. The default of a missing argument is 1 or False."""
+    """The training arguments of Megatron-LM.
+
+    A missing flag is False. A missing size of tensor, pipeline or expert parallelism is 1.
+    """
 
     values: Mapping[str, Node]
     version: float
