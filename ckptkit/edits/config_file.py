@@ -38,6 +38,7 @@ def with_changes(
 ) -> Checkpoint:
     """Change values of the configuration and add a note. Without a configuration, do nothing.
 
+    A dict in `changes` changes values in a part of the configuration.
     If `instead_of` is given, change a field only if `instead_of` contains the old value.
     """
     config = config_of(checkpoint)
@@ -49,6 +50,11 @@ def with_changes(
     }
     if not config or not changes:
         return checkpoint
+    parts = {
+        word: {**config[word], **value}
+        for word, value in changes.items()
+        if isinstance(value, dict) and isinstance(config.get(word), dict)
+    }
     listed = ", ".join(f"{word} {json.dumps(value)}" for word, value in changes.items())
-    made = with_config(checkpoint, {**config, **changes})
+    made = with_config(checkpoint, {**config, **changes, **parts})
     return replace(made, notes=(*made.notes, f"{CONFIG_NAME}: {listed}"))

@@ -715,6 +715,9 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     if not module.kind:
         title = f"{name} has only {quoted(sorted(module.tensors))}; the other factors are missing"
         found.append(("pair", title))
+    is_plain = module.kind in ("lora", "embedding") and not module.is_dora
+    if is_plain and adapter.configs.get(module.component, {}).get("use_dora"):
+        found.append(("pair", f"{name} has no magnitude, but {CONFIG} has use_dora"))
     if module.expected is not None and module.rank != module.expected:
         title = f"{name} has rank {module.rank}, but {CONFIG} has {module.expected}"
         hint = f"set r or rank_pattern in {CONFIG} to the rank of the training"

@@ -56,6 +56,7 @@ from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_ad
 
 # Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
+_MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
 _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
@@ -504,10 +505,18 @@ class MergePlan:
                 self._refuse("shape", what, HELP, own)
                 return
             self.unlike.append((own, made.shape[0], old.shape[0]))
-            if "vocab_size" in self.config:
-                self.new_config["vocab_size"] = made.shape[0]
+            if name.removesuffix(".weight").rpartition(".")[2] in (*EMBEDDINGS, *HEADS):
+                self._configure("vocab_size", made.shape[0])
         self.new[name] = made
         self.replaced += 1
+
+    def _configure(self, word: str, value: object) -> None:
+        """Change a value of config.json where it is: at the top, in text_config, or in both."""
+        text = self.config.get("text_config")
+        if word in self.config:
+            self.new_config[word] = value
+        if isinstance(text, dict) and text.get(word, value) != value:
+            self.new_config.setdefault("text_config", {})[word] = value
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
         """Return the names of a tied embedding and head.
@@ -525,6 +534,8 @@ class MergePlan:
             return None
         heads = (n for n, end in ends.items() if end in HEADS and n.endswith(".weight"))
         default = "embed_out.weight" if "embed_in" in embedding else "lm_head.weight"
+        model = _MODEL.match(embedding)  # the head is next to the model without a head
+        default = f"{model[1]}{default}" if model else default
         head = next((name for name in heads if "." in name), default)
         pair = {name.removesuffix(".weight").rpartition(".")[2]: name for name in (embedding, head)}
         changed = {pair.get(path.removesuffix(".weight").rpartition(".")[2]) for path in paths}
@@ -564,6 +575,7 @@ class MergePlan:
             if head not in self.new or self.new[head].storage is self.new[embedding].storage:
                 self.new[head] = _copy(self.untouched[embedding])
             self.is_untied, self.new_config["tie_word_embeddings"] = True, False
+            self._configure("tie_word_embeddings", False)
             self.notes.append(f"untied {head} from {embedding}")
         elif head in self.rows:
             self.rows[embedding] = self.rows.pop(head)
@@ -622,7 +634,8 @@ class MergePlan:
             if head not in self.old:
                 new.pop(head, None)
             elif new[embedding] is not self.old.get(embedding):
-                new[head] = new[embedding]
+                is_shared = self.old[head].storage is self.old[embedding].storage
+                new[head] = new[embedding] if is_shared else _copy(new[embedding])
         weights = base.required
         assert isinstance(weights.node, dict)
         kept = {k: node for k, node in weights.node.items() if k not in self.old or k in new}

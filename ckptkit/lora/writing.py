@@ -770,7 +770,8 @@ def _differences(
         raise UsageError(what, where=after.name)
     seen: set[object] = set()
     embedding: _Difference | None = None
-    for name, new in news.items():
+    ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in news}
+    for name, new in sorted(news.items(), key=lambda each: ends[each[0]] not in _EMBEDDINGS):
         old, module = olds.get(name), name.removesuffix(".weight")
         if any(_is_in(name, each) for each in save):
             found.saved.append(name)
@@ -791,7 +792,7 @@ def _differences(
         difference = _Difference(new, old)
         if not isfinite(difference.square):
             raise TensorError(f"{name} has numbers that are not finite", where=after.name)
-        end, tied = module.rpartition(".")[2], embedding
+        end, tied = ends[name], embedding
         if tied and end in naming.HEADS and same_bytes(tied.new, new) and same_bytes(tied.old, old):
             continue  # the head equals the embedding
         if end in _EMBEDDINGS:

@@ -59,6 +59,7 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
         ({"B": np.full((4, 2), np.inf, "f4")}, {}, {"nonfinite": "error"}),
         ({"A": np.zeros((2, 0), "f4")}, {}, {"empty": "error"}),
         ({"A": None}, {}, {"pair": "error"}),
+        ({}, {"use_dora": True}, {"pair": "error"}),
         ({}, {"r": 4}, {"rank": "error"}),
         ({}, {"peft_type": "PREFIX_TUNING"}, {"method": "error"}),
         ({}, {"init_lora_weights": "pissa"}, {"residual": "error"}),

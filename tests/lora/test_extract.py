@@ -108,10 +108,11 @@ def test_large_matrices_are_nearly_the_best(tmp_path: Path, shape: tuple[int, in
 
 def test_tied_matrices_are_extracted_once(tmp_path: Path) -> None:
     shared, change = normal(8, 4), low(8, 4, 1)
-    base = {"embed_tokens.weight": shared, "lm_head.weight": shared.copy()}
-    changes = {"embed_tokens.weight": change, "lm_head.weight": change}
-    report = extract_lora(*pair(tmp_path, base, changes), tmp_path / "out", rank=1)
-    assert list(report.modules) == ["embed_tokens"]
+    for name in ("embed_tokens", "model.embed_tokens"):  # before and after the head
+        base = {f"{name}.weight": shared, "lm_head.weight": shared.copy()}
+        changes = dict.fromkeys(base, change)
+        report = extract_lora(*pair(tmp_path, base, changes), tmp_path / name, rank=1)
+        assert list(report.modules) == [name]
 
 
 def test_modules_stored_whole(tmp_path: Path) -> None:

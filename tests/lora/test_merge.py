@@ -466,12 +466,75 @@ def test_tied_embeddings(is_stored_twice: bool, tmp_path: Path, in_process: Cli)
         assert config["tie_word_embeddings"] is (tied == "keep")
 
 
+@pytest.mark.parametrize("method", ["lora", "both", "whole", "tokens"])
+def test_two_equal_copies_stay_two(method: str, tmp_path: Path, in_process: Cli) -> None:
+    names, weight = ("lm_head", "model.embed_tokens"), values(12, 8)
+    path = base(tmp_path, {f"{n}.weight": weight.clone() for n in names}, tie_word_embeddings=True)
+    lora, whole = factors("lm_head", 12, 8), values(12, 8)
+    down, up = lora["lm_head.lora_A.weight"], lora["lm_head.lora_B.weight"]
+    row = {"model.embed_tokens.token_adapter.trainable_tokens_delta": values(1, 8)}
+    embedding = {f"{names[1]}.lora_embedding_A": up.T, f"{names[1]}.lora_embedding_B": down.T}
+    tensors: dict[str, Weights] = {
+        "lora": lora,
+        "both": lora | {name: each.contiguous() for name, each in embedding.items()},
+        "whole": {f"{name}.weight": whole.clone() for name in names},
+        "tokens": row,
+    }
+    made = adapter(
+        tmp_path, tensors[method], trainable_token_indices=[3],
+        ensure_weight_tying=method in ("both", "whole"),
+    )  # fmt: skip
+    done = in_process("lora", "merge", "--tied", "keep", path, made, tmp_path / "out")
+    assert done.code == 0, done.stderr
+    seen = load_file(tmp_path / "out/model.safetensors")
+    assert sorted(seen) == [f"{name}.weight" for name in names]
+    assert torch.equal(seen["lm_head.weight"], seen["model.embed_tokens.weight"])
+    assert not torch.equal(seen["lm_head.weight"], weight)
+
+
 def test_different_matrices_are_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
     weights = {"embed_tokens.weight": values(12, 8), "model.lm_head.weight": values(12, 8)}
     path = base(tmp_path, weights, tie_word_embeddings=True)
     tensors = factors("model.lm_head", 12, 8)
     seen = merged(tmp_path, path, adapter(tmp_path, tensors))
     assert torch.equal(seen["embed_tokens.weight"], weights["embed_tokens.weight"])
+
+
+def test_a_larger_classifier_is_no_vocabulary(tmp_path: Path, in_process: Cli) -> None:
+    path = base(tmp_path, {"fc.weight": values(6, 6), "score.weight": values(2, 6)}, vocab_size=12)
+    made = adapter(tmp_path, factors("fc", 6, 6) | {"score.weight": values(3, 6)})
+    assert in_process("lora", "merge", path, made, tmp_path / "out").code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("stem", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+    ],
+)
+def test_configuration_and_new_head_of_a_language_model(
+    stem: str, head: str, tmp_path: Path, in_process: Cli
+) -> None:
+    weights = {f"{stem}embed_tokens.weight": values(12, 8), f"{stem}fc.weight": values(6, 8)}
+    text = {"tie_word_embeddings": True, "vocab_size": 12, "hidden_size": 8}
+    path = base(tmp_path, weights, text_config=text, tie_word_embeddings=True)
+    lora = factors("model.language_model.fc", 6, 8)
+    both = {n: values(14, 8) for n in (f"{stem}embed_tokens.weight", head)}
+    for name, tensors, rows in (
+        ("untied", lora | factors("lm_head", 12, 8), 12),
+        ("larger", lora | both, 14),
+    ):
+        made, out = adapter(tmp_path, tensors, name), tmp_path / f"out-{name}"
+        done = in_process("lora", "merge", "--tied", "untie", path, made, out)
+        assert done.code == 0, done.stderr
+        assert load_file(out / "model.safetensors")[head].shape == (rows, 8)
+        config = json.loads((out / "config.json").read_text())
+        changed = {"tie_word_embeddings": False, "vocab_size": rows}
+        assert config["text_config"] == text | changed
+        assert config["tie_word_embeddings"] is False
+        assert "vocab_size" not in config
 
 
 def test_a_larger_vocabulary_follows(tmp_path: Path, in_process: Cli) -> None:
