@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import columns
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckptkit.scanning.verdict import FileVerdict, PickleVerdict
 
 Json = dict[str, Any]
+TEXT = 384  # maximum number of bytes of a string in an array
 _COMMAND = re.compile("`(ckptkit [^`]+)`|^(ckptkit .+)$")
 
 
@@ -92,8 +94,18 @@ def _value(each: Value) -> Json:
     facts = {"path": join(each.path), "keys": key_list(each.path), "type": each.type}
     if each.array is None:
         return {**facts, "value": json_number(each.value)}
-    first = [json_number(value) for value in each.array.first]
-    return {**facts, "of": each.array.of, "count": each.array.count, "value": first}
+    whole = [json_number(value) for value in each.array.first]
+    first = [_cut(value) if isinstance(value, str) else value for value in whole]
+    cut = {"truncated": True} if first != whole else {}
+    return {**facts, "of": each.array.of, "count": each.array.count, **cut, "value": first}
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a string. As JSON, it takes at most `TEXT` bytes."""
+    text = text[:TEXT]
+    while len(dumps(text)) > TEXT:
+        text = text[: len(text) * 3 // 4]
+    return text
 
 
 def _totals(tensors: int, *sizes: int) -> Json:

@@ -225,6 +225,7 @@ class InspectValue(TypedDict):
     type: str
     of: NotRequired[str]
     count: NotRequired[int]
+    truncated: NotRequired[bool]
     value: Any
 
 # A pickled Python object other than a tensor or a plain value.

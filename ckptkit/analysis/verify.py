@@ -177,11 +177,16 @@ class _Verifier:
     def check_values(self, checkpoint: Checkpoint) -> None:
         """Add a finding for each tensor with NaN or infinite elements. Dequantize GGML types
         first."""
+        found = quantized.find(checkpoint)
         numbers = {
             id(group.inputs[0]): group.tensor(BY_NAME["float32"])
-            for group in quantized.find(checkpoint).groups
+            for group in found.groups
             if isinstance(group.layout, GgmlDequantize)
         }
+        unread = [each.name for each in found.unread if each.family == "gguf"]
+        if unread:
+            what = "ckptkit cannot dequantize these tensors, and did not check their values"
+            self.remarks.append(f"{what}: {some(unread)}")
         seen = [(name, numbers.get(id(tensor), tensor)) for name, tensor in self.tensors]
         total = self.nbytes + sum(tensor.nbytes for _, tensor in seen)
         rows = ordered(_nonfinite, seen, lambda row: row[1].nbytes)

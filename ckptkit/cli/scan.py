@@ -50,7 +50,7 @@ def command(
     """Report the code that loading files would run.
 
     Runs no code of a file. Examines every pickle in files and folders, also in places that loaders
-    ignore. For a folder, prints the findings and a summary.
+    ignore. For a folder, prints the findings, the chat templates of GGUF files and a summary.
 
     Exit code 0: every pickle is "safe for weights_only" or "harmless". In a harmless pickle, each
     class, function and call is allowlisted, and so is the form of its arguments and states.
@@ -113,7 +113,8 @@ def command(
             render.emit_json(scan_sarif.log(watched(), strict))
         else:
             for each in watched():
-                if not findings_only or counts(each, strict):
+                is_remarked = not (quiet or isinstance(each, Failure)) and each.remarks
+                if not findings_only or is_remarked or counts(each, strict):
                     progress.clear()
                     render.emit(*scan_text.painted(each), *_adapter(each.path, findings_only))
     total = verdicts.total() + failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -413,6 +414,38 @@ class TestCommands:
         assert run("verify", "model.gguf", cwd=tmp_path).code == 0
         done = run("verify", "--values", "model.gguf", cwd=tmp_path)
         assert (done.code, "32 infinite of 64 elements" in done.stdout) == (1, True)
+
+    @pytest.mark.parametrize(("number", "order"), [(9, "<"), (155, "<"), (6, ">")])
+    def test_verify_names_values_that_it_cannot_read(
+        self, number: int, order: str, tmp_path: Path, run: Run
+    ) -> None:
+        odd = Entry("odd.weight", (1, 32), number, bytes(36))
+        written(tmp_path, made(tensors=[odd, PLAIN], order=order))
+        done = run("verify", "--values", "model.gguf", cwd=tmp_path)
+        assert done.code == 0
+        assert "did not check their values: odd.weight" in " ".join(done.stdout.split())
+
+    def test_scan_of_a_folder_names_templates(self, tmp_path: Path, run: Run) -> None:
+        (tmp_path / "some").mkdir()
+        written(tmp_path / "some", MODEL, "plain.gguf")
+        written(tmp_path / "some", made([("tokenizer.chat_template.tools", "{{ x }}")]))
+        done = run("scan", "some", cwd=tmp_path)
+        assert done.code == 0
+        assert "some/model.gguf: no pickles" in done.stdout
+        assert "tokenizer.chat_template.tools: a chat template, 7 characters" in done.stdout
+        assert "plain.gguf" not in done.stdout
+        assert run("scan", "--quiet", "some", cwd=tmp_path).stdout == ""
+
+    @pytest.mark.parametrize("character", ["x", "\0", "\U0001f600"])
+    def test_json_of_long_strings(self, character: str, tmp_path: Path, run: Run) -> None:
+        words = ["a", *[character * 100_000] * 8]
+        written(tmp_path, made([("long", words), ("short", words[:1])], [PLAIN]))
+        done = run("inspect", "--json", "model.gguf", cwd=tmp_path)
+        long, short = json.loads(done.stdout)["files"][0]["values"]
+        assert len(json.dumps(long)) <= 4096
+        assert (long["count"], len(long["value"]), long["truncated"]) == (9, 8, True)
+        assert all(words[1].startswith(each) and each for each in long["value"][1:])
+        assert (short["value"], "truncated" in short) == (["a"], False)
 
     def test_batch_names(self, tmp_path: Path, run: Run) -> None:
         written(tmp_path, MODEL, "a.gguf")
