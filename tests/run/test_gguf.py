@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -242,8 +243,8 @@ def test_factors_that_are_none(
         assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
     done = command("run", "gguf", source, tmp_path / "other")
-    assert done.exit_code == 3
-    assert "llama.rope.freq_base must be a finite number, but is 'many'" in done.stderr
+    assert done.exit_code == 0
+    assert "llama.rope.freq_base must be a finite number, but is 'many'" in done.stdout
 
 
 def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
@@ -353,9 +354,30 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
         "gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "the size h is 0"
     )
     odd = [*LLAMA, entry("blk.0.attn_q.scale")]
+    scaled = model(tmp_path, "llama", odd, attention__head_count=4)
+    refused("gguf", scaled, "'blk.0.attn_q.weight' must be multiplied by 'blk.0.attn_q.scale'")
+    refused("gguf-llama", scaled, "--dequantize bfloat16` keeps both")
+    odd = [*LLAMA, entry("blk.0.odd.weight")]
     refused(
         "gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "matched by no rule"
     )
+
+
+@pytest.mark.parametrize("value", [{"feed_forward_length": [8, 8]}, {"rope__freq_base": math.inf}])
+def test_values_that_only_the_configuration_needs(
+    value: dict[str, Any],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """The rules need neither; the note names the key."""
+    source = model(tmp_path, "llama", LLAMA, attention__head_count=4, **value)
+    for out in ("out.safetensors", "hf"):
+        done = command("run", "gguf", source, tmp_path / out)
+        assert done.exit_code == 0, done.stderr
+        (key,) = value
+        said = " ".join(done.stdout.split())
+        assert f"cannot make config.json: llama.{key.replace('__', '.')} must be a finite" in said
+        assert not (tmp_path / "hf" / "config.json").exists()
 
 
 def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811

@@ -89,17 +89,27 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
 
 
 def refuse_unread(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError if a weight cannot be dequantized.
+    """Raise UnsupportedError if a weight cannot be dequantized, or has a separate scale (NVFP4).
 
     Call this function before weights are renamed, so that the error contains the name in the file.
     """
     try:
         refuse(checkpoint, quantized.find(checkpoint))
     except UnsupportedError as error:
-        error.hint = (
-            f"{dequantize_hint(checkpoint)}; without a recipe, tensors keep their GGUF names"
-        )
+        error.hint = f"{dequantize_hint(checkpoint)}; {_OLD_NAMES}"
         raise
+    weights = checkpoint.weights
+    scaled = (name for name in weights if f"{name.removesuffix('.weight')}.scale" in weights)
+    if (name := next(scaled, None)) is not None:
+        scale = f"{name.removesuffix('.weight')}.scale"
+        raise UnsupportedError(
+            f"{shown(name)} must be multiplied by {shown(scale)}; no recipe does this",
+            where=checkpoint.name,
+            hint="`ckptkit convert {where} {new} --dequantize bfloat16` keeps both; " + _OLD_NAMES,
+        )
+
+
+_OLD_NAMES = "without a recipe, tensors keep their GGUF names"
 
 
 def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
@@ -220,10 +230,25 @@ UNKNOWN = {
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
     """Return a dict with the fields of config.json for transformers, and a list of notes.
 
-    For an architecture that is not in MODELS, return None instead of the dict. Raises
-    UnsupportedError for a metadata value that is not a number. For example, the value may be a list
-    with one number for each layer.
+    For an architecture that is not in MODELS, and for a metadata value that is not a number, return
+    None instead of the dict. Raises UnsupportedError for a number of heads that is not a number.
+    For example, the value may be a list with one number for each layer.
     """
+    for key, value in metadata(checkpoint).items():
+        if key in HEADS:
+            _number(value, f"{architecture(checkpoint)}.{key}", checkpoint)
+    try:
+        return _config_of(checkpoint)
+    except UnsupportedError as error:
+        return None, [f"{error.message}; {error.hint}"]
+
+
+HEADS = ("attention.head_count", "attention.head_count_kv")
+
+
+def _config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the results of `config_of`. Raises UnsupportedError for a value that is not a
+    number."""
     found, weights = architecture(checkpoint), checkpoint.weights
     model = MODELS.get(found or "")
     if found is None or model is None:
