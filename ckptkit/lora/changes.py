@@ -705,6 +705,9 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
     if adapter.unknown:
         title = f"contains unknown tensors: {quoted(adapter.unknown)}"
         yield problem("method", title, None, *adapter.unknown)
+    if not (adapter.modules or adapter.replaced or adapter.unknown):
+        hint = "save the trained object: model.save_pretrained(FOLDER) of the peft model"
+        yield problem("empty", "contains no tensors that change a base", hint)
     for key in adapter.modules:
         yield from _of_module(adapter, key)
 

@@ -57,6 +57,8 @@ from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_ad
 # Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
+# Maps task types to the names of the modules that peft adds to modules_to_save
+_NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
 _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
@@ -234,7 +236,8 @@ class MergePlan:
         self.untouched = dict(self.new)
         shapes = {name: each.shape for name, each in self.new.items()}
         self.names, self.paths = BaseNames(shapes, adapter.components), paths
-        self._rename([paths[name] for name in names or whole])
+        self.whole = {own: self._whole(own) for own in adapter.replaced}
+        self._rename([*(paths[name] for name in names), *self.whole.values()])
         for own in adapter.replaced:
             self._replace(own)
         missing = [key for key, module in adapter.modules.items() if not self._place(key, module)]
@@ -267,16 +270,17 @@ class MergePlan:
         """Find the modules of a peft adapter in the base, where they may have another prefix."""
         if self.adapter.layout != "peft":
             return
-        if not self.adapter.modules:  # the base may lack some of the complete tensors
-            paths = [each for each in paths if each in self.names.modules]
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
+        whole = {*self.whole.values()}
+        missing = [each for each in missing if each not in whole or not self._is_new_head(each)]
         self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
         sub = f"{typed('--sub REGEX=REPL', 'sub=[(regex, replacement)]')} renames modules"
         for found, what in ((missing, "are not in the base"),
                             (unclear, "may be several modules of the base")):  # fmt: skip
             if found:
                 like = self.names.like(found[0])
-                title = f"{len(found)} of {len(paths)} modules of the adapter {what}: "
+                kind = "tensors" if whole & {*found} else "modules"
+                title = f"{len(found)} of {len(paths)} {kind} of the adapter {what}: "
                 title += quoted(found[:4]) + (f" (the base has {quoted(like)})" if like else "")
                 self._refuse("no-module", title, sub, *found)
 
@@ -486,9 +490,8 @@ class MergePlan:
 
     def _replace(self, own: str) -> None:
         """Replace a tensor of the base by a complete tensor of the adapter."""
-        tensor, (module, dot, end) = self.adapter.replaced[own], own.rpartition(".")
-        name = f"{self._path(module)}{dot}{end}" if dot else self._path(own)
-        name = own if name not in self.new and own in self.new else name
+        tensor, full = self.adapter.replaced[own], self.whole[own]
+        name = self.renamed.get(full) or renamed(full, self.renames)
         old = self.new.get(name)
         target = old.dtype if old is not None else tensor.dtype
         if old is None and tensor.dtype.name in FLOATS:
@@ -507,6 +510,8 @@ class MergePlan:
             self.unlike.append((own, made.shape[0], old.shape[0]))
             if name.removesuffix(".weight").rpartition(".")[2] in (*EMBEDDINGS, *HEADS):
                 self._configure("vocab_size", made.shape[0])
+        if old is None:
+            self.notes.append(f"added {shown(name)}, which the base does not have")
         self.new[name] = made
         self.replaced += 1
 
@@ -517,6 +522,19 @@ class MergePlan:
             self.new_config[word] = value
         if isinstance(text, dict) and text.get(word, value) != value:
             self.new_config.setdefault("text_config", {})[word] = value
+
+    def _whole(self, own: str) -> str:
+        """Return the name of a complete tensor of the adapter after the substitutions."""
+        module, dot, end = own.rpartition(".")
+        name = f"{self.paths[module]}{dot}{end}" if dot else self.paths[own]
+        return own if name not in self.new and own in self.new else name
+
+    def _is_new_head(self, name: str) -> bool:
+        """Return whether a complete tensor may belong to a module that the base does not have."""
+        saved = self.options.get("modules_to_save")
+        known = _NEW_HEADS.get(str(self.options.get("task_type")), ())
+        heads = (*known, *(saved if isinstance(saved, list) else [saved]))
+        return any(f".{head}." in f".{name}." for head in heads)
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
         """Return the names of a tied embedding and head.

@@ -276,11 +276,11 @@ class BaseNames:
         self.experts = _experts(shapes)
         self._by_end: dict[str, list[str]] = {}
         for path in (*self.modules, *self.experts):
-            self._by_end.setdefault(path.rpartition(".")[2], []).append(path)
+            self._by_end.setdefault(_end(path), []).append(path)
 
     def like(self, path: str) -> list[str]:
-        """Return up to 4 modules of the base whose last component equals that of `path`."""
-        return self._by_end.get(path.rpartition(".")[2], [])[:4]
+        """Return up to 4 modules or tensors of the base whose names end like `path`."""
+        return self._by_end.get(_end(path), [])[:4]
 
     def find(
         self, component: str | None, path: str, shape: Shape, *, underscores: bool = False
@@ -345,13 +345,19 @@ class BaseNames:
     def renames(
         self, paths: Iterable[str]
     ) -> tuple[dict[str, str], list[Rename], list[str], list[str]]:
-        """Find the peft modules `paths` in the base.
+        """Find the peft modules and complete tensors `paths` in the base.
 
         Return the names in the base, the renames of prefixes, the modules that the base lacks, and
         the ambiguous modules. A module is ambiguous if several modules of the base match, or if
-        another module would get the same name.
+        another module would get the same name. A rename is impossible if the base has another
+        module, except a head, under its name in the adapter, and the first component is the same.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
+        exact = [path for path, found in ways.items() if _EXACT in found and not _is_head(path)]
+        all_ways = {each for found in ways.values() for each in found} - {_EXACT}
+        tops = {each: each.old[: each.old.find(".") + 1] for each in all_ways}
+        wrong = {each for each, top in tops.items() if any(path.startswith(top) for path in exact)}
+        ways = {path: [each for each in found if each not in wrong] for path, found in ways.items()}
         sure: dict[str, set[str]] = {}
         for found in ways.values():
             if len(found) == 1:
@@ -374,26 +380,35 @@ class BaseNames:
         If the base has the module, return an empty rename. Otherwise compare the module with all
         modules of the base. The best matches have the longest common suffix. Among these
         matches, the best have the most components in common before the suffix. A rename never
-        changes a layer index. A rename also requires a common component in the two prefixes,
+        changes a layer index. One of the two prefixes contains all components of the other,
         because a vision tower must not match the language model.
         """
         if path in self.experts or self.find(None, path, (1, 1)):
             return [_EXACT]
         parts, best, found = path.split("."), (0, -1), list[Rename]()
-        for other in self._by_end.get(parts[-1], ()):
+        for other in self._by_end.get(_end(path), ()):
             theirs = other.split(".")
             pairs = zip(reversed(parts), reversed(theirs), strict=False)
             same = next((n for n, (one, two) in enumerate(pairs) if one != two), None)
             same = min(len(parts), len(theirs)) if same is None else same
             old, new = parts[: len(parts) - same], theirs[: len(theirs) - same]
             shared = len({*old} & {*new})
-            if any(map(str.isdigit, (*old, *new))) or (old and new and not shared):
+            if any(map(str.isdigit, (*old, *new))) or shared < min(len({*old}), len({*new})):
                 continue
             if (same, shared) > best:
                 best, found = (same, shared), []
             if (same, shared) == best:
                 found.append(Rename(*(".".join([*each, ""]) for each in (old, new))))
         return found
+
+
+def _end(path: str) -> str:
+    """Return the last component of a name, or the last two for the name of a weight or bias."""
+    return ".".join(path.split(".")[-2 if path.endswith((".weight", ".bias")) else -1 :])
+
+
+def _is_head(path: str) -> bool:
+    return path.removesuffix(".weight").rpartition(".")[2] in HEADS
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:

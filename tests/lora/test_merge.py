@@ -361,6 +361,98 @@ def test_ambiguous_towers_are_refused(
     assert "sub" in str(error.value.hint)
 
 
+def test_complete_tensors_are_renamed_like_modules(tmp_path: Path) -> None:
+    """Heads, projectors and biases of a vision tower; no tensor is added under its old name."""
+    weights = {
+        f"{name}.{end}": values(*shape)
+        for name in VISION
+        for end, shape in (("weight", (9, 5)), ("bias", (9,)))
+    }
+    own = "model.language_model.layers.0.self_attn.q_proj"
+    whole = {
+        "lm_head.weight": values(9, 5),
+        "model.multi_modal_projector.linear_1.weight": values(9, 5),
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.bias": values(9),
+        "model.language_model.layers.0.mlp.up_proj.base_layer.bias": values(9),
+    }
+    saved = ["multi_modal_projector", "lm_head"]
+    made = adapter(tmp_path, factors(own, 9, 5) | whole, modules_to_save=saved, bias="all")
+    seen = merged(tmp_path, base(tmp_path, weights), made)
+    assert seen.keys() == weights.keys()
+    names = {own: name for name, own in VISION.items()}
+    for name, tensor in whole.items():
+        path, _, end = name.replace(".base_layer", "").rpartition(".")
+        assert torch.equal(seen[f"{names[path]}.{end}"], tensor), name
+
+
+def test_an_adapter_of_complete_tensors_is_renamed(tmp_path: Path) -> None:
+    path = base(tmp_path, {"h.0.LayerNorm.weight": values(9), "h.0.q.weight": values(9, 5)})
+    own = {"bert.h.0.LayerNorm.weight": values(9)}
+    seen = merged(tmp_path, path, adapter(tmp_path, own, peft_type="LN_TUNING"))
+    assert torch.equal(seen["h.0.LayerNorm.weight"], own["bert.h.0.LayerNorm.weight"])
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        ({"h.0.norm.scale": (9,)}, r"h\.0\.norm\.scale"),
+        ({"other.LayerNorm.weight": (9,)}, r"other\.LayerNorm\.weight"),
+        ({"fc.mystery_scale": (9,), "fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (9, 2)},
+         r"fc\.mystery_scale"),
+        ({}, "contains no tensors"),
+        ({"fc.original_module.weight": (9, 5)}, "contains no tensors"),
+    ],
+)  # fmt: skip
+def test_tensors_without_a_place_are_refused(
+    tensors: dict[str, tuple[int, ...]], word: str, tmp_path: Path
+) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5), "h.0.LayerNorm.weight": values(9)})
+    made = adapter(tmp_path, {name: values(*shape) for name, shape in tensors.items()})
+    with pytest.raises(UnsupportedError, match=word):
+        ckptkit.merge_lora(path, made)
+    assert [each.level for each in ckptkit.check_lora(made, base=path).findings][:1] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "config", [{"modules_to_save": ["score"]}, {"task_type": "SEQ_CLS"}, {"modules_to_save": None}]
+)
+def test_only_new_heads_are_added(config: dict[str, Any], tmp_path: Path) -> None:
+    path = base(tmp_path, {"model.fc.weight": values(9, 5)})
+    tensors = factors("model.fc", 9, 5) | {"score.weight": values(2, 9)}
+    own = adapter(tmp_path, tensors, **config)
+    if config == {"modules_to_save": None}:
+        with pytest.raises(UnsupportedError, match=r"score\.weight"):
+            ckptkit.merge_lora(path, own)
+        return
+    made = ckptkit.merge_lora(path, own)
+    assert torch.equal(made.weights["score.weight"].torch(), tensors["score.weight"])
+    assert any("added 'score.weight'" in str(note) for note in made.notes)
+
+
+def test_a_rename_applies_to_all_modules_with_the_prefix(tmp_path: Path) -> None:
+    """The base has model.enc under its own name, so nothing else of the adapter moves."""
+    tensors = factors("model.enc.fc1", 9, 5) | factors("model.head.out", 9, 5)
+    made = adapter(tmp_path, tensors)
+    for number, name in enumerate(("model.dec.out", "out", "model.model.head.out")):
+        (folder := tmp_path / str(number)).mkdir()
+        path = base(folder, {"model.enc.fc1.weight": values(9, 5), f"{name}.weight": values(9, 5)})
+        with pytest.raises(UnsupportedError, match=r"not in the base: 'model\.head\.out'"):
+            ckptkit.merge_lora(path, made)
+
+
+def test_the_bias_of_an_output_projection(tmp_path: Path) -> None:
+    weights = {"attn.in_proj_weight": values(24, 8), "attn.in_proj_bias": values(24),
+               "attn.out_proj.weight": values(8, 8), "attn.out_proj.bias": values(8)}  # fmt: skip
+    bias = {"attn.base_layer.out_proj.base_layer.bias": values(8),
+            "attn.base_layer.in_proj_bias": values(24)}  # fmt: skip
+    tensors = factors("attn", 24, 8) | factors("attn.base_layer.out_proj", 8, 8) | bias
+    seen = merged(tmp_path, base(tmp_path, weights), adapter(tmp_path, tensors, bias="all"))
+    assert seen.keys() == weights.keys()
+    for name, tensor in bias.items():
+        assert torch.equal(seen[name.replace(".base_layer", "")], tensor)
+
+
 def test_two_modules_never_change_one_matrix(tmp_path: Path) -> None:
     file = tmp_path / "both.safetensors"
     save_file(factors("unet.conv_in", 9, 5) | factors("unet.input_blocks.0.0", 9, 5), file)
