@@ -48,7 +48,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, shown, some
+from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Node, StoredList
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Remark
@@ -110,26 +110,23 @@ def read(probe: Probe) -> Checkpoint:
     place = probe.source.folder_and_name()
     found = _SPLIT.fullmatch(place[1]) if place is not None else None
     if "split.count" in first.values or found:
-        part = PartOf("split", f"file {_of(first)} of a split GGUF model", "", None)
-        if not probe.options.part_only and first.values.get("split.count") != 1:
-            files, folder = _files(first, found, place), place[0] if place else None
-            first, part = files[0], None
+        if probe.options.part_only:
+            part = PartOf("split", f"file {_of(first)} of a split GGUF model", "", None)
+        else:
+            files = _files(first, found, place)
+            first, folder = files[0], place[0] if place and len(files) > 1 else None
     warnings: list[str] = []
     tensors: dict[Node, Node] = {}
     where: dict[str, str] = {}
-    aligned = first.values.get(ALIGNMENT)
+    values = {key: value for each in reversed(files) for key, value in each.values.items()}
+    aligned = first.values.get(ALIGNMENT, None if part else 32)
     for each in files:
-        for name, tensor in _tensors(each, aligned, warnings):
+        for name, tensor in _tensors(each, values, aligned, warnings):
             if name in where:
                 both = {where[name]: 0, each.source.name: 0}
                 raise AmbiguousError(f"the tensor {shown(name)} occurs twice: {some(both)}")
             where[name] = each.source.name
             tensors[name] = tensor
-    expected = first.values.get("split.tensors.count", len(tensors))
-    if len(files) > 1 and expected != len(tensors):
-        what = f"split.tensors.count is {expected}, but the {len(files)} files contain"
-        raise CorruptError(f"{what} {plural(len(tensors), 'tensor')}")
-    values = {key: value for each in reversed(files) for key, value in each.values.items()}
     root = {key: values[key] for key in dict.fromkeys((*first.values, *values))}
     entry = TENSORS
     while entry in root:
@@ -340,9 +337,13 @@ def _values(
 
 
 def _tensors(
-    header: GgufHeader, aligned: Node, warnings: list[str]
+    header: GgufHeader, values: dict[str, Node], aligned: Node, warnings: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file by name. `aligned` is the alignment of the model's first file."""
+    """Yield the tensors of a file by name.
+
+    `values` is the metadata of all files. `aligned` is the alignment of the model's first file, or
+    None if that file is not read.
+    """
     source, name = header.source, header.source.name
     dtypes = {info: TYPES.get(info.number) for info in header.infos}
     for info, dtype in dtypes.items():
@@ -353,7 +354,7 @@ def _tensors(
                 f"{dtype.block}, the block size of {dtype}", where=name,
             )  # fmt: skip
     sizes = {
-        info: None if dtype is None else dtype.nbytes(prod(info.shape))
+        info: dtype.nbytes(prod(info.shape)) if dtype else None if prod(info.shape) else 0
         for info, dtype in dtypes.items()
     }
     start, alignment = _data_start(header, aligned, sizes, warnings)
@@ -361,7 +362,7 @@ def _tensors(
     limits = [*(info.offset for info in held[1:]), source.size - start]
     for info, limit in zip(held, limits, strict=False):  # `limit`: offset of the next tensor
         if sizes[info] is None:
-            sizes[info] = max(0, limit - info.offset)
+            sizes[info] = max(1, limit - info.offset)
     for info, size in sizes.items():
         beyond = start + info.offset + (size or 0) - source.size
         if info.offset % alignment:
@@ -369,7 +370,7 @@ def _tensors(
                 f"tensor {shown(info.name)}: its offset {info.offset:,} is not aligned to "
                 f"{alignment} bytes", where=name,
             )  # fmt: skip
-        if beyond > 0 and size:
+        if beyond > 0 and (size or beyond >= alignment):
             what = (
                 f"is truncated: {shown(info.name)} ends {beyond:,} bytes after the end of the file"
             )
@@ -386,11 +387,11 @@ def _tensors(
         size = sizes[info] or 0
         record = Range(source, min(start + info.offset, source.size - size), size)
         storage = Storage(record, big_endian=header.big_endian)
+        shape = _shape(info, values)
         if dtype is None:
             made = unknown(f"ggml type {info.number}")
-            yield info.name, Tensor(storage, made, info.shape, (), layout=UNKNOWN)
+            yield info.name, Tensor(storage, made, shape, (), layout=UNKNOWN)
             continue
-        shape = _shape(info, header.values)
         yield info.name, Tensor(storage, dtype, shape, contiguous_stride(shape))
 
 
@@ -399,11 +400,14 @@ def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
 
     If ComfyUI-GGUF reshaped the tensor, return the original shape.
     """
+    if prod(size or 1 for size in info.shape) >= 1 << 63:
+        what = f"tensor {shown(info.name)}: the sizes {list(info.shape)} exceed 64 bits"
+        raise FormatError(what)
     given = values.get(ORIGINAL_SHAPE + info.name)
     if given is None:
         return info.shape
-    if not isinstance(given, StoredList) or given.count > _ROWS or given.of == "string":
-        raise FormatError(f"{ORIGINAL_SHAPE}{shown(info.name)} is not a shape")
+    if not isinstance(given, StoredList) or given.count > _ROWS or given.of != "int32":
+        raise FormatError(f"{ORIGINAL_SHAPE}{shown(info.name)} is not a shape of type int32")
     shape = tuple(map(int, given.first))
     if prod(shape) != prod(info.shape) or any(size < 0 for size in shape):
         raise CorruptError(
@@ -427,14 +431,29 @@ def _data_start(
     if not whole or alignment & (alignment - 1):
         what = f"{ALIGNMENT} is {alignment!r}, not a power of two of type uint32"
         raise FormatError(what, where=name)
-    if ALIGNMENT not in values and isinstance(first, int) and first != alignment:
-        end = max((info.offset + (size or 0) for info, size in sizes.items()), default=0)
-        if -(-header.end // first) * first - (-end // first) * first == header.source.size:
-            alignment = first
+    if header.infos and ALIGNMENT not in values and first != alignment:
+        last = max(sizes, key=lambda info: info.offset)
+        end = max(info.offset + (size or 0) for info, size in sizes.items())
+        others = [first] if isinstance(first, int) else [1 << bits for bits in range(17)]
+        starts = {each: -(-header.end // each) * each for each in (alignment, *others)}
+        fit = [
+            each for each, start in starts.items()
+            if header.source.size - start - end in (0, -end % each) or sizes[last] is None
+        ]  # fmt: skip
+        if not fit:
+            raise CorruptError(
+                f"{ALIGNMENT} is missing, and the size of the file does not fit {alignment} or "
+                f"{first or 'another alignment'}: {shown(last.name)} may be cut",
+                where=name, hint="download or copy all files of the model again",
+            )  # fmt: skip
+        if first is not None or fit[0] != alignment:
+            text = "the size of the file fits" if first is None else "the first file has"
+            wrong = f": llama.cpp uses {alignment} and reads wrong values"
             warnings.append(
-                f"{name}: {ALIGNMENT} is missing; the first file has {first}, which ckptkit uses. "
-                "llama.cpp uses 32 and reads wrong values"
+                f"{name}: {ALIGNMENT} is missing; {text} {first or fit[0]}. "
+                f"ckptkit uses {fit[0]}{wrong if fit[0] != alignment else ''}"
             )
+        alignment = fit[0]
     return -(-header.end // alignment) * alignment, alignment
 
 
@@ -443,8 +462,8 @@ def _data_start(
 
 def _of(header: GgufHeader) -> str:
     """Return the number of a file and the number of files, such as ``2 of 3``."""
-    number, count = (header.values.get(f"split.{key}") for key in ("no", "count"))
-    return f"{number + 1 if isinstance(number, int) else '?'} of {count}"
+    found = ((header.values.get(key), add) for key, add in (("split.no", 1), ("split.count", 0)))
+    return " of ".join(str(value + add) if type(value) is int else "?" for value, add in found)
 
 
 def _files(
@@ -452,34 +471,39 @@ def _files(
 ) -> list[GgufHeader]:
     """Return the headers of all files of a split model. One of these headers is `first`."""
     count = first.values.get("split.count")
-    if found is None or place is None:
+    files = []
+    if found is None and type(count) is int and count == 1:
+        files = [first]
+    elif found is None or place is None or not 0 < int(found[2]) <= int(found[3]):
         raise UnsupportedError(
             f"is file {_of(first)} of a split model, but not named NAME-00001-of-00003.gguf",
             where=first.source.name, hint=f"restore the original file names; {_ALONE}",
         )  # fmt: skip
-    if type(count) is not int or count != int(found[3]):
-        named = "missing" if count is None else count
+    elif type(count) is not int or count != int(found[3]):
         raise CorruptError(
-            f"split.count is {named}, but the file name ends in of-{found[3]}",
+            f"split.count is {_said(count)}, but the file name ends in of-{found[3]}",
             where=first.source.name, hint=f"fetch all files of the model again; {_ALONE}",
         )  # fmt: skip
-    folder, name = place
-    files = []
-    for number in range(1, count + 1):
-        other = f"{found[1]}-{number:05}-of-{found[3]}{found[4]}"
-        if other == name:
-            header = first
-        elif other in folder:
-            header = read_header(folder.open(other))
-        else:
-            raise CorruptError(
-                f"the model has {count} files, but {other} is missing",
-                where=first.source.name, hint=f"copy the missing file; {_ALONE}",
-            )  # fmt: skip
-        for key, expected in (("split.no", number - 1), ("split.count", count)):
+    else:
+        folder, name = place
+        for number in range(1, count + 1):
+            other = f"{found[1]}-{number:05}-of-{found[3]}{found[4]}"
+            if other != name and other not in folder:
+                raise CorruptError(
+                    f"the model has {count} files, but {other} is missing",
+                    where=first.source.name, hint=f"copy the missing file; {_ALONE}",
+                )  # fmt: skip
+            files.append(first if other == name else read_header(folder.open(other)))
+    total = sum(len(each.infos) for each in files)
+    for index, header in enumerate(files):
+        expected = {"split.no": index, "split.count": count, "split.tensors.count": total}
+        for key, right in expected.items():
             value = header.values.get(key)
-            if value != expected:
-                what = f"{key} is {'missing' if value is None else value}, not {expected}"
+            if type(value) is not int or value != right:
+                what = f"{key} is {_said(value)}, not {right}"
                 raise CorruptError(what, where=header.source.name, hint=_ALONE)
-        files.append(header)
     return files
+
+
+def _said(value: Node) -> Node:
+    return "missing" if value is None else shown(value) if isinstance(value, str) else value

@@ -178,6 +178,11 @@ class TestTensors:
         with opened(tmp_path, made([(key, [Typed(5, n) for n in (2, 3, 2)])], [PLAIN])) as ck:
             assert ck.weights["a.weight"].shape == (2, 3, 2)
 
+    def test_shape_of_comfy_for_a_type_that_is_not_known(self, tmp_path: Path) -> None:
+        values = [("comfy.gguf.orig_shape.odd", [Typed(5, n) for n in (2, 3, 2)])]
+        with opened(tmp_path, made(values, [Entry("odd", (3, 4), 155, bytes(32))])) as ck:
+            assert ck.weights["odd"].shape == (2, 3, 2)
+
 
 def split(number: int, count: int, total: int) -> list[tuple[str, Any]]:
     keys = [
@@ -239,6 +244,68 @@ class TestSplit:
                 assert (ck.weights["t1"].numpy().ravel() == F32).all()
                 assert "the first file has 256" in ck.warnings[0]
 
+    @pytest.mark.parametrize("alone", [False, True])
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_alignment_that_the_size_tells(self, tmp_path: Path, alone: bool, padded: bool) -> None:
+        """A last tensor need not be padded."""
+        for number in range(2):
+            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
+            tensors = [PLAIN._replace(name=f"t{number}")]
+            file = made(values, tensors, alignment=256, padded=padded)
+            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        path = tmp_path / "m-00002-of-00002.gguf"
+        with ckptkit.open(path, part_only=alone) as ck:
+            assert (ck.weights["t1"].numpy().ravel() == F32).all()
+            assert "general.alignment is missing" in ck.warnings[0]
+        path.write_bytes(path.read_bytes() + bytes(300))
+        with pytest.raises(CorruptError, match="does not fit 32"):
+            ckptkit.open(path, part_only=alone)
+
+    def test_alignment_of_each_file(self, tmp_path: Path) -> None:
+        for number in range(2):
+            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
+            tensors = [PLAIN._replace(name=f"t{number}")]
+            file = made(values, tensors, alignment=32 if number else 256)
+            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        with ckptkit.open(tmp_path) as ck:
+            assert (ck.weights["t1"].numpy().ravel() == F32).all()
+            assert "the first file has 256. ckptkit uses 32" in ck.warnings[0]
+
+    @pytest.mark.parametrize(
+        "name, values, words",
+        [
+            ("m-00000-of-00000", split(0, 0, 1), "file 1 of 0"),
+            ("m-00002-of-00001", split(1, 1, 1), "file 2 of 1"),
+            ("m-00002-of-00003", split(0, 1, 1), r"split\.count is 1, but"),
+            ("m-00001-of-00001", split(7, 1, 1), r"split\.no is 7, not 0"),
+            ("m-00001-of-00001", split(0, 1, 9), r"split\.tensors\.count is 9, not 1"),
+            ("m-00001-of-00001", split(0, 1, 1)[:2], r"split\.tensors\.count is missing"),
+            ("m-00001-of-00001", [("split.no", "0"), *split(0, 1, 1)[1:]], "is '0', not 0"),
+            ("m-00001-of-00001", [("split.count", True)], r"split\.count is True"),
+            ("model", split(1, 1, 1), r"split\.no is 1, not 0"),
+        ],
+    )
+    def test_keys_and_name(
+        self, tmp_path: Path, name: str, values: list[tuple[str, Any]], words: str
+    ) -> None:
+        path = written(tmp_path, made(values, [PLAIN]), f"{name}.gguf")
+        with pytest.raises(CkptkitError, match=words):
+            ckptkit.open(path)
+
+    def test_a_single_file(self, tmp_path: Path) -> None:
+        for name in ("model.gguf", "m-00001-of-00001.gguf"):
+            with ckptkit.open(written(tmp_path, made(split(0, 1, 1), [PLAIN]), name)) as ck:
+                assert (list(ck.weights), ck.part) == (["a.weight"], None)
+
+    def test_shape_of_comfy_in_the_first_file(self, tmp_path: Path) -> None:
+        shape = ("comfy.gguf.orig_shape.t1", [Typed(5, n) for n in (2, 3, 2)])
+        for number in range(2):
+            values = split(number, 2, 2) + [shape] * (not number)
+            file = made(values, [PLAIN._replace(name=f"t{number}")])
+            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        with ckptkit.open(tmp_path) as ck:
+            assert ck.weights["t1"].shape == (2, 3, 2)
+
 
 class TestFolders:
     def test_other_models_come_first(self, tmp_path: Path) -> None:
@@ -295,7 +362,30 @@ HOSTILE: dict[str, tuple[bytes, type[CkptkitError], str]] = {
         CorruptError, "2 tensors overlap: 'a.weight', 'b'",
     ),
     "shape of comfy": (
-        made([("comfy.gguf.orig_shape.a.weight", [5, 5])], [PLAIN]), CorruptError, "elements",
+        made([("comfy.gguf.orig_shape.a.weight", [Typed(5, 5)] * 2)], [PLAIN]),
+        CorruptError, "elements",
+    ),
+    "fraction as a shape": (
+        made([("comfy.gguf.orig_shape.a.weight", [Typed(6, 3.5), Typed(6, 4.0)])], [PLAIN]),
+        FormatError, "not a shape",
+    ),
+    "not a number as a shape": (
+        made([("comfy.gguf.orig_shape.a.weight", [Typed(6, float("nan"))])], [PLAIN]),
+        FormatError, "not a shape",
+    ),
+    "unknown type beyond": (
+        made(tensors=[PLAIN, Entry("odd", (32,), 155, b"", 4096)])[:512],
+        TruncatedError, "'odd' ends",
+    ),
+    "empty tensor beyond": (
+        made(tensors=[PLAIN, Entry("none", (0,), 0, b"", 4096)])[:512], TruncatedError, "'none' ends",
+    ),
+    "unknown type overlaps": (
+        made(tensors=[Entry("odd", (32,), 155, b"", 0), PLAIN._replace(offset=0)]),
+        CorruptError, "2 tensors overlap: 'odd', 'a.weight'",
+    ),
+    "size of 64 bits": (
+        made(tensors=[PLAIN, Entry("none", (0, 2**63), 0, b"")]), FormatError, "tensor 'none'",
     ),
     "text as a shape": (
         made([("comfy.gguf.orig_shape.a.weight", "3,4")], [PLAIN]), FormatError, "not a shape",

@@ -482,6 +482,7 @@ def test_skeletons_that_are_not_filled(tmp_path: Path, command: Ckptkit) -> None
     assert "is big-endian" in done.stderr and "gguf-convert-endian COPY little" in done.stderr
     for number in (1, 2):
         split = [("split.no", Typed(2, number - 1)), ("split.count", Typed(2, 2))]
+        split.append(("split.tensors.count", Typed(5, 2)))
         (tmp_path / f"m-{number:05}-of-00002.gguf").write_bytes(
             made([*keys, *split], [entry(f"{'ab'[number - 1]}.weight", 4)])
         )
