@@ -52,7 +52,7 @@ from ckptkit.lora.changes import (
     unknown_fields,
 )
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
-from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
+from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter, unwrapped
 
 # Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
@@ -236,6 +236,8 @@ class MergePlan:
         self.untouched = dict(self.new)
         shapes = {name: each.shape for name, each in self.new.items()}
         self.names, self.paths = BaseNames(shapes, adapter.components), paths
+        if adapter.layout == "peft":
+            self._restore_wrappers()
         self.whole = {own: self._whole(own) for own in adapter.replaced}
         self._rename([*(paths[name] for name in names), *self.whole.values()])
         for own in adapter.replaced:
@@ -265,6 +267,16 @@ class MergePlan:
         return UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
 
     # Find the tensors of each module
+
+    def _restore_wrappers(self) -> None:
+        """Restore a prefix like ``module.`` if the base has a module with the complete name."""
+        for name in self.adapter.checkpoint.required.tensors:
+            plain, full = unwrapped(name), name.rpartition("base_model.model.")[2]
+            wrapper = full.removesuffix(plain)
+            for found in re.finditer(r"\.", plain) if wrapper else ():
+                path = plain[: found.start()]
+                if self.paths.get(path) == path and wrapper + path in self.names.modules:
+                    self.paths[path] = wrapper + path
 
     def _rename(self, paths: Sequence[str]) -> None:
         """Find the modules of a peft adapter in the base, where they may have another prefix."""

@@ -441,6 +441,18 @@ def test_a_rename_applies_to_all_modules_with_the_prefix(tmp_path: Path) -> None
             ckptkit.merge_lora(path, made)
 
 
+def test_a_module_whose_name_is_that_of_a_wrapper(tmp_path: Path) -> None:
+    weights = {"module.fc.weight": values(9, 5), "module.fc.bias": values(9),
+               "fc.weight": values(9, 5), "fc.bias": values(9)}  # fmt: skip
+    tensors = factors("module.fc", 9, 5) | {"module.fc.base_layer.bias": values(9)}
+    seen = merged(tmp_path, base(tmp_path, weights), adapter(tmp_path, tensors, bias="all"))
+    expected = weights["module.fc.weight"] + delta(tensors, "module.fc")
+    assert torch.equal(seen["module.fc.weight"], expected)
+    assert torch.equal(seen["module.fc.bias"], tensors["module.fc.base_layer.bias"])
+    assert torch.equal(seen["fc.weight"], weights["fc.weight"])
+    assert torch.equal(seen["fc.bias"], weights["fc.bias"])
+
+
 def test_the_bias_of_an_output_projection(tmp_path: Path) -> None:
     weights = {"attn.in_proj_weight": values(24, 8), "attn.in_proj_bias": values(24),
                "attn.out_proj.weight": values(8, 8), "attn.out_proj.bias": values(8)}  # fmt: skip
