@@ -235,7 +235,11 @@ def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
         counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
         if type(heads) is int and type(size) is int and counts:
             is_same = counts[0] == heads * size
-            found = None if is_same else f"{counts[0]} rows (head size {size}) in the queries"
+            found = (
+                None
+                if is_same
+                else f"{counts[0]} rows in the query projections (attention_head_dim is {size})"
+            )
             yield Compared("heads", "num_attention_heads", heads, found)
     elif rows:
         yield from _channels(config.get("block_out_channels"), tensors)

@@ -649,7 +649,9 @@ class _DamagedArchive:
             known = StorageTable(self._open_storage)
             return unpickle(source, start, stop, persistent_load=known.load)
         except CkptkitError as error:
-            if not wrap:  # the checksum proves that torch.save wrote this pickle
+            if (
+                not wrap
+            ):  # `_is_pickle` accepted this data.pkl, so the error is not reported as damage
                 raise
             raise CorruptError(
                 "the names and shapes of its tensors are lost: "

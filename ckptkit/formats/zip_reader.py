@@ -604,8 +604,8 @@ def _stored_members(start: int, size: int, count: int, source: ByteSource) -> It
     """Yield the stored members that have a CRC-32. The directory begins at `start`.
 
     The directory is read again, because keeping the directory would take too much memory. For an
-    .npy member, the local header is read too, because the elements are only the last part of the
-    member.
+    .npy member, the local header is also read, to get the exact offset of the member. The elements
+    of an .npy member have another offset, because they follow the header of the array.
     """
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]

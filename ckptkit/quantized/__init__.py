@@ -61,7 +61,8 @@ def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -
     """Replace each quantized weight by one dequantized tensor.
 
     Weights that ckptkit cannot dequantize are unchanged. A tensor is dequantized when its bytes are
-    read. `types` maps names of weights to dtypes.
+    read. `types` maps names of quantized weights to the dtypes of their dequantized tensors. Other
+    weights get the default dtype of :func:`ckptkit.dequantize`.
     """
     found = find(ck)
     if not found:
