@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis import advice
 from ckptkit.analysis.advice import packed
-from ckptkit.core.bytesource import Folder
+from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import PartOf
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import (
@@ -39,6 +39,7 @@ from ckptkit.diagnosis.cause import (
     is_wrapped,
     some,
 )  # fmt: skip
+from ckptkit.formats.gguf import ORIGINAL_SHAPE
 from ckptkit.formats.table import GGUF, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (
@@ -191,12 +192,27 @@ def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
 
 def _llama_cpp(facts: Facts) -> Iterator[Cause]:
     for warning in coded(facts.summary.warnings, LLAMA_CPP):
-        yield Cause(
-            "llama-cpp",
-            WARNING,
-            f"Its {warning}.",
-            "ckptkit and gguf-py can read it.",
-        )
+        title, text = f"Its {warning}.", "ckptkit and gguf-py can read it."
+        if warning.facts.get("misread"):
+            title, text = "llama.cpp and gguf-py read wrong values from it.", f"{warning}."
+        yield Cause("llama-cpp", WARNING, title, text)
+    if format_of(facts) is GGUF and (reasons := list(_rejected(facts))):
+        title = f"llama.cpp refuses the file: {'; '.join(reasons)}."
+        yield Cause("llama-cpp", WARNING, title, "ckptkit can read it.")
+
+
+def _rejected(facts: Facts) -> Iterator[str]:
+    """Yield the reasons why llama.cpp rejects a GGUF file that is valid in other programs."""
+    source = facts.checkpoint.source if facts.checkpoint is not None else None
+    if isinstance(source, ByteSource) and source.read(4, 4) == b"\1\0\0\0":
+        yield "it has version 1"
+    root = facts.root if isinstance(facts.root, dict) else {}
+    tensors = [(str(row.path[-1]), row.tensor.shape) for row in facts.summary.rows]
+    deep = [name for name, shape in tensors if len(shape) > 4 and ORIGINAL_SHAPE + name not in root]
+    if deep:
+        yield f"more than 4 dimensions ({some(deep)})"
+    if long := [name for name, _ in tensors if len(name.encode()) > 63]:
+        yield f"names of more than 63 bytes ({some(long)})"
 
 
 def _program(facts: Facts) -> Iterator[Cause]:

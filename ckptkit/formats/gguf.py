@@ -449,10 +449,12 @@ def _data_start(
         if first is not None or fit[0] != alignment:
             text = "the size of the file fits" if first is None else "the first file has"
             wrong = f": llama.cpp uses {alignment} and reads wrong values"
-            warnings.append(
+            is_misread = fit[0] != alignment
+            warning = (
                 f"{name}: {ALIGNMENT} is missing; {text} {first or fit[0]}. "
-                f"ckptkit uses {fit[0]}{wrong if fit[0] != alignment else ''}"
+                f"ckptkit uses {fit[0]}{wrong if is_misread else ''}"
             )
+            warnings.append(Notice(LLAMA_CPP, warning, misread=True) if is_misread else warning)
         alignment = fit[0]
     return -(-header.end // alignment) * alignment, alignment
 

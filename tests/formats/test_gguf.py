@@ -487,6 +487,27 @@ class TestCommands:
             "b.weight": torch.bfloat16, "a.weight": torch.float32,
         }  # fmt: skip
 
+    def test_doctor_names_what_llama_cpp_refuses(self, tmp_path: Path, run: Run) -> None:
+        deep, long = Entry("deep", (1, 1, 1, 1, 4), 0, bytes(16)), PLAIN._replace(name="n" * 64)
+        reshaped = ("comfy.gguf.orig_shape.w", [Typed(5, n) for n in (1, 1, 1, 3, 4)])
+        for tensors, version, values, said in (
+            ([PLAIN], 1, [], "llama.cpp refuses the file: it has version 1."),
+            ([deep], 3, [], "refuses the file: more than 4 dimensions (deep)."),
+            ([long], 3, [], "refuses the file: names of more than 63 bytes (nnn"),
+            ([PLAIN._replace(name="w")], 3, [reshaped], ""),
+            ([PLAIN._replace(name="n" * 63)], 3, [], ""),
+        ):
+            written(tmp_path, made([("a", 1), *values], tensors, version=version))
+            found = " ".join(run("doctor", "model.gguf", cwd=tmp_path).stdout.split())
+            assert said in found
+            assert ("llama.cpp refuses" in found) == bool(said)
+
+    def test_doctor_names_the_alignment(self, tmp_path: Path, run: Run) -> None:
+        TestSplit().test_alignment_of_the_first_alone(tmp_path)
+        done = run("doctor", str(tmp_path))
+        assert "llama.cpp and gguf-py read wrong values from it." in done.stdout
+        assert "general.alignment is missing" in " ".join(done.stdout.split())
+
     def test_diff_compares_whole_arrays(self, tmp_path: Path, run: Run) -> None:
         words = [f"w{n}" for n in range(20)]
         written(tmp_path, made([("tokens", words)], [PLAIN]), "a.gguf")
