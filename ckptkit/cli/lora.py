@@ -99,7 +99,7 @@ def merge(
     base, *adapters = request.sources
     if weights and len(weights) != len(adapters):
         raise click.UsageError(f"give --weight once for each of {len(adapters)} adapters")
-    given |= {"weight": weights or None, "strict": request.options.strict}
+    given |= {"weights": weights or None, "strict": request.options.strict}
     later = (("cast", "dtypes", cast), ("quantize", "kind", quantize))
     source = open_checkpoint(base, request.options, key=key)
     is_named = request.options.format is not None or formats.of_suffix(request.dst) is not None

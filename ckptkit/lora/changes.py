@@ -622,7 +622,7 @@ def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
     """Return whether IA3 multiplies the inputs of a module. peft uses the same criterion."""
     names = config.get("feedforward_modules") or ()
     if isinstance(names, str):
-        return matches(names, module.path)
+        return matches(names, module.path, is_whole=True)
     return any(module.path.endswith(str(each)) for each in names)
 
 
@@ -638,6 +638,7 @@ _NEXT = {
     "empty": "gather the parameters before saving (ZeRO-3, FSDP), then save again",
     "shape": _BASE,
     "no-module": _BASE,
+    "module": _BASE,
 }
 
 
@@ -658,7 +659,7 @@ class Finding(NamedTuple):
     @classmethod
     def of(cls, error: CkptkitError, key: str) -> Finding:
         """Convert an error about the module `key` to a finding."""
-        code = {"shape": "shape", "ambiguous": "no-module"}.get(error.code, "method")
+        code = {"shape": "shape", "ambiguous": "module"}.get(error.code, "method")
         return problem(code, error.message, error.hint, key)
 
     @property

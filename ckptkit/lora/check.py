@@ -23,6 +23,7 @@ from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, output_name, quoted, shell_command, some
+from ckptkit.edits.keys import substituted
 from ckptkit.lora.changes import ERROR, WARNING, Finding, problems
 from ckptkit.lora.merge import MergePlan, refuse_base
 from ckptkit.lora.reading import Adapter, Module, read_adapter
@@ -142,10 +143,10 @@ def _of_elements(read: Adapter) -> Iterator[Finding]:
 def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Finding]:
     """Yield findings about an adapter and its base that do not prevent merging."""
     renames = plan.renames
-    if renames and not any(each.code == "no-module" for each in plan.problems):
+    if renames and not any(each.code in ("no-module", "module") for each in plan.problems):
         said = some(map(str, renames))
         title = f"the base has all modules, but only after a rename: {said}"
-        subs = [w for each in renames for w in ("--sub", f"^{re.escape(each.old)}={each.new}")]
+        subs = [word for pair in _subs(plan) for word in ("--sub", "=".join(pair))]
         modules = tuple(plan.renamed)
         yield Finding("prefix", ERROR, title, modules, command(*subs), None)
     large, weights = {}, plan.base.weights
@@ -160,10 +161,33 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Fi
         title = f"the norm of the change exceeds the norm of the weight in {some(large.values())}"
         hint = "compare lora_alpha with the value used in training, or merge with a smaller weight"
         yield Finding("norm", WARNING, title, tuple(large), None, hint)
+    if plan.is_untied and plan.pair:
+        title = f"the merge unties {plan.pair[1]} from {plan.pair[0]}"
+        yield Finding("tied", WARNING, title, plan.pair, command(), None)
     for name, rows, old in plan.unlike:
         title = f"{name} has {rows:,} rows in the adapter, but {old:,} in the base"
         hint = "if the adapter has a larger vocabulary, use the tokenizer of the adapter"
         yield Finding("vocab", WARNING, title, (name,), None, hint)
+
+
+def _subs(plan: MergePlan) -> list[tuple[str, str]]:
+    """Return the substitutions for the renames of a merge.
+
+    `lora merge` applies all substitutions to each name. Each pattern therefore excludes longer
+    prefixes, and the results of earlier substitutions. If the substitutions still differ from the
+    renames, return [], because `lora merge` without substitutions finds the renames itself.
+    """
+    for sign in (-1, 1):  # the longest prefix first, or the shortest prefix first
+        made, done = list[tuple[str, str]](), [each.old for each in plan.renames]
+        for old, new in sorted(plan.renames, key=lambda each: sign * len(each.old)):
+            taken = [re.escape(each) for each in done if each.startswith(old) and each != old]
+            other = f"(?!{'|'.join(taken)})" if taken else ""
+            made.append((f"^{other}{re.escape(old)}", new))
+            done.append(new)
+        names, unused = substituted(plan.renamed, made)
+        if not unused and names == plan.renamed:
+            return made
+    return []
 
 
 def _norm(module: Module) -> float | None:

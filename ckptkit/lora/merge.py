@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -79,7 +79,7 @@ def merge_lora(
     base: Source,
     adapters: _Path | Sequence[_Path],
     *,
-    weight: Sequence[float] | None = None,
+    weights: Sequence[float] | None = None,
     tied: str | None = None,
     base_is: str | None = None,
     component: str | None = None,
@@ -90,7 +90,7 @@ def merge_lora(
 ) -> Checkpoint:
     """Return `base` with the weight updates of adapters added. `save` computes the values.
 
-    - `weight`: a factor for the updates of each adapter. The default is 1.
+    - `weights`: a factor for the updates of each adapter. The default is 1.
     - `tied`: required if an adapter changes only the embedding or only the head, and the two are
       tied. ``untie`` gives the head its own matrix. ``keep`` changes the embedding and the head.
     - `base_is`: ``residual`` if the base is the original base minus the initial update (PiSSA).
@@ -107,7 +107,7 @@ def merge_lora(
     if base_is not in (None, "residual"):
         raise wrong("base_is", "'residual'", base_is)
     given: list[Any] = adapters  # type: ignore[assignment]  # of `_listed`
-    factors = [1.0] * len(given) if weight is None else list(weight)
+    factors = [1.0] * len(given) if weights is None else list(weights)
     if len(factors) != len(given) or not given or not all(map(isfinite, factors)):
         what = plural(len(given), "adapter")
         raise UsageError(f"{what} require one finite weight each, but got {factors}")
@@ -137,7 +137,7 @@ def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoi
     if not adapter:
         known = "lora: {adapter: PATH, weight: 1.0}"
         raise UsageError("the step `lora` requires an adapter", hint=known)
-    return merge_lora(base, adapter, weight=[weight])
+    return merge_lora(base, adapter, weights=[weight])
 
 
 def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
@@ -264,7 +264,7 @@ class MergePlan:
 
     def _unweighted(self, name: str, why: str) -> UsageError:
         what = f"a weight of {self.weight:g} is impossible for {shown(name)}, because {why}"
-        return UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
+        return UsageError(what, hint=f"{typed('--weight 1', 'weights=[1]')} for this adapter")
 
     # Find the tensors of each module
 
@@ -294,7 +294,7 @@ class MergePlan:
                 kind = "tensors" if whole & {*found} else "modules"
                 title = f"{len(found)} of {len(paths)} {kind} of the adapter {what}: "
                 title += quoted(found[:4]) + (f" (the base has {quoted(like)})" if like else "")
-                self._refuse("no-module", title, sub, *found)
+                self._refuse(_lacking(found, paths), title, sub, *found)
 
     def _miss(self, keys: list[str]) -> None:
         """Add a problem for modules that the base does not have.
@@ -312,9 +312,8 @@ class MergePlan:
         parts = [each for each in self.adapter.components if each not in lacking]
         given = typed("--component NAME", "component=")
         hint = f"{given} selects the modules of one component ({quoted(parts)})" if parts else HELP
-        self._refuse(
-            "no-module", title, hint, *keys, mend=f"--component {parts[0]}" if parts else ""
-        )
+        mend = f"--component {parts[0]}" if parts else ""
+        self._refuse(_lacking(keys, modules), title, hint, *keys, mend=mend)
 
     def _path(self, path: str) -> str:
         """Return the name in the base for a name in the adapter."""
@@ -353,7 +352,7 @@ class MergePlan:
             if role in module.tensors:
                 self._bias(key, module, name, role)
         if module.kind == "tokens":
-            self.rows.setdefault(name, []).append(self._tokens(module))
+            self.rows.setdefault(name, []).append(self._tokens(module, self.new[name].shape))
         elif of_weight:
             change = change_of(module, config, self.weight, self.new[name].shape)
         if module.kind == "ia3" and not is_feedforward(module, config):
@@ -477,7 +476,7 @@ class MergePlan:
             raise _misfit(module, (change.rows,), self.new[bias].shape)
         self._add(bias, _Piece(key, change, 0, change.rows, 0))
 
-    def _tokens(self, module: Module) -> tuple[Tensor, list[int]]:
+    def _tokens(self, module: Module, shape: Shape) -> tuple[Tensor, list[int]]:
         """Return the trained token embeddings, and the indices of the rows to replace."""
         named = self.options.get("trainable_token_indices", self.options.get("token_indices"))
         if isinstance(named, dict):
@@ -486,7 +485,13 @@ class MergePlan:
         if not isinstance(named, list) or len(named) != count:
             what = f"{shown(module.path)} has {plural(count, 'trained token')}, but "
             raise UnsupportedError(f"{what}adapter_config.json lists another number of tokens")
-        return module.tensors["tokens"], [int(each) for each in named]
+        rows, columns = as_matrix(shape)
+        numbers, found = [int(each) for each in named], module.tensors["tokens"].shape
+        if found != (count, columns) or not all(0 <= each < rows for each in numbers):
+            there = f"cannot replace rows {quoted(map(str, numbers))} of {shape_text(shape)}"
+            what = f"trained tokens of shape {shape_text(found)} {there}"
+            raise UnsupportedError(what, code="shape")
+        return module.tensors["tokens"], numbers
 
     def _find_twice(self) -> None:
         """Add a problem if two modules of the adapter change the same rows of a tensor."""
@@ -495,7 +500,7 @@ class MergePlan:
             for (_, stop, one), (start, _, other) in pairwise(spans):
                 if start < stop:
                     title = f"{shown(one)} and {shown(other)} would both change {shown(name)}"
-                    self._refuse("no-module", title, HELP, one, other)
+                    self._refuse("module", title, HELP, one, other)
                     break
 
     # Complete tensors in the adapter, and tied tensors
@@ -692,6 +697,11 @@ class MergePlan:
         )
 
 
+def _lacking(found: Collection[str], modules: Collection[str]) -> str:
+    """Return the code of a problem that prevents finding the modules `found` in the base."""
+    return "no-module" if len(found) == len(modules) else "module"
+
+
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:
     there = f"the weight in the base has shape {shape_text(weight)}"
     what = f"the change of {shown(module.path)} has shape {shape_text(change)}, but {there}"
@@ -752,10 +762,6 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
 
 def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor:
     """Return a matrix after replacing the rows `numbers` with the rows of `source`."""
-    rows, columns = tensor.shape
-    if source.shape != (len(numbers), columns) or not all(0 <= each < rows for each in numbers):
-        there = f"cannot replace rows {quoted(map(str, numbers))} of {shape_text(tensor.shape)}"
-        raise UnsupportedError(f"trained tokens of shape {shape_text(source.shape)} {there}")
     own = _cast(source, tensor.dtype)
     parts = {number: box(own, place, place + 1) for place, number in enumerate(numbers)}
     return _like(tensor, placed(tensor, ((number, 0, part) for number, part in parts.items())))

@@ -291,14 +291,16 @@ def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> st
     prefixes = table("prefixes")
     for name in names:
         found = _role(name)
+        path = found[0] if found else name.rpartition(".")[0]
+        is_named = found is not None or config is None
+        if is_named and "." not in path and name.startswith(tuple(prefixes["kohya"])):
+            return "kohya"
         if found is None or found[1] == "tokens":
             continue
-        if "." not in found[0] and name.startswith(tuple(prefixes["kohya"])):
-            return "kohya"
         if config is not None:
             return "peft"
         for layout in ("comfy", "diffusers"):
-            if name.startswith(tuple(prefixes[layout])):
+            if name.removeprefix("_orig_mod.").startswith(tuple(prefixes[layout])):
                 return layout
         if re.search(r"[._]lora\.(down|up)", name):
             return "diffusers"  # the names of a single component have no prefix
@@ -322,7 +324,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
     whole: dict[str, Tensor] = {}
     ignored, unknown = [], []
     for name, tensor in tensors.items():
-        plain = unwrapped(name) if layout == "peft" else name
+        plain = unwrapped(name) if layout == "peft" else re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
         split = _role(plain)
         if split and layout == "peft" and config and split[1] in ("alpha", "diff", "diff_b"):
             split = None  # peft has no such role, so this is the name of a tensor in the model
@@ -340,7 +342,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
     shared = groups.pop("base_model", {}) if config and layout == "peft" else {}
     for group in groups.values():
         group |= shared if "lambda_b" in group else {}
-    if not groups and not configs:
+    if not groups and not configs and not unknown:
         hint = "`ckptkit inspect {where}` lists the content"
         raise UsageError("is not an adapter, because it has no adapter tensors", hint=hint)
     modules = {key: _module(key, group, layout, configs, alpha) for key, group in groups.items()}
@@ -348,7 +350,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         given = typed("--alpha", "alpha")
         raise UsageError(f"contains scales, so {given} is not allowed", hint="omit the option")
     kinds = dict.fromkeys(_METHODS.get(each.kind, "LORA") for each in modules.values())
-    method = str((configs.get("") or {}).get("peft_type") or "+".join(kinds)).upper()
+    method = str((configs.get("") or {}).get("peft_type") or "+".join(kinds) or "LORA").upper()
     return Adapter(
         checkpoint.name or "", layout, method, configs, modules, whole, (*ignored,), (*unknown,),
         {k: v for k, v in checkpoint.extras.items() if k != METADATA}, checkpoint,
@@ -372,7 +374,7 @@ def _module(
     if layout == "peft" and kind == "lora":
         if path.endswith(".base_layer.out_proj"):  # out_proj of nn.MultiheadAttention
             path, kind = path.replace(".base_layer.", "."), "attention_out"
-        elif expert := _parameter(path, config or {}):
+        elif expert := _parameter(path, config or {}, tensors["A"]):
             path, is_parameter = expert, True
     sizes = (tensors[role].shape[0] for role in _RANKS if role in tensors and tensors[role].ndim)
     rank = next(sizes, None)
@@ -430,10 +432,11 @@ def _number(config: Mapping[str, Any], name: str, path: str, patterns: str) -> f
     return float(found)
 
 
-def matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str, *, is_whole: bool = False) -> bool:
     """Return whether a pattern of a configuration matches the module `path`.
 
-    The pattern is untrusted. Raises CorruptError if matching takes more than a second.
+    If `is_whole` is False, the pattern may match only the last components of the path. The
+    pattern is untrusted. Raises CorruptError if matching takes more than a second.
     """
     import regex
 
@@ -441,23 +444,31 @@ def matches(pattern: str, path: str) -> bool:
         return True
     try:
         re.compile(pattern)
-        return regex.match(rf"(.*\.)?({pattern})$", path, timeout=1) is not None
+        start = "" if is_whole else r"(.*\.)?"
+        return regex.match(rf"{start}({pattern})$", path, timeout=1) is not None
     except (re.error, regex.error, RecursionError, OverflowError, TimeoutError) as error:
         raise CorruptError(f"{CONFIG} has an invalid pattern {shown(pattern)}: {error}") from error
 
 
-def _parameter(path: str, config: Mapping[str, Any]) -> str | None:
+def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None:
     """Return the name of the parameter that an adapter with `target_parameters` changes.
 
     If the adapter changes several parameters of a module, peft nests one wrapper per parameter. The
     wrappers have the order in which the model defines the parameters. Tensor names of an inner
     wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
+
+    A parameter without the name of its module may belong to any module. A then decides: `down` has
+    more rows than the rank, because it contains the factors of several experts.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []
     for each in config.get("target_parameters") or ():
         module, _, name = str(each).rpartition(".")
-        if name not in names and (not module or f".{plain}".endswith(f".{module}")):
+        if not module and plain == path:
+            is_own = down.shape[:1] != (_number(config, "r", path, "rank_pattern"),)
+        else:
+            is_own = not module or f".{plain}".endswith(f".{module}")
+        if name not in names and is_own:
             names.append(name)
     names.sort(key=lambda name: _EXPERTS.index(name) if name in _EXPERTS else len(_EXPERTS))
     depth = path.count(".base_layer") - plain.count(".base_layer")

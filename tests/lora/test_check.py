@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,44 @@ def test_with_a_base(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", factors("model.fc") | factors("model.head"))
     assert codes(path, base=base(tmp_path, "fc", "head")) == {"prefix": "error"}
     found = check_lora(path, base=base(tmp_path, "model.fc", "model.hand")).findings
-    assert [each.code for each in found] == ["no-module"]
+    assert [each.code for each in found] == ["module"]
     assert found[0].modules == ("model.head",)
     wide = base(tmp_path, "model.fc", "model.head", shape=(4, 5))
     assert codes(path, base=wide) == {"shape": "error"}
+
+
+def test_all_or_some_modules_are_missing(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("x.fc") | factors("x.gone"))
+    assert codes(path, base=base(tmp_path, "x.fc")) == {"module": "error"}
+    assert codes(path, base=base(tmp_path, "y.other")) == {"no-module": "error"}
+
+
+def test_the_command_with_several_renames_works(tmp_path: Path, in_process: Run) -> None:
+    names = "model.language_model.layers.0.q_proj", "model.vision_tower.x.fc1", "lm_head"
+    path = adapter(tmp_path / "a", factors(names[0]) | factors(names[1]) | factors(names[2]))
+    there = "language_model.model.layers.0.q_proj", "vision_tower.x.fc1", "language_model.lm_head"
+    (found,) = check_lora(path, base=base(tmp_path, *there)).findings
+    assert found.code == "prefix" and found.command is not None
+    done = in_process(*shlex.split(found.command)[1:])
+    assert done.code == 0
+    said = done.stdout + done.stderr
+    assert "merged 3 modules" in said and "renamed" not in said
+
+
+def test_tokens_and_matrices_of_a_tied_embedding(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file({"model.embed_tokens.weight": np.ones((4, 3), "f4")}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    at = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    rows = {at: np.ones((2, 3), "f4")}
+    path = adapter(tmp_path / "a", rows, trainable_token_indices=[1, 4])
+    assert codes(path, base=folder) == {"shape": "error"}
+    path = adapter(tmp_path / "a", rows, trainable_token_indices=[1, 3])
+    assert codes(path, base=folder) == {}
+    head = {"base_model.model.lm_head.weight": np.zeros((4, 3), "f4")}
+    path = adapter(tmp_path / "a", head, modules_to_save=["lm_head"])
+    assert codes(path, base=folder) == {"tied": "warning"}
 
 
 def test_a_norm_above_that_of_the_weight(tmp_path: Path) -> None:
@@ -120,7 +155,7 @@ def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
     save_file({"fc.weight": np.ones((4, 3), "f4"), "model.embed_tokens.weight": np.ones((4, 3), "f4")},
               folder / "model.safetensors")  # fmt: skip
     path = adapter(tmp_path / "b", tensors, modules_to_save=["embed_tokens"])
-    assert codes(path, base=folder) == {"vocab": "warning"}
+    assert codes(path, base=folder) == {"tied": "warning", "vocab": "warning"}
 
 
 def test_factors_that_do_not_fit(tmp_path: Path) -> None:
@@ -146,7 +181,7 @@ def test_the_component_that_the_base_has(tmp_path: Path) -> None:
     path = tmp_path / "k.safetensors"
     save_file(tensors, path)
     (found,) = check_lora(path, base=base(tmp_path, "conv_in", shape=(2, 2))).findings
-    assert (found.code, found.modules) == ("no-module", names[1:])
+    assert (found.code, found.modules) == ("module", names[1:])
     assert found.command and "--component unet" in found.command
 
 
@@ -248,7 +283,7 @@ def test_all_problems_are_listed_each_with_its_next_step(tmp_path: Path) -> None
     held = base(tmp_path, "fc", "wide", "half", "high")
     found = check_lora(path, base=held).findings
     assert {each.code: each.modules for each in found} == {
-        "rank": ("high",), "pair": ("half",), "no-module": ("gone",), "shape": ("wide",),
+        "rank": ("high",), "pair": ("half",), "module": ("gone",), "shape": ("wide",),
     }  # fmt: skip
     assert all(each.command or each.hint for each in found)
 

@@ -218,10 +218,10 @@ def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None
     path = base(tmp_path, {"fc.weight": values(9, 5, dtype=torch.bfloat16)})
     one = adapter(tmp_path, factors("fc", 9, 5))
     two = adapter(tmp_path, factors("fc", 9, 5), "second")
-    first = ckptkit.merge_lora(path, one, weight=[0.5])
+    first = ckptkit.merge_lora(path, one, weights=[0.5])
     ckptkit.save(first, tmp_path / "first.safetensors")
-    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weight=[-2])
-    seen = merged(tmp_path, path, one, two, weight=[0.5, -2])
+    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weights=[-2])
+    seen = merged(tmp_path, path, one, two, weights=[0.5, -2])
     assert torch.equal(seen["fc.weight"], expected["fc.weight"])
 
 
@@ -746,7 +746,7 @@ def test_weights_of_what_is_no_sum(tmp_path: Path, in_process: Cli) -> None:
     done = in_process("lora", "merge", "--weight", "1", "--weight", "1", path, made, out)
     assert done.code == 2 and "--weight" in done.stderr
     with pytest.raises(UsageError, match="finite"):
-        ckptkit.merge_lora(path, made, weight=[float("nan")])
+        ckptkit.merge_lora(path, made, weights=[float("nan")])
     assert not out.exists()
 
 
@@ -856,3 +856,56 @@ def test_the_step_of_a_recipe(tmp_path: Path, in_process: Cli) -> None:
     for wrong in ("{weight: 2}", f"{{adapter: '{made}', weight: x}}"):
         recipe.write_text(f"steps:\n  - lora: {wrong}\n")
         assert in_process("run", recipe, path, tmp_path / "no.safetensors").code == 2
+
+
+def test_names_of_modules_with_lora(tmp_path: Path) -> None:
+    weight, norm = values(4, 3), values(4)
+    path = base(tmp_path, {"enc.lora_proj.weight": weight, "enc.lora_block.norm.weight": norm})
+    tensors = factors("enc.lora_proj", 4, 3)
+    whole = {"enc.lora_proj.base_layer.weight": weight, "enc.lora_block.norm.weight": norm + 1}
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors | whole))
+    assert torch.equal(seen["enc.lora_proj.weight"], weight + delta(tensors, "enc.lora_proj"))
+    assert torch.equal(seen["enc.lora_block.norm.weight"], norm + 1)
+    odd = adapter(tmp_path, tensors | {"enc.lora_proj.lora_X.weight": norm}, "odd")
+    with pytest.raises(UnsupportedError, match=r"unknown tensors: .*lora_X"):
+        merged(tmp_path, path, odd)
+
+
+def test_feedforward_modules_as_a_pattern(tmp_path: Path) -> None:
+    weight, factor = values(4, 3), values(4, 1)
+    path = base(tmp_path, {"net.fc2.weight": weight})
+    options = {"peft_type": "IA3", "feedforward_modules": "fc2"}
+    seen = merged(tmp_path, path, adapter(tmp_path, {"net.fc2.ia3_l": factor}, **options))
+    assert torch.equal(seen["net.fc2.weight"], weight * factor)
+    options["feedforward_modules"] = r".*\.fc2"
+    inputs = values(1, 3)
+    own = adapter(tmp_path, {"net.fc2.ia3_l": inputs}, "inputs", **options)
+    assert torch.equal(merged(tmp_path, path, own)["net.fc2.weight"], weight * inputs)
+
+
+@pytest.mark.parametrize("prefix", ["transformer._orig_mod.", "_orig_mod.transformer."])
+def test_a_compiled_model_of_diffusers(prefix: str, tmp_path: Path) -> None:
+    weight, tensors = values(4, 3), factors("blocks.0.q", 4, 3)
+    file = tmp_path / "a.safetensors"
+    save_file({f"{prefix}{name}": each for name, each in tensors.items()}, file)
+    seen = merged(tmp_path, base(tmp_path, {"blocks.0.q.weight": weight}), file)
+    assert torch.equal(seen["blocks.0.q.weight"], weight + delta(tensors, "blocks.0.q", 1.0))
+
+
+def test_a_file_of_only_norms_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"lycoris_blocks_0_q.w_norm": values(4)}, file)
+    with pytest.raises(UnsupportedError, match=r"lycoris_blocks_0_q\.w_norm"):
+        merged(tmp_path, base(tmp_path, {"blocks.0.q.weight": values(4, 3)}), file)
+
+
+def test_parameters_without_the_name_of_a_module(tmp_path: Path) -> None:
+    q, gate, down = values(4, 3), values(2, 6, 4), values(2, 4, 3)
+    at = "mlp.experts"
+    held = {"q_proj.weight": q, f"{at}.gate_up_proj": gate, f"{at}.down_proj": down}
+    tensors = factors("q_proj", 4, 3) | factors(f"{at}.base_layer", 6, 4, 4) | factors(at, 4, 3, 4)
+    names = ["gate_up_proj", "down_proj"]
+    own = adapter(tmp_path, tensors, target_parameters=names, target_modules=["q_proj"])
+    seen = merged(tmp_path, base(tmp_path, held), own)
+    assert torch.equal(seen["q_proj.weight"], q + delta(tensors, "q_proj"))
+    assert all(not torch.equal(seen[name], held[name]) for name in held)
