@@ -612,6 +612,14 @@ class MergePlan:
             self.is_untied, self.new_config["tie_word_embeddings"] = True, False
             self._configure("tie_word_embeddings", False)
             self.notes.append(f"untied {head} from {embedding}")
+            one, two = (self.new[name].shape[0] for name in self.pair)
+            if one != two:
+                keys = ("--keys", embedding, *(("--keys", head) if head in self.old else ()))
+                place = self.base.folder.name if self.base.folder else self.base.name
+                name, most = place or "BASE", str(max(one, two))
+                words = "ckptkit", "resize", *keys, "--rows", most, name, output_name(name, "new")
+                what = f"{embedding} would have {one:,} rows, but {head} would have {two:,}"
+                self._refuse("shape", what, f"`{shell_command(words)}` makes a base that fits")
         elif head in self.rows:
             self.rows[embedding] = self.rows.pop(head)
 

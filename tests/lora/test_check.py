@@ -155,7 +155,11 @@ def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
     save_file({"fc.weight": np.ones((4, 3), "f4"), "model.embed_tokens.weight": np.ones((4, 3), "f4")},
               folder / "model.safetensors")  # fmt: skip
     path = adapter(tmp_path / "b", tensors, modules_to_save=["embed_tokens"])
-    assert codes(path, base=folder) == {"tied": "warning", "vocab": "warning"}
+    both = {"tied": "warning", "vocab": "warning"}
+    assert codes(path, base=folder) == {**both, "shape": "error"}  # the head is not larger
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    assert codes(path, base=folder) == {"vocab": "warning"}
 
 
 def test_factors_that_do_not_fit(tmp_path: Path) -> None:

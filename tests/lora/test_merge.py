@@ -6,6 +6,7 @@ The cases of the libraries themselves are in `test_vectors`.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -639,6 +640,26 @@ def test_configuration_and_new_head_of_a_language_model(
         assert config["text_config"] == text | changed
         assert config["tie_word_embeddings"] is False
         assert "vocab_size" not in config
+
+
+@pytest.mark.parametrize("is_stored_twice", [False, True])
+def test_one_larger_matrix_of_a_tied_pair(
+    is_stored_twice: bool, tmp_path: Path, in_process: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = {"model.embed_tokens.weight": values(12, 8)}
+    if is_stored_twice:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    base(tmp_path, weights, tie_word_embeddings=True, vocab_size=12)
+    adapter(tmp_path, {"model.embed_tokens.weight": values(14, 8)})
+    refused = in_process("lora", "merge", "base", "adapter", "out")
+    assert refused.code == 3
+    assert "model.embed_tokens.weight would have 14 rows" in refused.stderr
+    command = shlex.split(refused.stderr.partition("`ckptkit ")[2].partition("`")[0])
+    assert in_process(*command).code == 0
+    assert in_process("lora", "merge", command[-1], "adapter", "out").code == 0
+    seen = load_file(tmp_path / "out/model.safetensors")
+    assert {each.shape for each in seen.values()} == {(14, 8)} and len(seen) == 2
 
 
 def test_a_larger_vocabulary_follows(tmp_path: Path, in_process: Cli) -> None:
