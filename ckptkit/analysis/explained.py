@@ -209,8 +209,10 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
             by_type.setdefault(each.type, []).append((relative, each))
             continue
         differs = "differs" if relative is None else f"differs by {_percent(relative)}"
+        if not isfinite(difference.largest or 0.0):
+            differs = "differs in NaN or infinite elements"
         why = (
-            f"more than the error of {each.type} (limit {_percent(each.limit)})"
+            f"more than the error of {each.type} (limit {_percent(each.limit, 3)})"
             if each.limit
             else ""
         )
@@ -221,7 +223,7 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
     found = []
     for type, pairs in by_type.items():
         low, high = min(pairs)[0], max(pairs)[0]
-        limit = _percent(pairs[0][1].limit)
+        limit = _percent(pairs[0][1].limit, 3)
         count = plural(len(pairs), "tensor")
         verb = "differs" if len(pairs) == 1 else "differ"
         errors = _percent(high)
@@ -231,5 +233,5 @@ def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -
     return [*found, *others]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:.0f} %"
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}g} %" if share < 1 else f"{100 * share:.0f} %"
