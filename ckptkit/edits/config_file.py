@@ -33,21 +33,33 @@ def with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint
     return replace(checkpoint, companions=(*others, (CONFIG_NAME, data)))
 
 
-def with_changes(
-    checkpoint: Checkpoint, changes: Mapping[str, Any], *, instead_of: Iterable[Any] | None = None
-) -> Checkpoint:
+def changes_of(
+    config: Mapping[str, Any], word: str, value: Any, instead_of: Iterable[Any] | None = None
+) -> dict[str, Any]:
+    """Return the changes that set `word` to `value` at the top and in ``text_config``.
+
+    The field `word` must exist in the part that changes. If `instead_of` is given, it must contain
+    the old value.
+    """
+    old = None if instead_of is None else [*instead_of]
+
+    def differs(part: Mapping[str, Any]) -> bool:
+        return part.get(word, value) != value and (old is None or part[word] in old)
+
+    text = config.get("text_config")
+    changes: dict[str, Any] = {word: value} if differs(config) else {}
+    if isinstance(text, dict) and differs(text):
+        changes["text_config"] = {word: value}
+    return changes
+
+
+def with_changes(checkpoint: Checkpoint, changes: Mapping[str, Any]) -> Checkpoint:
     """Change values of the configuration and add a note. Without a configuration, do nothing.
 
     A dict in `changes` changes values in a part of the configuration.
-    If `instead_of` is given, change a field only if `instead_of` contains the old value.
     """
     config = config_of(checkpoint)
-    old = None if instead_of is None else [*instead_of]
-    changes = {
-        word: value
-        for word, value in changes.items()
-        if config.get(word) != value and (old is None or config.get(word) in old)
-    }
+    changes = {word: value for word, value in changes.items() if config.get(word) != value}
     if not config or not changes:
         return checkpoint
     parts = {

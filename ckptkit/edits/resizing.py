@@ -18,7 +18,7 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import nearest, plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits import quantized_names
-from ckptkit.edits.config_file import with_changes
+from ckptkit.edits.config_file import changes_of, config_of, with_changes
 
 
 @edit
@@ -35,9 +35,9 @@ def resize(
       seed of the random numbers.
 
     If `rows` is smaller than the old number of rows, `resize` removes the last rows. If
-    ``vocab_size`` in config.json equals the old number of rows, `resize` sets ``vocab_size`` to
-    `rows`. Raises UsageError for a glob that matches nothing. Raises UnsupportedError for a tensor
-    without rows and for a quantized tensor.
+    ``vocab_size`` in config.json equals the old number of rows, at the top or in ``text_config``,
+    `resize` sets ``vocab_size`` to `rows`. Raises UsageError for a glob that matches nothing.
+    Raises UnsupportedError for a tensor without rows and for a quantized tensor.
     """
     if fill not in FILLS:
         raise UsageError(f"cannot fill rows with {fill!r}", hint=f"use one of {', '.join(FILLS)}")
@@ -79,7 +79,7 @@ def resize(
     names = [name for name, each in tied.items() if each.elements_key in made]
     notes = [f"{quoted(names)}: {old} -> {plural(rows, 'row')}"]
     done = ck.with_root(rebuild(ck.root, leaf), notes=notes)
-    return with_changes(done, {"vocab_size": rows}, instead_of=sizes)
+    return with_changes(done, changes_of(config_of(done), "vocab_size", rows, instead_of=sizes))
 
 
 def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:

@@ -29,7 +29,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import output_name, plural, quoted, shell_command, shell_word, shown, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import like, rebuild
-from ckptkit.edits.config_file import config_of, with_changes
+from ckptkit.edits.config_file import changes_of, config_of, with_changes
 from ckptkit.edits.elements import cast
 from ckptkit.edits.keys import substituted
 from ckptkit.edits.quantized_names import dequantize_hint
@@ -534,11 +534,9 @@ class MergePlan:
 
     def _configure(self, word: str, value: object) -> None:
         """Change a value of config.json where it is: at the top, in text_config, or in both."""
-        text = self.config.get("text_config")
-        if word in self.config:
-            self.new_config[word] = value
-        if isinstance(text, dict) and text.get(word, value) != value:
-            self.new_config.setdefault("text_config", {})[word] = value
+        for place, new in changes_of(self.config, word, value).items():
+            known = self.new_config.get(place)
+            self.new_config[place] = {**known, **new} if isinstance(known, dict) else new
 
     def _whole(self, own: str) -> str:
         """Return the name of a complete tensor of the adapter after the substitutions."""

@@ -63,7 +63,9 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
     (tmp_path / "model").mkdir()
     weights = {"embed_tokens.weight": torch.randn(30, 4), "lm_head.weight": torch.randn(30, 4)}
     save_file(weights, tmp_path / "model" / "model.safetensors")
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 30, "hidden_size": 30}')
+    (tmp_path / "model" / "config.json").write_text(
+        '{"vocab_size": 30, "hidden_size": 30, "text_config": {"vocab_size": 30}}'
+    )
     words = ["resize", "model", "out", "--keys", "embed*", "--keys", "lm_head.weight"]
     done = run(*words, "--rows", "20", cwd=tmp_path)
     assert done.code == 0, done.stderr
@@ -71,7 +73,11 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], weights[name][:20]) for name in weights)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {"vocab_size": 20, "hidden_size": 30}
+    assert config == {
+        "vocab_size": 20,
+        "hidden_size": 30,
+        "text_config": {"vocab_size": 20},
+    }
     done = run("resize", "model", "same", *words[3:], "--rows", "30", cwd=tmp_path)
     assert "all selected weights already have 30 rows" in done.stderr
 
