@@ -28,7 +28,7 @@ NAMED = 3  # maximum number of printed tensors of a finding
     "--values", "Read the values of tensors too, and report NaN, infinities and zero scales."
 )
 @reading.value("--manifest", "FILE", "Compare the weights with a manifest of `ckptkit digest`.")
-@reading.globs("With --manifest, compare only tensors whose names match (repeatable).")
+@reading.globs("Select tensors whose names match, for --manifest (repeatable).")
 @reading.as_json(SCHEMA)
 @reading.flag("--quiet -q", "Print only damage.")
 @reading.key
