@@ -253,8 +253,8 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
 def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
     """Fold rows whose labels differ only in an index, such as the losses of all epochs.
 
-    If all values are equal, the folded row contains the value once. If at most LISTED rows differ
-    only in an index and their values are lists, the rows are not folded.
+    If all values are equal, the folded row contains the value once. Rows whose values are lists are
+    folded only if more than LISTED rows differ only in an index.
     """
     found = list(rows)
     gone: set[int] = set()  # indices of rows that are folded into another row

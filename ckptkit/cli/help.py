@@ -240,5 +240,6 @@ def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man:
 def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
     """Return the error for a word that is not in `known`."""
     error = click.UsageError(f"No such {kind} {word!r}.")
-    error.hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
+    hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"
+    error.hint = hint  # type: ignore[attr-defined]
     return error

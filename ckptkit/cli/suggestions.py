@@ -343,9 +343,8 @@ def _command(line: Line) -> Step:
 def _subcommand(line: Line) -> Line | None:
     """Correct or insert the word after the name of a group of commands."""
     before, (word, *rest) = line.words[: line.at], line.words[line.at + 1 :]
-    if word in line.main.list_commands(
-        line.context
-    ):  # the command takes many files without `batch`
+    known = line.main.list_commands(line.context)
+    if word in known:  # the command takes many files without `batch`
         return line.with_words([*before, word, *rest])
     assert isinstance(line.command, click.Group)
     near = nearest(word, line.command.list_commands(line.context), CLOSE)

@@ -35,7 +35,7 @@ class Limits:
     odd_keys: int = 10_000
     key_values: int = 1_000_000  # number of values in all tuples that are dict keys
     string_bytes: int = 64 << 20  # size of one string
-    line_bytes: int = 1 << 20  # size of the argument of a text opcode
+    line_bytes: int = 1 << 20  # size of an opcode argument that ends with a newline
     name_bytes: int = 64 << 10  # size of the name of a module, class, zip member or tensor
     int_bytes: int = 1 << 10  # size of one integer
     revisits: int = 100_000  # number of repeated visits of values that occur at several paths

@@ -353,10 +353,12 @@ def _tensors(
                 f"tensor {shown(info.name)}: rows of {row:,} elements are not divisible by "
                 f"{dtype.block}, the block size of {dtype}", where=name,
             )  # fmt: skip
-    sizes = {
-        info: dtype.nbytes(prod(info.shape)) if dtype else None if prod(info.shape) else 0
-        for info, dtype in dtypes.items()
-    }
+    sizes: dict[TensorInfo, int | None] = {}
+    for info, dtype in dtypes.items():
+        if dtype is not None:
+            sizes[info] = dtype.nbytes(prod(info.shape))
+        else:
+            sizes[info] = None if prod(info.shape) else 0
     start, alignment = _data_start(header, aligned, sizes, warnings)
     held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
     limits = [*(info.offset for info in held[1:]), source.size - start]
@@ -508,4 +510,6 @@ def _files(
 
 
 def _said(value: Node) -> Node:
-    return "missing" if value is None else shown(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return shown(value)
+    return "missing" if value is None else value

@@ -481,13 +481,13 @@ def _int(text: str) -> int:
 
 
 _SCALARS: dict[str, Callable[[str], Node]] = {
-    "text": lambda text: _decoded(text).decode("utf-8", "surrogatepass"),
+    "text": lambda encoded: _decoded(encoded).decode("utf-8", "surrogatepass"),
     "bytes": _decoded,
-    "bytearray": lambda text: bytearray(_decoded(text)),
-    "python2": lambda text: ByteString(_decoded(text)),
+    "bytearray": lambda encoded: bytearray(_decoded(encoded)),
+    "python2": lambda encoded: ByteString(_decoded(encoded)),
     "int": _int,
-    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
-    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
+    "complex": lambda digits: complex(*struct.unpack(">dd", bytes.fromhex(digits))),
 }
 
 

@@ -425,7 +425,7 @@ def _one(path: str, fits: Mapping[T, bool]) -> T | None:
     """
     fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
     if len(fitting) > 1:
-        names = [each if isinstance(each, str) else str(each[0]) for each in fitting]  # type: ignore
+        names = [str(each if isinstance(each, str) else each[0]) for each in fitting]  # type: ignore
         hint = f"choose the name with {typed('lora merge --sub REGEX=REPL', 'sub=...')}"
         raise AmbiguousError(f"{shown(path)} could be {some(names, 4)}", hint=hint)
     return next(iter(fitting or fits), None)

@@ -66,7 +66,8 @@ def versions(on: GpuMachine) -> Facts:
         backend: Any = torch.backends.cudnn  # torch.backends.cudnn has no type annotations
         found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # torch is built without nccl
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            nccl: Any = torch.cuda.nccl  # torch.cuda.nccl has no type annotations
+            found["nccl"] = ".".join(map(str, nccl.version()))
         with suppress(OSError):  # not Linux
             found["driver"] = driver_version(DRIVER.read_text())
     for number in range(on.gpus):

@@ -98,10 +98,10 @@ def refuse_unread(checkpoint: Checkpoint) -> None:
     except UnsupportedError as error:
         error.hint = f"{dequantize_hint(checkpoint)}; {_OLD_NAMES}"
         raise
-    weights = checkpoint.weights
-    scaled = (name for name in weights if f"{name.removesuffix('.weight')}.scale" in weights)
-    if (name := next(scaled, None)) is not None:
+    for name in checkpoint.weights:
         scale = f"{name.removesuffix('.weight')}.scale"
+        if scale not in checkpoint.weights:
+            continue
         raise UnsupportedError(
             f"{shown(name)} must be multiplied by {shown(scale)}; no recipe does this",
             where=checkpoint.name,
