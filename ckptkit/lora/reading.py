@@ -335,7 +335,9 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
             if groups.setdefault(path, {}).setdefault(role, tensor) is not tensor:
                 raise UsageError(f"contains {role} of {shown(path)} twice")
         elif layout == "peft" and not expression("factor").search(plain):
-            whole[expression("inside").sub("", plain)] = tensor
+            own = expression("inside").sub("", plain)
+            if whole.setdefault(own, tensor) is not tensor:
+                raise UsageError(f"contains {shown(own)} twice")
         else:
             unknown.append(name)
     # VeRA stores one pair of matrices that all modules share.

@@ -221,3 +221,10 @@ def test_components(tmp_path: Path) -> None:
     assert list(read_adapter(file, component="unet").modules) == ["unet.a"]
     with pytest.raises(UsageError, match="no component 'vae'"):
         read_adapter(file, component="vae")
+
+
+def test_two_tensors_for_one_tensor_of_the_base_are_refused(tmp_path: Path) -> None:
+    names = ("fc.lora_A.weight", "fc.lora_B.weight", "x.weight", "x.base_layer.weight")
+    tensors = {f"base_model.model.{name}": (2, 2) for name in names}
+    with pytest.raises(UsageError, match=r"contains 'x\.weight' twice"):
+        read_adapter(folder(tmp_path / "adapter", tensors, CONFIG))
