@@ -356,7 +356,7 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     odd = [*LLAMA, entry("blk.0.attn_q.scale")]
     scaled = model(tmp_path, "llama", odd, attention__head_count=4)
     refused("gguf", scaled, "'blk.0.attn_q.weight' must be multiplied by 'blk.0.attn_q.scale'")
-    refused("gguf-llama", scaled, "--dequantize bfloat16` keeps both")
+    refused("gguf-llama", scaled, "model-new.pth` keeps both")  # no weight to dequantize
     odd = [*LLAMA, entry("blk.0.odd.weight")]
     refused(
         "gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "matched by no rule"

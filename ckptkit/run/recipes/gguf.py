@@ -65,13 +65,11 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
     if telling and checkpoint.selection and telling not in checkpoint.selection.nodes:
         name = without
     if RECIPES + name not in known:
-        has_blocks = any(each.dtype.block > 1 for each in checkpoint.required.tensors.values())
-        dequantized = " --dequantize bfloat16" if has_blocks else ""
         raise UnsupportedError(
             f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
             hint=f"recipes exist for {some([each.removeprefix(RECIPES) for each in known], 30)}; "
-            f"`ckptkit convert {{where}} {{new}}{dequantized}` keeps the names of the file",
+            f"{_plain_line(checkpoint)} keeps the names of the file",
         )
     return RECIPES + name
 
@@ -105,8 +103,14 @@ def refuse_unread(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             f"{shown(name)} must be multiplied by {shown(scale)}; no recipe does this",
             where=checkpoint.name,
-            hint="`ckptkit convert {where} {new} --dequantize bfloat16` keeps both; " + _OLD_NAMES,
+            hint=f"{_plain_line(checkpoint)} keeps both; {_OLD_NAMES}",
         )
+
+
+def _plain_line(checkpoint: Checkpoint) -> str:
+    """Return the command that converts a GGUF file without a recipe."""
+    has_blocks = any(each.dtype.block > 1 for each in checkpoint.required.tensors.values())
+    return f"`ckptkit convert {{where}} {{new}}{' --dequantize bfloat16' if has_blocks else ''}`"
 
 
 _OLD_NAMES = "without a recipe, tensors keep their GGUF names"
