@@ -258,6 +258,12 @@ def test_the_weights_of_an_lstm_of_cudnn_are_views_of_one_storage() -> None:
     assert len({id(each.storage) for each in views}) == 1
     assert sorted(each.offset for each in views)[0] == 0
     assert len({each.offset for each in views}) == 8
+    saved_on_a_gpu = ckptkit.open(FOLDER / "cuda/crnn_bare_cuda0.pth").weights
+    real = {name: each for name, each in saved_on_a_gpu.items() if name.startswith("recurrent.")}
+    assert len({id(each.storage) for each in real.values()}) == 1
+    assert {name: (each.shape, each.stride, each.offset) for name, each in real.items()} == {
+        name: (weights[name].shape, weights[name].stride, weights[name].offset) for name in real
+    }
 
 
 def test_the_shards_of_fsdp1_are_the_state_dict_that_it_gathers() -> None:
@@ -330,7 +336,7 @@ def test_what_is_not_made_again_is_kept() -> None:
         *(name for kind in training.KINDS for name in training.places(kind)),
     }
     assert kept() == {name: ENTRIES[name] for name in ENTRIES.keys() - made}
-    assert len(kept()) == 7
+    assert len(kept()) == 8
     assert not any(name.startswith(KEPT) for name in made)  # whose folders are removed
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import ckptkit
+from ckptkit.core.text import plural
 from ckptkit.trainer import loop, parallel
 from ckptkit.trainer.checking import DeviceCheck, Facts, GpuMachine, Witness, require
 from ckptkit.trainer.config import FORMS, MODELS, Config, RequestError, RunFiles
@@ -573,6 +574,19 @@ for _index in (0, 1):
     check(f"checkpoints tagged cuda:{_index} equal their simulations")(
         partial(tagged, index=_index)
     )
+
+
+@check("cuDNN stores the weights of an LSTM in one storage")
+def lstm_storage(on: GpuMachine, folder: Path) -> Facts:
+    on.needs(1)
+    path = folder / "crnn_bare_cuda0.pth"
+    train(on, path, model="crnn", width=0.05, epochs=1, save_form="bare")
+    weights = ckptkit.open(path).weights
+    views = {name: each for name, each in weights.items() if name.startswith("recurrent.")}
+    storages = {id(each.storage) for each in views.values()}
+    require(len(storages) == 1, f"the LSTM has {plural(len(storages), 'storage')}")
+    keep(on, path)
+    return {"offsets": {name: each.offset for name, each in views.items()}}
 
 
 @check("checkpoints of DataParallel and DDP equal their simulations", gpus=2)

@@ -54,7 +54,7 @@ OTHERS = ["S01", "S02 seconds", "S07"]  # which other tests run
 NEEDS_GPU = [
     "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "an out-of-memory",
     "--deterministic refuses", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
-    "checkpoints of DataParallel",
+    "cuDNN", "checkpoints of DataParallel",
 ]  # fmt: skip
 
 
