@@ -531,8 +531,7 @@ def change_of(
         end, names = module.path.rpartition(".")[2], blocks.get(field) or ()
         if any(str(each) in end for each in names):
             has[role] = _block_diagonal(module, has[role], blocks.get("nblocks"))
-    specs = (spec for kind, spec in _UPDATES if kind == module.kind)
-    spec = next(each for each in specs if {r.rstrip("'") for r in _roles_of(each)} <= has.keys())
+    spec = _spec_of(module)
     found = {
         role: turn(matrix(has[role[:-1]])) if role.endswith("'") else matrix(has[role])
         for role in _roles_of(spec)
@@ -576,6 +575,18 @@ def change_of_bias(module: Module, role: str, weight: float) -> ModuleChange:
 def _roles_of(spec: _Spec) -> list[str]:
     """Return the roles that a formula of `_UPDATES` contains."""
     return [spec] if isinstance(spec, str) else [r for each in spec[1:] for r in _roles_of(each)]
+
+
+def _spec_of(module: Module) -> _Spec:
+    """Return the formula of a module, or a role if the kind of the module has no formula."""
+    specs = (spec for kind, spec in _UPDATES if kind == module.kind)
+    fits = (each for each in specs if _plain_roles(each) <= module.tensors.keys())
+    spec: _Spec = next(fits, table("kinds").get(module.kind, ("",))[0])
+    return spec
+
+
+def _plain_roles(spec: _Spec) -> set[str]:
+    return {role.rstrip("'") for role in _roles_of(spec)}
 
 
 def _term(spec: _Spec, operands: Mapping[str, Operand]) -> Term:
@@ -726,6 +737,11 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
         title = f"{name} has rank {module.rank}, but {CONFIG} has {module.expected}"
         hint = f"set r or rank_pattern in {CONFIG} to the rank of the training"
         yield problem("rank", title, hint, key)
+    more = () if module.kind in ("ia3", "tokens", "bias") else ("magnitude", "B_bias", "diff_b")
+    extra = module.tensors.keys() - _plain_roles(_spec_of(module)) - {"alpha", *more}
+    if module.kind and extra:
+        title = f"{name} ({module.kind}) has {quoted(sorted(extra))} too; the update is ambiguous"
+        found.append(("method", title))
     for role, tensor in module.tensors.items():
         if role != "alpha" and tensor.dtype.kind != "float":
             found.append(("method", f"{role} of {name} is {tensor.dtype}; ckptkit requires floats"))

@@ -347,21 +347,23 @@ class MergePlan:
         found = self.names.find(component, path, shape, underscores=is_flat)
         if not found:
             return False
-        name = found[0].tensor
-        for role in ("B_bias", "diff_b"):
-            if role in module.tensors:
-                self._bias(key, module, name, role)
+        name, roles = found[0].tensor, ["B_bias", "diff_b"]
         if module.kind == "tokens":
             self.rows.setdefault(name, []).append(self._tokens(module, self.new[name].shape))
         elif of_weight:
             change = change_of(module, config, self.weight, self.new[name].shape)
         if module.kind == "ia3" and not is_feedforward(module, config):
-            self._bias(key, module, name, "ia3")
+            roles.append("ia3")
+        for role in roles:
+            if role in module.tensors:
+                rows = module.tensors[role].numel
+                places = found if rows == shape[0] else (Placed(name, 0, rows, 0, rows),)
+                self._bias(key, module, places, role)
         if change is None:
             return True
         if component is None:
             change = self._as_peft(module, change, name)
-            if found[0].rows == shape[0]:  # `change` may have another number of rows now
+            if found[0][1:] == (0, shape[0], 0, shape[0]):  # `change` may have other rows now
                 found = (found[0]._replace(stop=change.rows, rows=change.rows),)
         for each in found:
             self._check_shape(module, change, each)
@@ -463,18 +465,19 @@ class MergePlan:
             )
         self.pieces.setdefault(name, []).append(piece)
 
-    def _bias(self, key: str, module: Module, name: str, role: str) -> None:
-        """Record the update of the bias of the module whose weight is `name`."""
-        bias = name.removesuffix("weight") + "bias"
-        if bias == name or bias not in self.new:
-            if role != "ia3":
-                what = f"changes the bias of {shown(module.path)}, which has no bias in the base"
-                raise UnsupportedError(what)
-            return
+    def _bias(self, key: str, module: Module, places: Sequence[Placed], role: str) -> None:
+        """Record the update of the biases of the module whose weights are at `places`."""
         change = change_of_bias(module, role, self.weight)
-        if change.rows != self.new[bias].numel:
-            raise _misfit(module, (change.rows,), self.new[bias].shape)
-        self._add(bias, _Piece(key, change, 0, change.rows, 0))
+        for place in places:
+            bias = place.tensor.removesuffix("weight") + "bias"
+            if bias == place.tensor or bias not in self.new:
+                if role != "ia3":
+                    what = f"changes the bias of {shown(module.path)}, which has no bias"
+                    raise UnsupportedError(f"{what} in the base")
+                return
+            if place.rows != self.new[bias].numel:
+                raise _misfit(module, (change.rows,), self.new[bias].shape)
+            self._add(bias, _Piece(key, change, *place[1:4]))
 
     def _tokens(self, module: Module, shape: Shape) -> tuple[Tensor, list[int]]:
         """Return the trained token embeddings, and the indices of the rows to replace."""

@@ -930,3 +930,33 @@ def test_parameters_without_the_name_of_a_module(tmp_path: Path) -> None:
     seen = merged(tmp_path, base(tmp_path, held), own)
     assert torch.equal(seen["q_proj.weight"], q + delta(tensors, "q_proj"))
     assert all(not torch.equal(seen[name], held[name]) for name in held)
+
+
+def test_biases_go_to_the_rows_of_their_weights(tmp_path: Path) -> None:
+    """Flux fuses q, k and v, and swaps the halves of its last modulation."""
+    blocks, last = "transformer_blocks.0.attn.to_", "norm_out.linear"
+    names = [*(f"{blocks}{each}" for each in "qkv"), last]
+    own = {key: each for name in names for key, each in factors(name, 4, 3).items()}
+    own |= {f"{name}.lora_B.bias": values(4) for name in names}
+    qkv, swapped = "double_blocks.0.img_attn.qkv", "final_layer.adaLN_modulation.1"
+    weights = {f"{qkv}.weight": values(12, 3), f"{qkv}.bias": values(12),
+               f"{swapped}.weight": values(4, 3), f"{swapped}.bias": values(4)}  # fmt: skip
+    there = base(tmp_path, weights)
+    made = merged(tmp_path, there, adapter(tmp_path, own, lora_bias=True))
+    bias = torch.cat([own[f"{blocks}{each}.lora_B.bias"] for each in "qkv"])
+    assert torch.equal(made[f"{qkv}.bias"], weights[f"{qkv}.bias"] + 3 * bias)
+    for end, change in (("weight", delta(own, last)), ("bias", 3 * own[f"{last}.lora_B.bias"])):
+        expected = weights[f"{swapped}.{end}"] + torch.cat(change.split(2)[::-1])
+        assert torch.equal(made[f"{swapped}.{end}"], expected)
+
+
+@pytest.mark.parametrize("more", ["lora_mid.weight", "diff", "hada_w1_a", "lora_embedding_A"])
+def test_two_updates_of_one_module_are_refused(more: str, tmp_path: Path) -> None:
+    names = {"lora_down.weight": values(2, 3, 1, 1), "lora_up.weight": values(4, 2, 1, 1)}
+    loha = {f"hada_w{n}_{each}": values(4, 4) for n in (1, 2) for each in "ab"}
+    path, weight = tmp_path / "one.safetensors", {"unet.conv_in.weight": values(4, 3, 1, 1)}
+    tucker = {"lora_mid.weight": values(2, 2, 1, 1), **loha}
+    both = names | (tucker if "mid" in more else {more: values(4, 3, 1, 1)})
+    save_file({f"lora_unet_conv_in.{key}": each for key, each in both.items()}, path)
+    with pytest.raises(UnsupportedError, match="too; the update is ambiguous"):
+        ckptkit.merge_lora(base(tmp_path, weight), path)
