@@ -33,6 +33,14 @@ WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
 _LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast first check
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
+# Types of configuration fields that are not numbers. Every field may also be null.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "peft_type": (str,), "rank_pattern": (dict,), "alpha_pattern": (dict,),
+    "feedforward_modules": (list, str), "target_parameters": (list,), "use_bdlora": (dict, bool),
+    "layer_replication": (list,), "target_modules_bd_a": (list,), "target_modules_bd_b": (list,),
+    "trainable_token_indices": (list, dict),
+}  # fmt: skip
+_WORDS = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}
 # Parameters of experts, in the order in which models define them. peft wraps the parameters in this
 # order.
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -262,9 +270,20 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if data is None:
         return None
     found = strict_json.parse(data, CONFIG)
-    if not isinstance(found, dict):
-        raise CorruptError(f"{CONFIG} is not a JSON object")
-    return found
+    return _checked(found, CONFIG)
+
+
+def _checked(config: Any, what: str) -> dict[str, Any]:
+    """Return a configuration. Raises CorruptError if a field has a wrong type."""
+    if not isinstance(config, dict):
+        raise CorruptError(f"{what} is not a JSON object")
+    inner = config.get("use_bdlora")
+    for name, value in (*config.items(), *(inner.items() if isinstance(inner, dict) else ())):
+        kinds = _TYPES.get(name)
+        if kinds is not None and value is not None and not isinstance(value, kinds):
+            words = " or ".join(_WORDS[each] for each in kinds)
+            raise CorruptError(f"{name!r} in {what} must be {words}, but is {shown(value)}")
+    return config
 
 
 def unwrapped(name: str) -> str:
@@ -320,6 +339,8 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         for name, value in found.items() if isinstance(found, dict) else ():
             component, _, entry = name.partition(".")
             configs.setdefault(component, {})[entry] = value
+        for each in configs.values():
+            _checked(each, METADATA)
     groups: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     ignored, unknown = [], []

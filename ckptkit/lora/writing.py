@@ -455,7 +455,8 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
 
     Raises UnsupportedError for magnitudes of columns if the layout does not support them.
     """
-    out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
+    down, up = (module.tensors[role] for role in module.pair)
+    out, ones = up.shape[0], (1,) * (down.ndim - 1)
     if to in _ORIGINALS:
         shape = (out, *ones) if tensor.numel == out else tensor.shape
     elif tensor.numel == out:

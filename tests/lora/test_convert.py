@@ -15,6 +15,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, 
 from ckptkit.lora.writing import convert_lora
 
 Array = np.ndarray[Any, Any]
+WEIGHTS = "adapter_model.safetensors"
 RANDOM = np.random.default_rng(5)
 ENDS = {"lora_down.weight": "A", "lora_A.weight": "A", "lora_up.weight": "B", "lora_B.weight": "B"}
 
@@ -354,6 +355,23 @@ def test_of_peft(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps({**config, word: value}))
         with pytest.raises(UnsupportedError):
             convert_lora(folder, tmp_path / "x.safetensors", "kohya")
+
+
+def test_an_embedding_of_dora(tmp_path: Path) -> None:
+    source, ones = tmp_path / "adapter", np.ones
+    source.mkdir()
+    shapes = {"embedding_A": (2, 9), "embedding_B": (4, 2), "magnitude_vector": (4,)}
+    at = "base_model.model.text_model.embeddings.token_embedding.lora_"
+    save_file({at + role: ones(shape, "f4") for role, shape in shapes.items()}, source / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": True}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    convert_lora(source, tmp_path / "d.safetensors", "diffusers", component="text_encoder")
+    found = {
+        name.rpartition(".")[2]: x for name, x in load_file(tmp_path / "d.safetensors").items()
+    }
+    assert {role: found[f"lora_{role}"].shape for role in shapes} == shapes
+    with pytest.raises(UnsupportedError, match="embedding"):
+        convert_lora(source, tmp_path / "k.safetensors", "kohya", component="text_encoder")
 
 
 def test_outputs_are_safetensors_and_not_replaced(tmp_path: Path) -> None:

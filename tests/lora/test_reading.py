@@ -131,7 +131,15 @@ def test_a_scale_is_never_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "what"),
-    [({"r": "two"}, "'r'"), ({"r": 0}, "rank 0"), ({"lora_alpha": None}, "lora_alpha")],
+    [
+        ({"r": "two"}, "'r'"),
+        ({"r": 0}, "rank 0"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"target_parameters": 3}, "'target_parameters' in adapter_config.json must be a list"),
+        ({"rank_pattern": ["fc"]}, "'rank_pattern' .* must be an object"),
+        ({"feedforward_modules": {}}, "must be a list or a string"),
+        ({"use_bdlora": {"target_modules_bd_a": "fc"}}, "'target_modules_bd_a' .* must be a list"),
+    ],
 )
 def test_a_wrong_configuration(tmp_path: Path, config: dict[str, Any], what: str) -> None:
     with pytest.raises(CorruptError, match=what):
