@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite, sqrt
@@ -31,6 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_
 METADATA = "lora_adapter_metadata"  # metadata key of diffusers in a safetensors file
 WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
 _LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast first check
+_WEAK = {"alpha", "diff", "diff_b"}  # roles whose names are common in models
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
 # Types of configuration fields that are not numbers. Every field may also be null.
@@ -63,12 +64,19 @@ def expression(name: str) -> re.Pattern[str]:
 
 
 @cache
-def _roles() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    name = r"\.(?!weight$|bias$)[^.]+"
+def _roles(is_named: bool) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    name = r"\.(?!weight$|bias$)[^.]+" if is_named else ""
     pairs = (
         (role, text.replace("(NAME)", f"(?:{name})?")) for role, text in table("roles").items()
     )
     return tuple((role, re.compile(f"(?:{text})$")) for role, text in pairs)
+
+
+def _kind(roles: Collection[str]) -> str:
+    """Return the kind of a module with these roles. Return "" if tensors are missing."""
+    kinds = table("kinds").items()
+    found = (kind for kind, needed in kinds if all({*roles} & {*n.split("|")} for n in needed))
+    return next(found, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +203,14 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
     place = source.folder_and_name() if isinstance(source, ByteSource) else None
     if place is not None and place[1].startswith("adapter_") and _config(checkpoint) is not None:
         return True
+    roles: dict[str, set[str]] = {}
     for name in names:
         found = _role(name) if _LIKELY.search(name) else None
-        if found is not None and found[1] not in ("alpha", "diff", "diff_b"):
-            return not any(f"{found[0]}{end}.weight" in names for end in ("", ".base_layer"))
-    return False
+        if found is not None:
+            roles.setdefault(found[0], set()).add(found[1])
+    first = next((p for p, e in roles.items() if (len(e) > 1 or _kind(e)) and e - _WEAK), None)
+    ends = ("", ".base_layer")
+    return first is not None and not any(f"{first}{end}.weight" in names for end in ends)
 
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
@@ -293,16 +304,21 @@ def unwrapped(name: str) -> str:
     return name.replace("._orig_mod.", ".")
 
 
-def _role(name: str) -> tuple[str, str] | None:
-    """Split the name of a tensor of an adapter into its module and its role."""
-    for role, suffix in _roles():
-        if (found := suffix.search(name)) is None:
-            continue
-        path = name[: found.start()]
-        if found[0].startswith("_lora"):  # names of an attention processor of diffusers
-            path = re.sub(r"to_out$", "to_out.0", path.replace(".processor.", "."))
-        return path, role
-    return None
+def _role(name: str, is_named: bool = True) -> tuple[str, str] | None:
+    """Split the name of a tensor of an adapter into its module and its role.
+
+    If `is_named` is True, the name may contain the name of the adapter, like in state_dict().
+    """
+    ends = ((suffix.search(name), role) for role, suffix in _roles(is_named))
+    found, role = min(
+        ((end, role) for end, role in ends if end), key=lambda e: e[0].start(), default=(None, "")
+    )
+    if found is None:
+        return None
+    path = name[: found.start()]
+    if found[0].startswith("_lora"):  # names of an attention processor of diffusers
+        path = re.sub(r"to_out$", "to_out.0", path.replace(".processor.", "."))
+    return path, role
 
 
 def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> str:
@@ -326,28 +342,17 @@ def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> st
     return "peft"
 
 
-def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
-    tensors, config = checkpoint.required.tensors, _config(checkpoint)
-    layout = _layout(tensors, config)
-    configs: dict[str, dict[str, Any]] = {}
-    if layout == "peft" and config is not None:
-        configs = {"": config}
-    elif layout == "diffusers" and METADATA in checkpoint.extras:
-        found = strict_json.parse(
-            checkpoint.extras[METADATA].encode("utf-8", "surrogatepass"), METADATA
-        )
-        for name, value in found.items() if isinstance(found, dict) else ():
-            component, _, entry = name.partition(".")
-            configs.setdefault(component, {})[entry] = value
-        for each in configs.values():
-            _checked(each, METADATA)
+def _groups(
+    tensors: Mapping[str, Tensor], layout: str, config: Mapping[str, Any] | None, is_named: bool
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str], list[str]]:
+    """Return the tensors of each module by role, complete, ignored and unknown tensors."""
     groups: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
-    ignored, unknown = [], []
+    ignored, unknown = list[str](), list[str]()
     for name, tensor in tensors.items():
         plain = unwrapped(name) if layout == "peft" else re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
-        split = _role(plain)
-        if split and layout == "peft" and config and split[1] in ("alpha", "diff", "diff_b"):
+        split = _role(plain, is_named)
+        if split and layout == "peft" and config and split[1] in _WEAK:
             split = None  # peft has no such role, so this is the name of a tensor in the model
         if expression("ignored").search(plain):
             ignored.append(name)
@@ -365,6 +370,30 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
     shared = groups.pop("base_model", {}) if config and layout == "peft" else {}
     for group in groups.values():
         group |= shared if "lambda_b" in group else {}
+    return groups, whole, ignored, unknown
+
+
+def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
+    tensors, config = checkpoint.required.tensors, _config(checkpoint)
+    layout = _layout(tensors, config)
+    configs: dict[str, dict[str, Any]] = {}
+    if layout == "peft" and config is not None:
+        configs = {"": config}
+    elif layout == "diffusers" and METADATA in checkpoint.extras:
+        found = strict_json.parse(
+            checkpoint.extras[METADATA].encode("utf-8", "surrogatepass"), METADATA
+        )
+        for name, value in found.items() if isinstance(found, dict) else ():
+            component, _, entry = name.partition(".")
+            configs.setdefault(component, {})[entry] = value
+        for each in configs.values():
+            _checked(each, METADATA)
+    # The second pass reads the names of state_dict(), which contain the name of the adapter. In the
+    # first pass, all modules of such a file are incomplete.
+    for is_named in (False, True):
+        groups, whole, ignored, unknown = _groups(tensors, layout, config, is_named)
+        if not unknown and all(map(_kind, groups.values())):
+            break
     if not groups and not configs and not unknown:
         hint = "`ckptkit inspect {where}` lists the content"
         raise UsageError("is not an adapter, because it has no adapter tensors", hint=hint)
@@ -388,9 +417,7 @@ def _module(
     alpha: float | None,
 ) -> Module:
     """Return the module `key` with its scale, which is None if it is unknown."""
-    kinds = table("kinds").items()
-    has = (kind for kind, roles in kinds if all(tensors.keys() & each.split("|") for each in roles))
-    kind, prefixes = next(has, ""), table("prefixes")[layout]
+    kind, prefixes = _kind(tensors), table("prefixes")[layout]
     prefix = next((each for each in prefixes if key.startswith(each)), "")
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False

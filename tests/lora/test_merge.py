@@ -892,6 +892,20 @@ def test_names_of_modules_with_lora(tmp_path: Path) -> None:
         merged(tmp_path, path, odd)
 
 
+@pytest.mark.parametrize("name", ["", "default", "lora_A", "lora_B", "alpha"])
+def test_modules_and_adapters_named_like_a_role(name: str, tmp_path: Path) -> None:
+    """`name` is the adapter in the names of state_dict(); files of save_pretrained have none."""
+    paths = ("lora_A", "fc", "enc.lora_A", "enc.default", "enc.alpha")
+    weights = {f"{path}.weight": values(4, 3) for path in paths}
+    tensors = {key: each for path in paths for key, each in factors(path, 4, 3).items()}
+    named = {key.removesuffix("weight") + f"{name}.weight": each for key, each in tensors.items()}
+    own = adapter(tmp_path, named if name else tensors)
+    seen = merged(tmp_path, base(tmp_path, weights), own)
+    for path in paths:
+        key = f"{path}.weight"
+        assert torch.equal(seen[key], weights[key] + delta(tensors, path)), path
+
+
 def test_feedforward_modules_as_a_pattern(tmp_path: Path) -> None:
     weight, factor = values(4, 3), values(4, 1)
     path = base(tmp_path, {"net.fc2.weight": weight})
