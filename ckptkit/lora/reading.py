@@ -42,6 +42,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "trainable_token_indices": (list, dict),
 }  # fmt: skip
 _WORDS = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}
+_LONGEST = 4096  # maximum number of characters of a pattern
+_GROUP, _REPEAT = re.compile(r"\(([^()]*)\)"), re.compile("[*+{\0]")
 # Parameters of experts, in the order in which models define them. peft wraps the parameters in this
 # order.
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -486,18 +488,43 @@ def matches(pattern: str, path: str, *, is_whole: bool = False) -> bool:
     """Return whether a pattern of a configuration matches the module `path`.
 
     If `is_whole` is False, the pattern may match only the last components of the path. The
-    pattern is untrusted. Raises CorruptError if matching takes more than a second.
+    pattern is untrusted. Raises CorruptError for a long pattern, for a repeated group that contains
+    a repetition, such as ``(a+)+``, and if matching takes more than a second.
     """
     import regex
 
     if pattern == path:
         return True
+    if len(pattern) > _LONGEST:
+        what = f"a pattern of {len(pattern):,} characters; the limit is {_LONGEST:,}"
+        raise CorruptError(f"{CONFIG} has {what}")
+    if _is_nested(pattern):
+        raise CorruptError(f"{CONFIG} has a pattern with nested repetitions: {shown(pattern)}")
     try:
         re.compile(pattern)
         start = "" if is_whole else r"(.*\.)?"
         return regex.match(rf"{start}({pattern})$", path, timeout=1) is not None
     except (re.error, regex.error, RecursionError, OverflowError, TimeoutError) as error:
         raise CorruptError(f"{CONFIG} has an invalid pattern {shown(pattern)}: {error}") from error
+
+
+def _is_nested(pattern: str) -> bool:
+    """Return whether a pattern repeats a group that contains a repetition.
+
+    Escaped characters, sets and groups are replaced, the innermost group first.
+    """
+    text = re.sub(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", "x", pattern, flags=re.DOTALL)
+    count = 1
+    while count:
+        text, count = _GROUP.subn(lambda g: "\0" if _REPEAT.search(g[1]) else "x", text)
+    return re.search("\0(?:[*+]|{(?![01]}|,1}|0,1}))", text) is not None
+
+
+def _is_target(names: object, path: str) -> bool:
+    """Return whether `target_modules` contains a module. A string is a pattern, like in peft."""
+    if isinstance(names, str):
+        return names == "all-linear" or matches(names, path, is_whole=True)
+    return isinstance(names, list) and any(f".{path}".endswith(f".{each}") for each in names)
 
 
 def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None:
@@ -507,15 +534,17 @@ def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None
     wrappers have the order in which the model defines the parameters. Tensor names of an inner
     wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
 
-    A parameter without the name of its module may belong to any module. A then decides: `down` has
-    more rows than the rank, because it contains the factors of several experts.
+    A parameter without the name of its module may belong to any module, except a module in
+    `target_modules` where `down` has as many rows as the rank, because `down` contains the factors
+    of all experts.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []
     for each in config.get("target_parameters") or ():
         module, _, name = str(each).rpartition(".")
         if not module and plain == path:
-            is_own = down.shape[:1] != (_number(config, "r", path, "rank_pattern"),)
+            has_rank = down.shape[:1] == (_number(config, "r", path, "rank_pattern"),)
+            is_own = not (has_rank and _is_target(config.get("target_modules"), path))
         else:
             is_own = not module or f".{plain}".endswith(f".{module}")
         if name not in names and is_own:

@@ -974,3 +974,14 @@ def test_two_updates_of_one_module_are_refused(more: str, tmp_path: Path) -> Non
     save_file({f"lora_unet_conv_in.{key}": each for key, each in both.items()}, path)
     with pytest.raises(UnsupportedError, match="too; the update is ambiguous"):
         ckptkit.merge_lora(base(tmp_path, weight), path)
+
+
+@pytest.mark.parametrize("names", [["down_proj"], ["experts.down_proj"]])
+def test_one_expert_has_as_many_rows_as_the_rank(names: list[str], tmp_path: Path) -> None:
+    q, down, at = values(4, 3), values(1, 4, 3), "mlp.experts"
+    tensors = factors("q_proj", 4, 3) | factors(at, 4, 3)
+    own = adapter(tmp_path, tensors, target_parameters=names, target_modules=["q_proj"])
+    held = {"q_proj.weight": q, f"{at}.down_proj": down}
+    seen = merged(tmp_path, base(tmp_path, held), own)
+    assert torch.equal(seen["q_proj.weight"], q + delta(tensors, "q_proj"))
+    assert torch.equal(seen[f"{at}.down_proj"][0], down[0] + delta(tensors, at))

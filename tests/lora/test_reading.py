@@ -83,6 +83,8 @@ def test_scales_of_patterns(tmp_path: Path) -> None:
         (r"^model\.q_proj", "model.q_proj", True),
         (r"^q_proj", "model.q_proj", False),
         (r".*\.mlp\..*", "layers.0.mlp.up", True),
+        (r"(?:.*?(?:text|lang).*?)\.[\d]{1,}\.((q|k)_proj)?", "lang.0.q_proj", True),
+        (r"layers\.(1|[2-3]+){1}\.[(a+)+]", "layers.2.+", True),
     ],
 )
 def test_patterns(pattern: str, path: str, is_match: bool) -> None:
@@ -93,6 +95,13 @@ def test_patterns(pattern: str, path: str, is_match: bool) -> None:
 def test_bad_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(CorruptError, match="pattern"):
         matches(pattern, "x" * 400)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+", "((?:x*)b?){2,}", r"(\)|x{1,9})*", "x" * 5000])
+def test_slow_patterns_are_refused_for_any_name(pattern: str) -> None:
+    """Each of these matches a short name at once."""
+    with pytest.raises(CorruptError, match=r"nested repetitions|5,000 characters"):
+        matches(pattern, "b")
 
 
 @pytest.mark.parametrize(
