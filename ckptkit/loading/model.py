@@ -334,13 +334,19 @@ def _of_peft(
     active: Any = getattr(model, "active_adapter", "default")
     adapter = active if isinstance(active, str) else next(iter(active))
     inside = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
-    names = {}
+    modules, names = dict(model.named_modules()), {}
     for name in own:
-        saved = inside.sub("", name)
-        if saved != name:
-            names[saved.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")] = name
+        for part in reversed([*inside.finditer(name)]):
+            # peft stores adapters in dicts. Other modules may have the name of the adapter.
+            if hasattr(modules.get(name[: part.start()] + (part[1] or "")), "keys"):
+                saved = name[: part.start()] + name[part.end() :]
+                saved = saved.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+                names[saved] = name
+                break
     found = {old: names[old] for old in ck.required.nodes if old in names}
-    filled = {*names.values(), *ck.required.nodes}
+    # peft does not save the number of ranks of AdaLoRA
+    filled = {name for old, name in names.items() if not old.endswith(".ranknum")}
+    filled |= {*found.values(), *ck.required.nodes}
     return rename(ck, found) if found else ck, {name: own[name] for name in own if name in filled}
 
 

@@ -613,7 +613,11 @@ class ExtractReport:
         """Write `modules` and the complete tensors `whole` as an adapter. Return this report."""
         tensors = dict(tensors_of(modules, layout))
         before = PEFT if layout == "peft" else ""
-        tensors |= {f"{before}{name}": each for name, each in whole.items()}
+        for name, each in whole.items():
+            module, _, end = name.rpartition(".")
+            # peft loads the bias or weight of a LoRA module only under the name of its base layer
+            inside = ".base_layer" if f"{PEFT}{module}" in modules else ""
+            tensors[f"{before}{module}{inside}.{end}" if module else f"{before}{end}"] = each
         self.conversion = written(tensors, *given, notes=(self.note,), **more)
         return self
 
@@ -863,6 +867,8 @@ def resize_lora(
     if read.layout == "peft":
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
         config = config_of(modules.values()) | kept | {"use_rslora": False}
+        if config.get("init_lora_weights") == "orthogonal":
+            config["init_lora_weights"] = True  # peft initializes only even ranks this way
     return found.written(
         modules, read.replaced, read.layout, path, asked, config=config,
         metadata=read.metadata, source=read.checkpoint.source,

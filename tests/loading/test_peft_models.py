@@ -68,6 +68,15 @@ def test_an_adapter_fills_its_own_parameters_alone(tmp_path: Path) -> None:
         )
 
 
+def test_a_module_with_the_name_of_the_adapter(tmp_path: Path) -> None:
+    """peft does not save the ranks of AdaLoRA. The module `style` belongs to the base."""
+    model = PeftModel()
+    net = model.base_model.model
+    net.style = nn.Linear(2, 2)
+    net.fc.ranknum = nn.ParameterDict({"style": torch.tensor(2.0)})
+    assert len(ckptkit.load_into(model, adapter(tmp_path)).loaded) == 4
+
+
 def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"missing in the file: .*lora_B\.style"):
         ckptkit.load_into(PeftModel(), adapter(tmp_path, without="fc.lora_B.weight"))

@@ -192,6 +192,21 @@ def test_resize(tmp_path: Path, layout: str) -> None:
     assert report.error == pytest.approx(float(best), rel=1e-5)
 
 
+def test_names_that_peft_loads_after_resizing(tmp_path: Path) -> None:
+    """peft saves the bias of a LoRA module as that of its base layer, and checks the rank."""
+    source, at = tmp_path / "adapter", "base_model.model."
+    source.mkdir()
+    whole = {f"{at}fc.base_layer.bias": normal(5), f"{at}head.bias": normal(3)}
+    pair = {f"{at}fc.lora_A.weight": normal(4, 6), f"{at}fc.lora_B.weight": normal(5, 4)}
+    save_file(whole | pair, source / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": "orthogonal"}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    resize_lora(source, tmp_path / "out", rank=3)
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == {*whole, *pair}
+    made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert made["init_lora_weights"] is True
+
+
 def test_other_kinds_are_not_resized(tmp_path: Path) -> None:
     source = tmp_path / "one.safetensors"
     names = [f"lora_unet_conv_in.hada_w{n}_{each}" for n in (1, 2) for each in "ab"]
