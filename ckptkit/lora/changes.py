@@ -612,11 +612,9 @@ def _with_numbers(
         is_turned = bool(config.get("fan_in_fan_out")) and len(shape) == 2
         if is_feedforward(module, config) != is_turned:
             by, group = "columns", change.columns // shape[1] if len(shape) > 1 else 1
-    elif module.kind == "embedding":
-        by = "columns"
-    elif any(module.prefix in table("prefixes")[layout] for layout in ("kohya", "comfy")):
-        norm = "norm+eps"
-        if numbers.shape[0] == 1 != change.rows:
+    else:
+        norm = "norm+eps" if module.is_lycoris else "norm"
+        if is_of_columns(module, change.rows):
             by, group = "columns", change.columns // max(1, count)
     expected = change.rows if by == "rows" else change.columns // max(1, group)
     if count != expected:
@@ -627,6 +625,16 @@ def _with_numbers(
     operand = Operand(len(change.operands), numbers.dtype.name, *as_matrix(numbers.shape))
     formula = replace(change.formula, norm=norm, by=by, group=group, numbers=operand)
     return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
+
+
+def is_of_columns(module: Module, rows: int) -> bool:
+    """Return whether a module of `rows` rows has one magnitude for each column, not for each row.
+
+    LyCORIS stores magnitudes of columns in the shape [1, in, ...].
+    """
+    numbers = module.tensors.get("magnitude")
+    is_row = numbers is not None and numbers.shape[:1] == (1,) != (rows,)
+    return module.kind == "embedding" or (module.is_lycoris and is_row)
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:

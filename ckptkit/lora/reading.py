@@ -112,6 +112,11 @@ class Module:
         return "magnitude" in self.tensors
 
     @property
+    def is_lycoris(self) -> bool:
+        """Return whether the layout is that of kohya or ComfyUI, which LyCORIS also writes."""
+        return any(self.prefix in table("prefixes")[layout] for layout in ("kohya", "comfy"))
+
+    @property
     def is_sum(self) -> bool:
         """Return whether the update is added to the weight. A factor can scale only a sum."""
         return not self.is_dora and self.kind not in ("ia3", "tokens")

@@ -54,7 +54,16 @@ from ckptkit.core.tree import OrderedMapping
 from ckptkit.edits import quantized_names
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.lora import naming
-from ckptkit.lora.changes import as_matrix, box, made_of, matrix, placed, problems, zeros
+from ckptkit.lora.changes import (
+    as_matrix,
+    box,
+    is_of_columns,
+    made_of,
+    matrix,
+    placed,
+    problems,
+    zeros,
+)
 from ckptkit.lora.merge import same_bytes
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
 from ckptkit.lora.reading import CONFIG, METADATA, WEIGHTS, Adapter, Module, read_adapter, table
@@ -78,6 +87,7 @@ _HUNYUAN = re.compile(
     r"context_embedder\..*token_refiner|transformer_blocks\.(19|[2-9]\d)\.|"
     r"single_transformer_blocks\.(3[89]|[4-9]\d)\."
 )
+_BIASES = "B_bias", "diff_b"  # roles with one number for each row
 _BLOCKS = "down_blocks.", "mid_block.", "up_blocks."
 # Modules that only SD 1.5 and 2 have
 _SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."
@@ -149,6 +159,11 @@ def convert_lora(
         modules = [_baked(each) for each in modules] if bake else modules
         parts = list(dict.fromkeys(each.component for each in modules))
         groups = {part: [each for each in modules if each.component == part] for part in parts}
+        for group in groups.values() if to not in _ORIGINALS else ():
+            plain = [each.path for each in group if not each.is_dora]
+            if 0 < len(plain) < len(group):
+                what = f"{plain[0]} has no DoRA magnitude, but other modules have"
+                raise UnsupportedError(f"{what}; the layout {to} stores DoRA for all modules")
         biased = {each.component for each in modules if "B_bias" in each.tensors}
         configs = {
             part: config_of(group, lora_bias=part in biased) for part, group in groups.items()
@@ -199,12 +214,13 @@ def _check(read: Adapter, to: str) -> None:
     if read.layout == "peft" and read.method != "LORA":
         raise UnsupportedError(f"has the method {read.method}; ckptkit converts only LORA")
     known = ("alpha", *table("written")["original" if to in _ORIGINALS else "peft"])
-    known = (*known, "diff", "diff_b", "hada", "lokr") if to in _ORIGINALS else known
+    known = (*known, "B_bias", "diff", "diff_b", "hada", "lokr") if to in _ORIGINALS else known
     odd = ["fan_in_fan_out"] if (read.config or {}).get("fan_in_fan_out") else []
     for name, module in read.modules.items():
-        is_odd = module.parameter or module.kind == "attention_out"
-        if is_odd or any(r not in known and r[:4] not in known for r in module.tensors):
-            odd.append(f"{name} ({module.kind})")
+        kind = "of experts" if module.parameter else module.kind
+        roles = [r for r in module.tensors if r not in known and r[:4] not in known]
+        if roles or kind in ("of experts", "attention_out"):
+            odd.append(f"{name} ({some(roles) if kind == 'lora' else kind})")
     if odd := [*odd, *read.replaced]:
         raise UnsupportedError(f"the layout {to} cannot store {some(odd)}")
 
@@ -224,7 +240,11 @@ def _dotted(
     if not part and to != "peft":
         hint = f"{typed('--component NAME', 'component=...')} sets the component"
         raise UnsupportedError(f"{path} looks like a module of a language model", hint=hint)
-    return replace(module, component=found if part == "unet" and found else part, path=path)
+    tensors = dict(module.tensors)
+    if to in _ORIGINALS and "B_bias" in tensors:  # peft multiplies the bias by the scale
+        tensors["diff_b"] = _times(tensors.pop("B_bias"), module.scale, "float32")
+    part = found if part == "unet" and found else part
+    return replace(module, component=part, path=path, tensors=tensors)
 
 
 # Spellings
@@ -261,16 +281,22 @@ def _respelled(
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
         warnings.append("wrote the names of SD 1.5, but the adapter may be for SDXL")
-    if fused and not any(each.startswith("single_transformer_blocks.") for each in paths):
-        if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
+    flux = [each for each in modules if to in _ORIGINALS and _is_flux(each)]
+    if flux and not any(each.startswith("single_transformer_blocks.") for each in paths):
+        if any({*each.tensors["A"].shape, *each.tensors["B"].shape} & {*_SD3} for each in flux):
             raise UnsupportedError("is for SD 3; ckptkit does not support its original names")
         warnings.append(
             "wrote the original names of Flux, but the adapter may be for another model"
         )
-    if fused and any(map(_HUNYUAN.match, paths)):
-        raise UnsupportedError(
-            "is not for Flux; ckptkit does not support the original names of HunyuanVideo"
-        )
+    if flux and (odd := [*filter(_HUNYUAN.match, paths)]):
+        what = f"is not for Flux, which has no {odd[0]}; ckptkit does not support"
+        raise UnsupportedError(f"{what} the original names of HunyuanVideo and other models")
+
+
+def _is_flux(module: Module) -> bool:
+    """Return whether the module is a LoRA whose name is that of Flux in diffusers."""
+    is_lora = module.component in _IMAGES and module.kind == "lora"
+    return is_lora and (spelled(module.path) or ())[:2] == (FLUX, DIFFUSERS)
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:
@@ -322,7 +348,7 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
         own = [(n, part) for n, part in enumerate(parts) if part.name == name]
         height = sum(part.length for _, part in own) * step
         tensors = {"A": a}
-        for role in {"B", "magnitude"} & module.tensors.keys():
+        for role in {"B", "magnitude", *_BIASES} & module.tensors.keys():
             whole = matrix(module.tensors[role])
             pieces = ((part.at * step, 0, box(whole, *spans[n])) for n, part in own)
             tensors[role] = placed(zeros(whole, (height, whole.shape[1])), pieces)
@@ -365,35 +391,45 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
         "A": placed(zeros(a, (rank, prod(a.shape[1:]))), stacked),
         "B": placed(zeros(b, (whole * step, rank)), diagonal),
     }
-    weights = [matrix(m.tensors["magnitude"]) for m in modules if "magnitude" in m.tensors]
-    if weights and (len(weights) < len(modules) or count < whole):
-        raise UnsupportedError(f"only some rows of {name} would have DoRA magnitudes")
-    if weights:
-        columns = ((row, 0, each) for row, each in zip(rows, weights, strict=True))
-        tensors["magnitude"] = placed(zeros(weights[0], (whole * step, 1)), columns)
+    for role in ("magnitude", "diff_b"):
+        both = zip(rows, modules, strict=True)
+        own = [(row, 0, matrix(m.tensors[role])) for row, m in both if role in m.tensors]
+        if role == "magnitude" and own and (len(own) < len(modules) or count < whole):
+            raise UnsupportedError(f"only some rows of {name} would have DoRA magnitudes")
+        if len({each.dtype for *_, each in own}) > 1:
+            raise UnsupportedError(f"the parts of {name} differ in dtype or size")
+        if own:
+            tensors[role] = placed(zeros(own[0][2], (whole * step, 1)), own)
     fused: Module = replace(modules[0], path=name, tensors=tensors, rank=rank, scale=scale)
     return fused
 
 
 def _factors(module: Module) -> tuple[Tensor, Tensor]:
     """Return A and B of a LoRA for a matrix. Raises UnsupportedError for other modules."""
-    if module.kind != "lora" or module.tensors["B"].ndim != 2:
-        what = f"the other layout splits or fuses {module.path} ({module.kind})"
+    b = module.tensors.get("B")
+    is_row = is_of_columns(module, 0 if b is None else b.shape[0])
+    if module.kind != "lora" or b is None or b.ndim != 2 or is_row:
+        kind = "magnitudes of columns" if is_row else module.kind
+        what = f"the other layout splits or fuses {module.path} ({kind})"
         raise UnsupportedError(f"{what}; ckptkit supports this only for LoRA of a matrix")
-    return module.tensors["A"], module.tensors["B"]
+    return module.tensors["A"], b
 
 
 # Tensors
 
 
-def _times(tensor: Tensor, factor: float | None) -> Tensor:
-    """Return a tensor multiplied by a float32 factor. Each element is rounded once."""
-    if factor == 1:
+def _times(tensor: Tensor, factor: float | None, dtype: str = "") -> Tensor:
+    """Return a tensor multiplied by a float32 factor. Each element is rounded once to `dtype`.
+
+    The default is the dtype of the tensor. The factor 1 then returns the tensor itself.
+    """
+    if factor == 1 and not dtype:
         return tensor
     name, single = tensor.dtype.name, struct.unpack("f", struct.pack("f", factor))[0]
-    product = WeightedSum(name, (name,), (single,), 1.0)
-    record = Pending(product, (contiguous(tensor),), tensor.nbytes)
-    return made_of(record, tensor.dtype, tensor.shape)
+    made = BY_NAME[dtype or name]
+    product = WeightedSum(made.name, (name,), (single,), 1.0)
+    record = Pending(product, (contiguous(tensor),), tensor.numel * made.itemsize)
+    return made_of(record, made, tensor.shape)
 
 
 def _baked(module: Module) -> Module:
@@ -406,6 +442,8 @@ def _baked(module: Module) -> Module:
     while 0 < down * 2 < up:
         down, up = down * 2, up / 2
     pair = {first: _times(module.tensors[first], down), second: _times(module.tensors[second], up)}
+    if "B_bias" in module.tensors:
+        pair["B_bias"] = _times(module.tensors["B_bias"], module.scale, "float32")
     return replace(module, tensors={**module.tensors, **pair}, scale=1.0)
 
 
@@ -421,6 +459,8 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
         for role, tensor in module.tensors.items():
             if role == "magnitude":
                 tensor = _magnitude(tensor, module, to)
+            elif role in _BIASES:
+                tensor = made_of(contiguous(tensor), tensor.dtype, (prod(tensor.shape),))
             if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
         if has_rank:  # alpha gets the dtype of A if this dtype represents alpha exactly
@@ -455,16 +495,17 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
 
     Raises UnsupportedError for magnitudes of columns if the layout does not support them.
     """
-    down, up = (module.tensors[role] for role in module.pair)
-    out, ones = up.shape[0], (1,) * (down.ndim - 1)
-    if to in _ORIGINALS:
-        shape = (out, *ones) if tensor.numel == out else tensor.shape
-    elif tensor.numel == out:
-        shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # convolution, or matrix
-    else:
+    if "B" not in module.tensors:
+        return tensor
+    out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
+    is_row = is_of_columns(module, out)
+    if is_row and to not in _ORIGINALS:
         what = f"{module.path} has a magnitude for each column"
         raise UnsupportedError(f"{what}; the layout {to} cannot store such magnitudes")
-    return made_of(contiguous(tensor), tensor.dtype, shape)
+    shape = (out, *ones)
+    if to not in _ORIGINALS:
+        shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # convolution, or matrix
+    return made_of(contiguous(tensor), tensor.dtype, tensor.shape if is_row else shape)
 
 
 def _number(module: Module) -> float:

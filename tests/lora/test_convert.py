@@ -293,6 +293,18 @@ def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
            "kohya", {}, UnsupportedError, "HunyuanVideo")
           for odd in ("context_embedder.token_refiner.refiner_blocks.0", "transformer_blocks.19",
                       "single_transformer_blocks.38")),
+        (diffusers({"transformer.transformer_blocks.0.ff.net.0.proj": factors(6144, 1536, 1)}),
+         "kohya", {}, UnsupportedError, "SD 3"),
+        (kohya({"lora_unet_conv_in": (factors(2, 2, 1), 1), "lora_unet_conv_out": (
+            factors(2, 2, 1), 1)}) | {"lora_unet_conv_in.dora_scale": np.ones((2, 1), "f4")},
+         "peft", {}, UnsupportedError, "conv_out has no DoRA magnitude"),
+        (kohya({"lora_unet_conv_in": (factors(2, 2, 1), 1)})
+         | {"lora_unet_conv_in.diff_b": np.ones(2, "f4")},
+         "peft", {}, UnsupportedError, r"lora_unet_conv_in \(diff_b\)"),
+        (diffusers({f"transformer.transformer_blocks.0.attn.to_{x}": factors(4, 2, 1) for x in "qkv"})
+         | {f"transformer.transformer_blocks.0.attn.to_{x}.lora_magnitude_vector": np.ones(
+            4, "f2" if x == "q" else "f4") for x in "qkv"},
+         "kohya", {}, UnsupportedError, "differ in dtype"),
         (diffusers({"vae.encoder.conv_in": factors(2, 2, 1)}), "kohya", {}, UnsupportedError,
          "'vae'"),
         (kohya({"lora_unet_single_blocks_0_linear1": (factors(8, 2, 1), 1)}), "diffusers", {},
