@@ -289,6 +289,8 @@ class Summary:
     is_module: bool = False  # True if the weights belong to a pickled module
     part: PartOf | None = None  # None unless the file belongs to a single rank
     about: str = ""  # sentence about how ckptkit read a folder
+    version: str = ""  # version of the file format, or ""
+    model: str = ""  # architecture of the model, or ""
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
     words: tuple[str, ...] = ()  # the options in `chosen` that change the reading of a folder
     adapter: Adapter | None = None  # None if the checkpoint is not a LoRA adapter
@@ -357,6 +359,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         is_module=weights is not None and weights.is_module,
         part=checkpoint.part,
         about=checkpoint.about,
+        version=checkpoint.version,
+        model=checkpoint.model,
         inner=tuple(survey.inner),
         chosen=checkpoint.chosen,
         words=checkpoint.words,

@@ -31,6 +31,7 @@ from ckptkit.core.text import (
     unfolded,
 )
 from ckptkit.core.tree import Path, join, key_text
+from ckptkit.formats.table import GGUF
 
 if TYPE_CHECKING:
     from ckptkit.analysis.diff import Changed, Diff, Kind
@@ -163,14 +164,16 @@ def larger(a: Summary, b: Summary) -> str:
 def described(summary: Summary) -> str:
     """Return the format, the size and the totals of a checkpoint."""
     totals = summary.totals
-    about = f"{escape(summary.format)}, {size(summary.size)}"
+    version, model = (f" {summary.version}" * bool(summary.version), summary.model)
+    about = f"{escape(summary.format)}{version}, {size(summary.size)}"
+    model = f", {cut(model)}" if model else ""
     if not totals.tensors:
-        return f"{about}: no tensors"
+        return f"{about}: no tensors{model}"
     nbytes = size(totals.nbytes)
     if totals.storage_nbytes != totals.nbytes:
         nbytes += f" in {size(totals.storage_nbytes)} of storage"
     counts = f"{plural(totals.tensors, 'tensor')}, {plural(totals.parameters, 'parameter')}"
-    return f"{about}: {counts}, {nbytes}"
+    return f"{about}: {counts}, {nbytes}{model}"
 
 
 def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
@@ -227,10 +230,11 @@ def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
     named = fold(Item(join(each.path), each.global_, 0) for each in objects)
     metadata = [Folded(name, text, 0, 1) for name, text in summary.extras.items()]
     for title, rows, count, text in (
-        ("values", _series(_values(values)), len(values), _series_text),
+        ("metadata" if summary.format == GGUF.name else "values", _series(_values(values)),
+         len(values), _series_text),
         ("objects", named, len(objects), cut),
         ("metadata", metadata, len(metadata), cut),
-    ):
+    ):  # fmt: skip
         cells = [(escape(row.label) or "(root)", text(row.columns)) for row in rows]
         yield Table(title, ENTRIES, cells, total=count)
 

@@ -176,11 +176,16 @@ def command(
 
 
 def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
-    """Return all tensors. Unless `stored` is true, return each quantized weight as one tensor."""
+    """Print the warnings, and return all tensors. Unless `stored` is true, return each quantized
+    weight as one tensor."""
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import dequantized_view
 
-    return summarize(checkpoint if stored else dequantized_view(checkpoint)).rows
+    summary = summarize(checkpoint if stored else dequantized_view(checkpoint))
+    where = shown_url(checkpoint.name or "")
+    for each in summary.warnings:
+        render.warn(f"{where}: {each}")
+    return summary.rows
 
 
 def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:

@@ -45,9 +45,14 @@ class PartOf:
         return UnsupportedError(f"is {self}; {what}", hint=self.hint)
 
     @property
+    def files(self) -> str:
+        """The files of the complete checkpoint, for messages."""
+        return "all files of the split model" if self.kind == "split" else "the files of all ranks"
+
+    @property
     def hint(self) -> str:
         """A hint that names the command to use for the complete checkpoint."""
-        complete = "put the files of all ranks into one folder and pass the folder"
+        complete = f"put {self.files} into one folder and pass the folder"
         if self.folder:
             command = shell_command(
                 ("ckptkit", "convert", *argument(self.folder), "out.safetensors")
@@ -104,6 +109,8 @@ class Checkpoint:
     * ``folder``: the folder that the caller named, if the source is a file in this folder.
     * ``beside``: the entries that were separate files in the folder of the weights.
     * ``about``: a description of the layout of a folder.
+    * ``version``: the version of the file format, if `inspect` shows it.
+    * ``model``: the architecture of the model, if the file names it.
     * ``words``: the command-line options that a command needs to read the same folder.
 
     Messages:
@@ -124,6 +131,8 @@ class Checkpoint:
     key: str | None = None
     part_only: bool = False
     about: str = ""
+    version: str = ""
+    model: str = ""
     companions: tuple[tuple[str, bytes], ...] = ()
     logical: object = None
     folder: Folder | None = None

@@ -60,7 +60,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 def part(found: PartOf) -> Cause:
     """Return the cause for the file of a single rank. A model needs the files of all ranks."""
-    why, command = "Put the files of all ranks into one folder, and pass it to `convert`.", None
+    why, command = f"Put {found.files} into one folder, and pass it to `convert`.", None
     if found.folder is not None:
         problem, why = _problem(found.folder), "`convert` merges the files in the folder."
         if problem is None:
@@ -72,7 +72,7 @@ def part(found: PartOf) -> Cause:
         "part",
         ERROR,
         f"It is {found}.",
-        f"A model needs the tensors of all ranks. {why}",
+        f"A model needs the tensors of {found.files.removeprefix('the files of ')}. {why}",
         command,
     )
 

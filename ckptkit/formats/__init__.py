@@ -396,6 +396,7 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     name = checkpoint.name or "model.gguf"
     out = f"{os.path.splitext(os.path.basename(name.rstrip('/')))[0]}.safetensors"
     command = ["ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"]
+    command += ["--part-only"] * checkpoint.part_only
     if not unread:
         raise UnsupportedError(
             f"{plural(blocks.total(), 'tensor')} of GGUF types ({', '.join(blocks)}); "

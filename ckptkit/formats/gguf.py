@@ -92,6 +92,7 @@ class GgufHeader:
     """The header of one file: metadata by key, tensors, and the offset at which the header ends."""
 
     source: ByteSource
+    version: int
     big_endian: bool
     values: dict[str, Node]
     types: dict[str, int]  # type number of each value
@@ -138,6 +139,8 @@ def read(probe: Probe) -> Checkpoint:
         probe.source if folder is None else folder,
         warnings=tuple(warnings),
         about="" if len(files) == 1 else f"{len(files)} files",
+        version=f"{first.version}, big-endian" if first.big_endian else f"{first.version}",
+        model=model if isinstance(model := values.get("general.architecture"), str) else "",
         part=part,
     )
 
@@ -200,7 +203,8 @@ def _header(source: ByteSource) -> GgufHeader:
         if info.name in infos:
             raise AmbiguousError(f"the tensor {shown(info.name)} occurs twice")
         infos[info.name] = info
-    return GgufHeader(source, order == ">", values, types, list(infos.values()), cursor.at)
+    items = list(infos.values())
+    return GgufHeader(source, version, order == ">", values, types, items, cursor.at)
 
 
 def _info(cursor: GgufCursor) -> TensorInfo:

@@ -7,7 +7,7 @@ types of tensors do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,9 +15,10 @@ from glob import escape
 from typing import NamedTuple
 
 from ckptkit import quantized
-from ckptkit.analysis.diff import Diff, Progress, selected
+from ckptkit.analysis import advice
+from ckptkit.analysis.diff import Diff, Progress, kinds, selected
 from ckptkit.analysis.explained import Origin, compare_with_original
-from ckptkit.analysis.matching import Matching
+from ckptkit.analysis.matching import Matching, PrefixChange, prefixes, shapes_of
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import compare
 from ckptkit.compute.numbers import FLOATS, cast_record
@@ -56,6 +57,7 @@ class Paired(NamedTuple):
     name: str | None  # path of the original
     origins: Mapping[str, Origin]
     left: tuple[str, ...]  # descriptions of tensors that only one file has
+    prefix: str | None  # sentence about a different prefix of the original's names
     swapped: bool  # True if file A is the original, and file B the GGUF file
 
     @property
@@ -74,6 +76,8 @@ class Paired(NamedTuple):
             progress=progress,
         )
         found = replace(found, uncompared=(*found.uncompared, *self.left))
+        if self.prefix is not None:
+            found = replace(found, advice=(self.prefix, *found.advice))
         if self.swapped:
             return found
         return replace(
@@ -109,20 +113,51 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     kept = {each for origin in origins.values() for each in origin.names}
     left = [f"{each} (only in GGUF files)" for each in file.weights if each not in kept]
     _, original = quantized.dequantized_views(made, original)
+    way = _prefix(made.weights, original.weights)
+    back = {way(each): each for each in original.weights if each not in made.weights}
+    converted = {back.get(each, each): tensor for each, tensor in made.weights.items()}
+    origins = {back.get(each, each): origin for each, origin in origins.items()}
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     weights: dict[str, Tensor] = {}
     for each, tensor in original.weights.items():
-        if each not in made.weights and (why := _why_missing(each, original, embedding)):
+        if each not in converted and (why := _why_missing(each, original, embedding, way)):
             left.append(f"{each} ({why})")
             continue
         weights[each] = tensor
-        if each in made.weights:
+        if each in converted:
             (first, *_) = origins[each].names
-            weights[each] = _cut(tensor, first, made.weights[each].shape)
+            weights[each] = _cut(tensor, first, converted[each].shape)
         if weights[each] is not tensor:
             rows = tensor.shape[0] - weights[each].shape[0]
             left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
-    return Paired(made.weights, weights, original.name, origins, tuple(left), swapped)
+    prefix = _prefix_advice(way, original, made.weights)
+    return Paired(converted, weights, original.name, origins, tuple(left), prefix, swapped)
+
+
+def _prefix(converted: Mapping[str, Tensor], original: Mapping[str, Tensor]) -> PrefixChange:
+    """Return the change of prefix that turns names of the original into names that the recipe
+    writes. Names that both files have do not change."""
+    ours, theirs = shapes_of(kinds(original)), shapes_of(kinds(converted))
+    rest = {name: shape for name, shape in ours.items() if name not in theirs}
+    way = prefixes(rest, {name: shape for name, shape in theirs.items() if name not in ours})
+    is_taken = any(way(name) != name and way(name) in ours for name in rest)
+    return PrefixChange() if is_taken or (way.strip and way.add) else way
+
+
+def _prefix_advice(
+    way: PrefixChange, original: Checkpoint, converted: Collection[str]
+) -> str | None:
+    """Return a sentence about the different prefix of the original's names, or None."""
+    path = original.name or ""
+    if way.strip:
+        command = advice.strip_module(path, [way.strip], *original.chosen)
+        return f"names in {path} have the additional prefix {way.strip!r}; to remove it: {command}"
+    if not way.add:
+        return None
+    what = f"names in {path} lack the prefix {way.add!r}"
+    if original.weights.keys() & converted:  # `add-module` would add the prefix to these names too
+        return what
+    return f"{what}; to add it: {advice.add_module(path, way.add, *original.chosen)}"
 
 
 def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
@@ -187,9 +222,9 @@ def _type(tensor: Tensor) -> str:
     return WRITTEN.get(tensor.dtype.name, tensor.dtype.name)
 
 
-def _why_missing(name: str, original: Checkpoint, embedding: str | None) -> str:
+def _why_missing(name: str, original: Checkpoint, embedding: str | None, way: PrefixChange) -> str:
     """Return the reason why a GGUF file lacks a weight of its original, or "" if unknown."""
-    if any(fnmatchcase(name, glob) for glob in NOT_CONVERTED):
+    if any(fnmatchcase(way(name), glob) for glob in NOT_CONVERTED):
         return "llama.cpp does not convert it"
     weights = original.weights
     if embedding is None or embedding not in weights or name == embedding:
@@ -270,7 +305,7 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     lacking = [each for each in ck.weights if each not in origins]
-    drop = [each for each in lacking if _why_missing(each, ck, embedding)]
+    drop = [each for each in lacking if _why_missing(each, ck, embedding, PrefixChange())]
     if drop:
         ck = select(ck, drop=drop)
     # The script of llama.cpp converts bfloat16 weights to float32 before it computes with them.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckptkit.compute.tallies import Tally
 
 SCHEMA = "ckptkit.page/1"
+LISTINGS = ("values", "objects", "metadata")
 LISTED = 400  # maximum number of values, objects or metadata entries on the page
 BINS = 32
 LARGEST = 1e300  # larger numbers are omitted, because calculations in the script would overflow
@@ -151,8 +152,8 @@ def _file(seen: PageFile) -> dict[str, Any]:
         ],
         "warnings": list(map(escape, summary.warnings)),
         **{
-            listing.title: {"count": listing.total, "rows": listing.rows[:LISTED]}
-            for listing in listings(summary)
+            name: {"count": listing.total, "rows": listing.rows[:LISTED]}
+            for name, listing in zip(LISTINGS, listings(summary), strict=True)
         },
     }
 

@@ -458,10 +458,40 @@ class TestCommands:
     """What commands say of GGUF alone."""
 
     def test_inspect_one_file_of_a_split_model(self, tmp_path: Path, run: Run) -> None:
-        TestSplit().files(tmp_path)
-        done = run("inspect", "--part-only", "m-00002-of-00003.gguf", cwd=tmp_path)
+        path = TestSplit().files(tmp_path)[1]
+        done = run("inspect", "--part-only", str(path))
         assert done.code == 0
         assert "this is file 2 of 3 of a split GGUF model" in done.stdout
+        assert "put all files of the split model into one folder" in done.stdout
+        assert "ranks" not in done.stdout + run("doctor", "--part-only", str(path)).stdout
+
+    def test_one_file_of_a_split_model_is_converted_as_printed(
+        self, tmp_path: Path, run: Run
+    ) -> None:
+        written(tmp_path, made(split(0, 2, 2), [Q4_0]), "m-00001-of-00002.gguf")
+        words = ("convert", "m-00001-of-00002.gguf", "m.safetensors", "--part-only")
+        command = run(*words, cwd=tmp_path).stderr.split("`")[1]
+        assert run(*command.split()[1:], cwd=tmp_path).code == 0
+
+    @pytest.mark.parametrize(
+        "version, order, words", [(1, "<", "gguf 1,"), (3, ">", "gguf 3, big-endian,")]
+    )
+    def test_inspect_names_version_and_architecture(
+        self, version: int, order: str, words: str, tmp_path: Path, run: Run
+    ) -> None:
+        head = [("general.architecture", "qwen\x1b3"), ("general.name", "x")]
+        for values, end in ((head, ", qwen\\x1b3"), (head[1:], " B")):
+            written(tmp_path, made(values, [PLAIN], version=version, order=order))
+            first, *lines = run("inspect", "model.gguf", cwd=tmp_path).stdout.splitlines()
+            assert first.startswith(f"model.gguf: {words} ") and first.endswith(end)
+            assert lines.count("metadata") == 1 and "values" not in lines
+
+    def test_show_prints_the_warnings(self, tmp_path: Path, run: Run) -> None:
+        written(tmp_path, made(tensors=[Q4_0, PLAIN._replace(offset=128)]))
+        for words in (("a.weight",), ("a.weight", "--json"), ("--nan",)):
+            done = run("show", "model.gguf", *words, cwd=tmp_path)
+            assert done.code == 0
+            assert done.stderr.startswith("warning: model.gguf: tensors are not contiguous")
 
     def test_convert_names_the_command(self, tmp_path: Path, run: Run) -> None:
         written(tmp_path, MODEL)

@@ -244,27 +244,56 @@ def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:  
     assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
 
 
-def test_a_prefix_is_advice_about_the_original(
+@pytest.mark.parametrize("strip, add", [("model.", ""), ("", "bert.")])
+def test_names_with_another_prefix_pair(
+    strip: str,
+    add: str,
     pair: tuple[Path, State],
     tmp_path: Path,
     command: Ckptkit,  # noqa: F811
 ) -> None:
-    """The command is about the file that it changes, whichever of the two is named first."""
+    """The names are those of the original; the command is about the file that it changes."""
     source, state = pair
-    bare = {name.removeprefix("model."): each for name, each in state.items()}
-    hf = written(tmp_path, bare) / "model.safetensors"
+    q, up = (f"model.layers.0.{each}_proj.weight" for each in ("self_attn.q", "mlp.up"))
+    changed = {**state, q: turned(state[q], 4), up: state[up] * 1.01}
+    other = {add + name.removeprefix(strip): each for name, each in changed.items()}
+    hf = written(tmp_path, other) / "model.safetensors"
+    wrong = [add + each.removeprefix(strip) for each in (q, up)]
+    for sides in ((source, hf), (hf, source)):
+        found = json.loads(command("diff", *sides, "--json").stdout)
+        assert found["missing"] == found["unexpected"] == found["renamed"] == []
+        rows = {row["name"]: row for row in found["changed"]}
+        assert [name for name, row in rows.items() if not row["explained"]] == wrong
+        assert rows[wrong[0]]["type"] == "Q8_0"
+        assert rows[wrong[0]]["relative"] > 1
+    other = {add + name.removeprefix(strip): each for name, each in state.items()}
+    written(tmp_path, other)
     for sides in ((source, hf), (hf, source)):
         done = command("diff", *sides)
-        assert done.exit_code == 1
+        assert done.exit_code == 0, done.stdout
         said = " ".join(done.stdout.split())
-        assert "this makes all keys match: ckptkit add-module" in said
-        assert "renamed" not in said or sides[0] == hf
-    words = said.split("ckptkit add-module ")[1].split()
-    done = command("add-module", *words[: words.index(str(hf)) + 2])
+        assert "the same model: 11 keys" in said
+        assert f"names in {hf} {'have the additional' if add else 'lack the'} prefix" in said
+    _, *words = said.split("remove it: " if add else "to add it: ")[1].split()
+    done = command(*words[: words.index(str(hf)) + 2])
     assert done.exit_code == 0, done.stderr
-    named = tmp_path / "hf" / "model-named.safetensors"
-    made = [path for path in (tmp_path / "hf").glob("*.safetensors") if path != hf]
-    assert command("diff", source, (made or [named])[0]).exit_code == 0
+    (made,) = (path for path in (tmp_path / "hf").glob("*.safetensors") if path != hf)
+    assert "prefix" not in command("diff", source, made).stdout
+
+
+def test_names_without_a_prefix_beside_a_head(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """A name of both files stays; of two copies of the model, none is chosen."""
+    source = model(tmp_path, "llama", [*LLAMA, entry("output.weight", 5, 8)], **HEADS)
+    assert command("run", "gguf", source, tmp_path / "hf").exit_code == 0
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in state.items()}
+    assert "lm_head.weight" in bare
+    done = command("diff", source, written(tmp_path, bare))
+    assert done.exit_code == 0, done.stdout
+    assert "equal: 12 keys" in done.stdout and "lack the prefix 'model.'\n" in done.stdout
+    copies = {f"{copy}.{name}": each.clone() for copy in "ab" for name, each in state.items()}
+    found = json.loads(command("diff", source, written(tmp_path, copies), "--json").stdout)
+    assert (len(found["missing"]), len(found["unexpected"])) == (24, 12)
 
 
 def test_nan_is_not_explained(
