@@ -707,13 +707,15 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
         return
     for config in adapter.configs.values():
         for name, why in table("fields")["refused"].items():
-            if config.get(name):
+            if config.get(name) or config.get(name) == {}:  # {} selects the defaults of a method
                 yield problem("method", f"{why} ({name} in {CONFIG})")
         start = config.get("init_lora_weights")
-        is_residual = isinstance(start, str) and expression("residual").fullmatch(start.lower())
-        if is_residual and base_is != "residual":
+        is_ordinary = not start or start is True or _is_start("ordinary", start)
+        if not is_ordinary and base_is != "residual":
             given = typed("--base-is residual", "base_is='residual'")
             title = f"was trained on a residual base (the base minus the initial update of {start})"
+            if not _is_start("residual", start):
+                title = f"has the unknown initialization {shown(start)}, which may change the base"
             hint = f"if BASE is this residual base, use {given}"
             yield problem("residual", title, hint, mend="--base-is residual")
     unscaled = tuple(key for key, each in adapter.modules.items() if each.scale is None)
@@ -730,6 +732,10 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
         yield problem("empty", "contains no tensors that change a base", hint)
     for key in adapter.modules:
         yield from _of_module(adapter, key)
+
+
+def _is_start(kind: str, value: object) -> bool:
+    return isinstance(value, str) and expression(kind).fullmatch(value.lower()) is not None
 
 
 def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:

@@ -113,6 +113,9 @@ def test_slow_patterns_are_refused_for_any_name(pattern: str) -> None:
         ({"peft_type": "WONDER"}, "method", "WONDER"),
         ({"init_lora_weights": "pissa_niter_16"}, "residual", "pissa"),
         ({"init_lora_weights": "lora_ga"}, "residual", "lora_ga"),
+        ({"init_lora_weights": "wonder"}, "residual", "initialization 'wonder'"),
+        ({"init_lora_weights": ["pissa"]}, "residual", "pissa"),
+        ({"kasa_config": {}}, "method", "kasa_config"),
         ({"arrow_config": {"k": 1}}, "method", "Arrow"),
     ],
 )
