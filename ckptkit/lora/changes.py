@@ -522,7 +522,7 @@ def change_of(
         update = ModuleChange(Formula(), (), *as_matrix(shape or ()))
         return _with_numbers(update, module, shape or (), config)
     if module.kind == "vera" and shape is not None:
-        rows, columns = as_matrix(shape)
+        rows, columns = as_matrix(shape)[:: -1 if config.get("fan_in_fan_out") else 1]
         has["vera_A"] = box(has["vera_A"], 0, columns, 1)
         has["vera_B"] = box(has["vera_B"], 0, rows)
     blocks = config.get("use_bdlora") if module.kind == "lora" else None

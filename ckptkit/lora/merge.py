@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from math import isfinite, prod
 from typing import Any, NamedTuple, TypeAlias
@@ -52,13 +52,24 @@ from ckptkit.lora.changes import (
     unknown_fields,
 )
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
-from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter, unwrapped
+from ckptkit.lora.reading import (
+    CONFIG,
+    Adapter,
+    Module,
+    folder_of,
+    is_adapter,
+    read_adapter,
+    unwrapped,
+)
 
 # Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
 # Maps task types to the names of the modules that peft adds to modules_to_save
 _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
+# Models with Conv1D of transformers, and the modules of this class in these models
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
+_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
 
 _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
@@ -351,6 +362,7 @@ class MergePlan:
         if module.kind == "tokens":
             self.rows.setdefault(name, []).append(self._tokens(module, self.new[name].shape))
         elif of_weight:
+            config = {**config, "fan_in_fan_out": component is None and self._is_conv1d(name)}
             change = change_of(module, config, self.weight, self.new[name].shape)
         if module.kind == "ia3" and not is_feedforward(module, config):
             roles.append("ia3")
@@ -374,10 +386,40 @@ class MergePlan:
         """Return an update of the tensor `name` with the transposition and rounding of peft."""
         if name.endswith("in_proj_weight"):
             change = replace(change, formula=replace(change.formula, rounding="twice"))
-        is_turned = self.options.get("fan_in_fan_out") and module.kind not in ("embedding", "ia3")
-        if is_turned and (change.columns, change.rows) == self.new[name].shape:
-            return change.transposed()
-        return change
+        fits = (change.columns, change.rows) == self.new[name].shape
+        is_turned = fits and module.kind not in ("embedding", "ia3") and self._is_conv1d(name)
+        return change.transposed() if is_turned else change
+
+    def _is_conv1d(self, name: str) -> bool:
+        """Return whether a weight has the shape [in, out], like Conv1D of transformers.
+
+        peft decides by the class of each module, and stores fan_in_fan_out for the last module.
+        Here, the shapes of weights and biases in the base show the class.
+        """
+        kind, given = _class_of(name), bool(self.options.get("fan_in_fan_out"))
+        known, model = self._classes.get(kind, set()), self.config.get("model_type")
+        if len(known) == 1:
+            return True in known
+        if given or kind != "Conv1D":
+            return given
+        if not model:
+            what = f"ckptkit does not know whether {shown(name)} is [in, out] or [out, in]"
+            hint = (
+                f"set fan_in_fan_out in {CONFIG} to true for [in, out], or add config.json to BASE"
+            )
+            raise UnsupportedError(what, hint=hint)
+        return model in _CONV1D_MODELS
+
+    @cached_property
+    def _classes(self) -> dict[str, set[bool]]:
+        """Map each class of modules to whether their weights are [in, out], if biases show it."""
+        found: dict[str, set[bool]] = {}
+        for name, tensor in self.old.items():
+            bias = self.old.get(f"{name.removesuffix('weight')}bias")
+            is_clear = tensor.ndim == len({*tensor.shape}) == 2  # a matrix that is not square
+            if is_clear and bias is not None and bias.numel in tensor.shape:
+                found.setdefault(_class_of(name), set()).add(bias.numel == tensor.shape[1])
+        return found
 
     def _check_shape(self, module: Module, change: ModuleChange, place: Placed) -> None:
         """Raise UnsupportedError if the shapes of the update and the weight do not match.
@@ -709,6 +751,12 @@ class MergePlan:
 def _lacking(found: Collection[str], modules: Collection[str]) -> str:
     """Return the code of a problem that prevents finding the modules `found` in the base."""
     return "no-module" if len(found) == len(modules) else "module"
+
+
+def _class_of(name: str) -> str:
+    """Return the last component of a module name, or ``Conv1D`` for the modules in `_CONV1D`."""
+    end = name.removesuffix(".weight").rpartition(".")[2]
+    return "Conv1D" if end in _CONV1D else end
 
 
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:

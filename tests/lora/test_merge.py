@@ -83,7 +83,7 @@ def test_transposed_updates_of_every_kind(tmp_path: Path) -> None:
         ("ADALORA", {"h.c.lora_A": a, "h.c.lora_B": b, "h.c.lora_E": e}, b @ (a * e) * 6 / 2.00001),
         ("LOKR", {"h.c.lokr_w1": one, "h.c.lokr_w2": two}, torch.kron(one, two) * 3),
         ("VERA", {"vera_A": va, "vera_B": vb, "h.c.vera_lambda_b": lb, "h.c.vera_lambda_d": ld},
-         (lb[:, None] * vb[:6]) @ (ld[:, None] * va[:, :6])),
+         (lb[:, None] * vb[:6]) @ (ld[:, None] * va[:, :5])),
     )  # fmt: skip
     for method, tensors, change in rows:
         weight = values(*change.T.shape)
@@ -97,6 +97,43 @@ def test_transposed_updates_of_every_kind(tmp_path: Path) -> None:
             save_file(saved, own / WEIGHTS)
         made = merged(folder, base(folder, {"h.c.weight": weight}), own)["h.c.weight"]
         assert torch.allclose(made, weight + change.T, rtol=1e-6, atol=1e-6), method
+
+
+@pytest.mark.parametrize(
+    ("name", "sibling", "config", "given", "is_turned"),
+    [
+        ("attn.c_proj", (4, 12), {}, False, True),
+        ("attn.c_proj", (12, 4), {"model_type": "gpt2"}, True, False),
+        ("attn.c_proj", None, {"model_type": "gpt2"}, False, True),
+        ("attn.c_proj", None, {"model_type": "gpt_bigcode"}, False, False),
+        ("attn.c_proj", None, {}, False, None),
+        ("attn.c_proj", None, {}, True, True),
+        ("attn.q_proj", (4, 12), {"model_type": "gpt2"}, False, False),
+    ],
+)
+def test_square_weights_are_transposed_by_the_class_of_the_module(
+    name: str, sibling: tuple[int, int] | None, config: dict[str, Any], given: bool,
+    is_turned: bool | None, tmp_path: Path,
+) -> None:  # fmt: skip
+    """peft (dispatch_default in tuners/lora/layer.py) sets fan_in_fan_out by the class. `sibling` is
+    the shape of c_attn, which has 12 outputs."""
+    weight, tensors, factor = values(4, 4), factors(name, 4, 4), {f"{name}.ia3_l": values(4, 1)}
+    held = {f"{name}.weight": weight, f"{name}.bias": values(4)}
+    if sibling:
+        held |= {"attn.c_attn.weight": values(*sibling), "attn.c_attn.bias": values(12)}
+    path = base(tmp_path, held, **config)
+    lora = adapter(tmp_path, tensors, "lora", fan_in_fan_out=given)
+    ia3 = adapter(tmp_path, factor, "ia3", peft_type="IA3", fan_in_fan_out=given)
+    if is_turned is None:
+        for own in (lora, ia3):
+            with pytest.raises(UnsupportedError, match=r"c_proj\.weight' is \[in, out\] or"):
+                merged(tmp_path, path, own)
+        return
+    change, numbers = delta(tensors, name), factor[f"{name}.ia3_l"]
+    seen = merged(tmp_path, path, lora)[f"{name}.weight"]
+    assert torch.equal(seen, weight + (change.T if is_turned else change))
+    seen = merged(tmp_path, path, ia3)[f"{name}.weight"]
+    assert torch.equal(seen, weight * (numbers.T if is_turned else numbers))
 
 
 def test_kronecker_product_of_a_convolution_of_one_dimension(tmp_path: Path) -> None:
