@@ -282,14 +282,17 @@ def _garbage(folder: Path) -> None:
     save_file(frames, file, sums)
 
 
-def _bomb(folder: Path) -> None:
+def _replace(folder: Path, data: bytes) -> None:
     file = folder / "model-00000-of-00001.safetensors"
     frames = load_file(file)
     with ckptkit.open(file) as found:
         sums = dict(found.extras)
-    data = zstandard.ZstdCompressor().compress(bytes(1 << 30))
     frames[min(frames)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     save_file(frames, file, sums)
+
+
+def _bomb(folder: Path) -> None:
+    _replace(folder, zstandard.ZstdCompressor().compress(bytes(1 << 30)))
 
 
 @pytest.mark.parametrize(
@@ -307,6 +310,13 @@ def test_damaged_deltas(damage: object, why: str, chain: list[StateDict], tmp_pa
     with pytest.raises(CkptkitError, match=why):
         ckptkit.apply_delta(tmp_path / "0.pth", delta, tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
+
+
+def test_a_frame_without_a_header_is_not_squashed(chain: list[StateDict], tmp_path: Path) -> None:
+    pair = [write_slime(tmp_path / f"d{n}", *chain[n : n + 2], version=n + 1) for n in range(2)]
+    _replace(pair[0], b"no zstd frame")
+    with pytest.raises(CorruptError, match="is damaged"):
+        ckptkit.squash_delta(pair, tmp_path / "squashed")
 
 
 @pytest.mark.parametrize(
