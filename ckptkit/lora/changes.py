@@ -649,15 +649,15 @@ def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
 
 HELP = "`ckptkit help lora` lists the supported adapters, and explains the search for names"
 _AGAIN = "save the adapter again with `model.save_pretrained(FOLDER)` of the peft model"
-_BASE = "BASE must be the model that the adapter was trained on"
+BASE = "BASE must be the model that the adapter was trained on"
 ERROR, WARNING = "error", "warning"
 # Default hint of each problem code
 _NEXT = {
     "pair": _AGAIN,
     "empty": "gather the parameters before saving (ZeRO-3, FSDP), then save again",
-    "shape": _BASE,
-    "no-module": _BASE,
-    "module": _BASE,
+    "shape": BASE,
+    "no-module": BASE,
+    "module": BASE,
 }
 
 
@@ -739,13 +739,13 @@ def _is_start(kind: str, value: object) -> bool:
 
 
 def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
-    module, name = adapter.modules[key], shown(key)
-    found: list[tuple[str, str]] = []
+    module, name, found = adapter.modules[key], shown(key), list[tuple[str, str]]()
+    config = adapter.configs.get(module.component, {})
     if not module.kind:
         title = f"{name} has only {quoted(sorted(module.tensors))}; the other factors are missing"
         found.append(("pair", title))
     is_plain = module.kind in ("lora", "embedding") and not module.is_dora
-    if is_plain and adapter.configs.get(module.component, {}).get("use_dora"):
+    if is_plain and config.get("use_dora"):
         found.append(("pair", f"{name} has no magnitude, but {CONFIG} has use_dora"))
     if module.expected is not None and module.rank != module.expected:
         title = f"{name} has rank {module.rank}, but {CONFIG} has {module.expected}"
@@ -756,6 +756,12 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     if module.kind and extra:
         title = f"{name} ({module.kind}) has {quoted(sorted(extra))} too; the update is ambiguous"
         found.append(("method", title))
+    if module.kind == "ia3":  # [out, 1] for outputs, and [1, in] for the inputs of a feedforward
+        sizes, is_input = module.tensors["ia3"].shape, is_feedforward(module, config)
+        if len(sizes) == 2 and sizes[0 if is_input else 1] != 1:
+            what = f"the vector of {name} has shape {shape_text(sizes)}, but feedforward_modules in"
+            title = f"{what} {CONFIG} {'contains' if is_input else 'lacks'} the module"
+            yield problem("shape", title, f"correct feedforward_modules in {CONFIG}", key)
     for role, tensor in module.tensors.items():
         if role != "alpha" and tensor.dtype.kind != "float":
             found.append(("method", f"{role} of {name} is {tensor.dtype}; ckptkit requires floats"))
@@ -763,7 +769,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
             found.append(("empty", f"{name} is empty; {role} has no elements"))
     if not found and module.kind not in ("", "ia3", "tokens", "bias", "vera"):
         try:
-            change_of(module, adapter.configs.get(module.component, {}))
+            change_of(module, config)
         except UnsupportedError as error:
             found.append(("shape", error.message))
     for code, title in found:

@@ -1,8 +1,9 @@
 """Find problems of an adapter, and problems of merging the adapter into a base.
 
 `lora check` and `doctor` show the findings. This module reads the headers of the adapter and of the
-base, and the elements of the adapter. It also reads the elements of the weights that the adapter
-changes, to compute their norms.
+base, and the elements of the adapter. It also reads the weights that the adapter changes, to
+compute their norms. The norm of an update of plain LoRA follows from its factors. For all other
+kinds, this module computes the update.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, decode
-from ckptkit.compute.operation import import_numpy, stream_reusing_buffer
+from ckptkit.compute.operation import Reader, import_numpy, stream_reusing_buffer
 from ckptkit.compute.tallies import nonfinite, zeros
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened
@@ -24,7 +25,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, output_name, quoted, shell_command, some
 from ckptkit.edits.keys import substituted
-from ckptkit.lora.changes import ERROR, WARNING, Finding, problems
+from ckptkit.lora.changes import BASE, ERROR, WARNING, Finding, problems
 from ckptkit.lora.merge import MergePlan, refuse_base
 from ckptkit.lora.reading import Adapter, Module, read_adapter
 
@@ -89,7 +90,7 @@ def check_lora(
         refuse_base(under)
         plan = MergePlan(under.require_complete(), read)
         found = [*_of(plan.problems, command), *_of_elements(read)]
-        found += _of_plan(plan, command)
+        found += _of_plan(plan, command, all(each.code != "nonfinite" for each in found))
         if under is not base:
             under.close()
     if target is not None:
@@ -140,7 +141,9 @@ def _of_elements(read: Adapter) -> Iterator[Finding]:
         yield Finding("zero", WARNING, title, tuple(empty), None, hint)
 
 
-def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Finding]:
+def _of_plan(
+    plan: MergePlan, command: Callable[..., str | None], is_finite: bool
+) -> Iterator[Finding]:
     """Yield findings about an adapter and its base that do not prevent merging."""
     renames = plan.renames
     if renames and not any(each.code in ("no-module", "module") for each in plan.problems):
@@ -149,17 +152,17 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Fi
         subs = [word for pair in _subs(plan) for word in ("--sub", "=".join(pair))]
         modules = tuple(plan.renamed)
         yield Finding("prefix", ERROR, title, modules, command(*subs), None)
-    large, weights = {}, plan.base.weights
+    large, all_modules = dict[str, str](), plan.adapter.modules
     for key, names in plan.tensors().items():
-        change = _norm(plan.adapter.modules[key])
-        if change is None:
-            continue
-        weight = sqrt(fsum(_square(weights[name]) for name in names if name in weights))
-        if change > weight > 0:
+        change, weight = _norm(all_modules[key]), sqrt(fsum(_square(plan.new[n]) for n in names))
+        if change is None and is_finite:
+            change = sqrt(fsum(_square(plan.new[n], plan.changed(n)) for n in names))
+        if change and change > weight > 0:
             large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
         title = f"the norm of the change exceeds the norm of the weight in {some(large.values())}"
         hint = "compare lora_alpha with the value used in training, or merge with a smaller weight"
+        hint = hint if all(all_modules[key].is_sum for key in large) else BASE
         yield Finding("norm", WARNING, title, tuple(large), None, hint)
     if plan.is_untied and plan.pair:
         title = f"the merge unties {plan.pair[1]} from {plan.pair[0]}"
@@ -191,7 +194,10 @@ def _subs(plan: MergePlan) -> list[tuple[str, str]]:
 
 
 def _norm(module: Module) -> float | None:
-    """Return the Frobenius norm of the update ``s B A``. Return None for other adapter kinds."""
+    """Return the Frobenius norm of the update ``s B A``.
+
+    Return None for other kinds of adapters. For these, the norm requires the complete update.
+    """
     is_plain = module.kind in ("lora", "embedding") and not (module.is_dora or module.parameter)
     if not is_plain or module.scale is None:
         return None
@@ -202,12 +208,19 @@ def _norm(module: Module) -> float | None:
     return abs(module.scale) * sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 
-def _square(tensor: Tensor) -> float:
-    """Return the sum of the squared elements of a tensor."""
+def _square(tensor: Tensor, other: Tensor | None = None) -> float:
+    """Return the sum of the squared elements of a tensor, or of the difference of two tensors."""
     import numpy as np
 
-    pieces = stream_reusing_buffer(contiguous(tensor).locate())
-    return fsum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
+    found, at = list[float](), 0
+    reader = None if other is None else Reader(contiguous(other).locate())
+    for piece in stream_reusing_buffer(contiguous(tensor).locate()):
+        values = decode(piece, tensor.dtype).astype("f8")
+        if reader is not None:
+            values -= decode(reader(at, len(piece)), tensor.dtype)
+        at += len(piece)
+        found.append(float(np.square(values).sum()))
+    return fsum(found)
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:

@@ -703,6 +703,10 @@ class MergePlan:
                 found.setdefault(each.key, set()).add(name)
         return found
 
+    def changed(self, name: str, origin: Tensor | None = None) -> Tensor:
+        """Return a tensor of the base after adding the updates. See `merged` for `origin`."""
+        return _changed(self.new[name], self.pieces[name], origin)
+
     def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
         """Return the base with the adapter merged.
 
@@ -710,8 +714,7 @@ class MergePlan:
         norms of DoRA from these tensors.
         """
         base, adapter, new = self.base, self.adapter, dict(self.new)
-        for name, pieces in self.pieces.items():
-            new[name] = _changed(new[name], pieces, origin.get(name))
+        new |= {name: self.changed(name, origin.get(name)) for name in self.pieces}
         for name, rows in self.rows.items():
             for tensor, numbers in rows:
                 new[name] = _with_rows(new[name], tensor, numbers)

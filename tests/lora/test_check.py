@@ -141,6 +141,45 @@ def test_a_norm_above_that_of_the_weight(tmp_path: Path) -> None:
     assert f"fc ({1000 * 0.02 * 12**0.5:.3g} of {12**0.5:.3g})" in found[0].title
 
 
+KINDS: dict[str, tuple[dict[str, tuple[int, ...]], float]] = {
+    "LORA": ({"lora_magnitude_vector": (4,)}, 3**0.5),
+    "LOHA": ({"hada_w1_a": (4, 2), "hada_w1_b": (2, 3), "hada_w2_a": (4, 2), "hada_w2_b": (2, 3)}, 0.4),
+    "LOKR": ({"lokr_w1": (2, 1), "lokr_w2_a": (2, 2), "lokr_w2_b": (2, 3)}, 0.4),
+    "IA3": ({"ia3_l": (4, 1)}, 1.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_the_norm_of_every_kind(method: str, tmp_path: Path) -> None:
+    """The base is a matrix of ones, so the norm of a row is sqrt(3)."""
+    shapes, small = KINDS[method]
+    config = {"peft_type": method, "use_dora": method == "LORA", "alpha": 2}
+    there, found = base(tmp_path, "fc"), list[Any]()
+    for value in (small, 5.0, np.nan):
+        at = "base_model.model.fc."
+        tensors = {at + role: np.full(shape, value, "f4") for role, shape in shapes.items()}
+        tensors |= factors("fc") if method == "LORA" else {}
+        path = adapter(tmp_path / f"{value:.0f}", tensors, **config)
+        found.append(check_lora(path, base=there).findings)
+    assert [[each.code for each in of_one] for of_one in found] == [[], ["norm"], ["nonfinite"]]
+    assert ("BASE must be" in str(found[1][0].hint)) == (method in ("LORA", "IA3"))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("names", [["fc"], ["other"], None])
+def test_the_vector_of_ia3_has_the_shape_of_its_side(
+    names: list[str] | None, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """A square weight has rows and columns of the same number; only the shape tells them apart."""
+    tensors = {"base_model.model.fc.ia3_l": np.ones(shape, "f4")}
+    path = adapter(tmp_path / "a", tensors, peft_type="IA3", feedforward_modules=names)
+    is_right = (shape == (1, 4)) == (names == ["fc"])
+    for options in ({}, {"base": base(tmp_path, "fc", shape=(4, 4))}):
+        found = check_lora(path, **options).findings
+        assert [each.code for each in found] == ([] if is_right else ["shape"])
+        assert is_right or "feedforward_modules" in str(found[0].hint)
+
+
 def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     folder.mkdir()
