@@ -1,36 +1,32 @@
 """Processes that save or load together, without torchrun: torch is imported once and then forked.
 
-    python -m tests.ranks WORLD MODULE WORD...
-
-calls ``MODULE.main(WORD...)`` in WORLD processes, with the environment that torchrun gives them.
-The tests of the trainer run torchrun itself.
+``run_ranks(WORLD, MODULE, WORD, ...)`` calls ``MODULE.main(WORD, ...)`` in WORLD processes, with the
+environment that torchrun gives them. The tests of the trainer run torchrun itself.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
-from tests.conftest import ENVIRONMENT, ROOT
+from tests.forked import forked
 
 
 def run_ranks(world: int, module: str, *words: object) -> None:
     """Run ``module.main(*words)`` in `world` processes; all of them must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ranks", str(world), module, *map(str, words)],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = forked(main, world, module, [*map(str, words)], cwd=Path(__file__).parent, seconds=300)
+    assert done.returncode == 0, done.output[-4000:]
 
 
-def main(world: int, module: str, words: list[str]) -> int:
-    """Fork the ranks; when one fails, end the others."""
+def main(world: int, module: str, words: list[str]) -> None:
+    """Fork the ranks; when one fails, end the others, and exit with 1."""
     loaded = import_module(module)
+    import_module("torch._dynamo")  # else each rank imports it
     shared = {
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
@@ -48,7 +44,7 @@ def main(world: int, module: str, words: list[str]) -> int:
             code = 1
             for other in running:
                 os.kill(other, signal.SIGKILL)
-    return code
+    sys.exit(code)
 
 
 def fork(loaded: ModuleType, words: list[str], environment: dict[str, object]) -> int:
@@ -68,7 +64,3 @@ def fork(loaded: ModuleType, words: list[str], environment: dict[str, object]) -
 def own_port() -> int:
     """Return a port that no other process asks for: below those that the system hands out."""
     return 20_000 + os.getpid() % 10_000
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

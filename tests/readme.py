@@ -26,12 +26,15 @@ from unittest.mock import patch
 from click.testing import CliRunner
 
 from ckptkit.cli import main
+from tests import forked
 from tests.conftest import ENVIRONMENT, ROOT
 
 README = ROOT / "README.md"
 COLUMNS = "200"
-# Commands that need a shell. digest does: a pipe gets its notes before its lines.
-_SHELL = re.compile(r"[|<>;&$`*?~{\[\n]|^ckptkit digest")
+# Commands that need a shell. These two do: a pipe gets their notes before their lines.
+_SHELL = re.compile(r"[|<>;&$`*?~{\[\n]|^ckptkit (?:batch|digest)")
+_QUOTED = re.compile(r"'[^']*'|\s# .*")  # and comments
+_PYTHON = re.compile(r"^python -c '([^']*)'$", re.MULTILINE)
 
 # What this file is about, in order: blocks between fences, and hidden commands.
 _BLOCK = re.compile(
@@ -125,7 +128,8 @@ def sandbox(folder: Path) -> Path:
 
 class Session:
     """Commands one after the other, as a person types them. Each has a shell of its own, with the
-    last exit code; ckptkit on its own runs in this process, which saves its start."""
+    last exit code; ckptkit on its own runs in this process, and Python in a fork of one that has
+    imported torch, which saves their start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,8 +137,14 @@ class Session:
 
     def run(self, command: str) -> str:
         """Return its output, standard error included."""
+        if script := _PYTHON.search(command):
+            before = self._shell(command[: script.start()])
+            done = forked.program(script[1], cwd=self.folder)
+            self.code = done.returncode
+            after = command[script.end() :].strip()
+            return before + done.output + (self.run(after) if after and not self.code else "")
         one = command.replace("\\\n", " ")
-        if one.startswith("ckptkit ") and not _SHELL.search(one):
+        if one.startswith("ckptkit ") and not _SHELL.search(_QUOTED.sub("", one)):
             environment = {"TMPDIR": str(self.folder), "COLUMNS": COLUMNS, "CKPTKIT_HINTS": ""}
             with chdir(self.folder), patch.dict(os.environ, environment):
                 called = CliRunner().invoke(main, shlex.split(one, comments=True)[1:])
@@ -142,6 +152,9 @@ class Session:
                 raise called.exception
             self.code = called.exit_code
             return called.output
+        return self._shell(command)
+
+    def _shell(self, command: str) -> str:
         done = shell(f"(exit {self.code})\n{command}", self.folder, strict=False)
         self.code = done.returncode
         return done.stdout

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.benchmarks import inputs, peers
 from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours
 from tests.benchmarks.inputs import SMALL, Input
@@ -172,10 +173,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def source(folder: Path, kind: str) -> Path:
     """Return a small input of this kind, made unless it is there."""
-    made = Input(kind, SMALL, TENSORS)
+    return folder / written(Input(kind, SMALL, TENSORS), folder).path
+
+
+def written(made: Input, folder: Path) -> Input:
+    """Write an input unless it is there."""
     if not (folder / made.path).exists():
-        run([sys.executable, *made.program], folder)
-    return folder / made.path
+        done = forked.program(*made.program[1:], cwd=folder)
+        assert done.returncode == 0, done.output
+    return made
 
 
 OF_PROCESSES = ("dcp", "ranks")  # inputs that several processes make
@@ -264,8 +270,7 @@ def test_optional_peers_are_valid_programs() -> None:
 
 
 def test_inputs_have_their_size(tmp_path: Path) -> None:
-    made = Input("safetensors", 1 / 64, 4)
-    run([sys.executable, *made.program], tmp_path)
+    made = written(Input("safetensors", 1 / 64, 4), tmp_path)
     state = load_file(tmp_path / made.path)
     assert sum(tensor.nbytes for tensor in state.values()) == 16 << 20
     assert len(state) == 4

@@ -1,6 +1,6 @@
 """Loads a folder into a model that is sharded over the processes: run by each of them.
 
-    python -m tests.ranks 2 tests.formats.dcp.loading FOLDER FILE
+    run_ranks(2, "tests.formats.dcp.loading", FOLDER, FILE)
 
 FILE holds the same state_dict whole.
 """

@@ -1,6 +1,6 @@
 """Saves of several processes with torch.distributed.checkpoint: run by each of four.
 
-python -m tests.ranks 4 tests.formats.dcp.ranks FOLDER
+run_ranks(4, "tests.formats.dcp.ranks", FOLDER)
 """
 
 from __future__ import annotations
