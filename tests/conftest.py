@@ -30,6 +30,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Each process computes with one thread: there is a process for each core, and sums have one order.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Nothing waits for the disk. What is flushed when is tested by the calls, or in other processes.
+os.fsync = os.fstat  # type: ignore[assignment]
 # Children inherit the signals that are ignored, as SIGINT is in the background of a shell.
 for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
     _number = getattr(signal, _name, None)
