@@ -249,6 +249,7 @@ class MergePlan:
         self.names, self.paths = BaseNames(shapes, adapter.components), paths
         if adapter.layout == "peft":
             self._restore_wrappers()
+            self._respell()
         self.whole = {own: self._whole(own) for own in adapter.replaced}
         self._rename([*(paths[name] for name in names), *self.whole.values()])
         for own in adapter.replaced:
@@ -288,6 +289,14 @@ class MergePlan:
                 path = plain[: found.start()]
                 if self.paths.get(path) == path and wrapper + path in self.names.modules:
                     self.paths[path] = wrapper + path
+
+    def _respell(self) -> None:
+        """Restore the names in files of modules that transformers renames in memory."""
+        done: dict[str, None] = {}
+        for path, name in self.paths.items():
+            self.paths[path], renames = self.names.in_files(name)
+            done |= dict.fromkeys(renames)
+        self.notes += [f"renamed modules of the adapter: {each}" for each in done]
 
     def _rename(self, paths: Sequence[str]) -> None:
         """Find the modules of a peft adapter in the base, where they may have another prefix."""

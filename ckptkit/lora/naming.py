@@ -51,6 +51,17 @@ _PARAMETERS = {
 T = TypeVar("T")
 
 
+@cache
+def _files() -> tuple[tuple[re.Pattern[str], str, str], ...]:
+    """Return a pattern, its replacement and a rename for each entry of the table ``files``."""
+    found = []
+    for old, new in ((old, new) for old, names in table("files").items() for new in names):
+        pattern = re.escape(old).replace("N", "([0-9]+)")
+        named = new.replace("N", r"\1", 1).replace("N", r"\2")
+        found.append((re.compile(rf"(?<![^.]){pattern}(?![^.])"), named, f"{old} -> {new}"))
+    return tuple(found)
+
+
 class Part(NamedTuple):
     """The rows of a module that correspond to rows of another module.
 
@@ -373,6 +384,21 @@ class BaseNames:
         missing = [path for path, found in ways.items() if not found]
         unclear = [path for path, found in ways.items() if found and path not in names]
         return names, sorted({*made.values()} - {_EXACT}), missing, unclear
+
+    def in_files(self, path: str) -> tuple[str, tuple[str, ...]]:
+        """Return the name in files of a module, and the renames, if the base lacks its own name."""
+        made: dict[str, tuple[str, ...]] = {path: ()}
+        if not self._ways(path):
+            for pattern, new, rename in _files():
+                for name, done in [*made.items()]:
+                    if pattern.search(name):
+                        made.setdefault(pattern.sub(new, name), (*done, rename))
+        ways = {name: self._ways(name) for name in made} if len(made) > 1 else {}
+        found = [name for name, ways in ways.items() if _EXACT in ways] or [
+            name for name, ways in ways.items() if ways
+        ]
+        name = found[0] if len(found) == 1 else path
+        return name, made[name]
 
     def _ways(self, path: str) -> list[Rename]:
         """Return the best renames of the prefix of a module.

@@ -537,6 +537,26 @@ def test_a_fused_change_is_cut_into_the_matrices_of_the_base(tmp_path: Path) -> 
     assert torch.equal(matrix[:4], split[f"{names[0]}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("memory", "file"),
+    [
+        ("layers.1.attention.q_proj", "encoder.layer.1.attention.attention.query"),
+        ("vit.layers.1.mlp.fc2", "vit.encoder.layer.1.output.dense"),
+        ("swin.encoder.layers.0.blocks.1.attention.v_proj",
+         "swin.encoder.layers.0.blocks.1.attention.self.value"),
+        ("stages.0.blocks.1.mlp.fc1", "segformer.encoder.block.0.1.mlp.dense1"),
+        ("model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"),
+    ],
+)  # fmt: skip
+def test_names_that_transformers_changes_in_memory(tmp_path: Path, memory: str, file: str) -> None:
+    weights = {f"{file}.weight": values(6, 4), f"{file}.bias": values(6)}
+    tensors, bias = factors(memory, 6, 4), {f"{memory}.base_layer.bias": values(6)}
+    out = merged(tmp_path, base(tmp_path, weights), adapter(tmp_path, tensors | bias))
+    assert torch.equal(out[f"{file}.weight"], weights[f"{file}.weight"] + delta(tensors, memory))
+    assert torch.equal(out[f"{file}.bias"], bias[f"{memory}.base_layer.bias"])
+    assert out.keys() == weights.keys()
+
+
 # Experts
 
 
