@@ -62,6 +62,7 @@ from ckptkit.lora.changes import (
     matrix,
     placed,
     problems,
+    turn,
     zeros,
 )
 from ckptkit.lora.merge import same_bytes
@@ -109,6 +110,8 @@ _EXTRA, _POWERS = 8, 2  # oversampling and power iterations of the randomized me
 _BLOCK = 1 << 20  # maximum number of elements of a difference in memory at once
 _LEAST = 1e-6  # singular values below this fraction of the largest singular value become zero
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
+# Other fields of a configuration that change the merge. Only peft folders store all of them.
+_KEPT = ("init_lora_weights", "fan_in_fan_out", "layer_replication", "ensure_weight_tying")
 
 
 @checked
@@ -165,9 +168,11 @@ def convert_lora(
                 what = f"{plain[0]} has no DoRA magnitude, but other modules have"
                 raise UnsupportedError(f"{what}; the layout {to} stores DoRA for all modules")
         biased = {each.component for each in modules if "B_bias" in each.tensors}
-        configs = {
-            part: config_of(group, lora_bias=part in biased) for part, group in groups.items()
-        }
+        configs = {}
+        for part, group in groups.items():
+            own = read.configs.get("", read.configs.get(part, {}))
+            kept = {name: own[name] for name in _KEPT if own.get(name)}
+            configs[part] = config_of(group, lora_bias=part in biased, **kept)
         if to == "peft" and len(parts) > 1:
             what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
             hint = f"{typed('--component NAME', 'component=...')} selects one component"
@@ -187,6 +192,8 @@ def convert_lora(
     except (UnsupportedError, AmbiguousError) as error:
         error.hint = error.hint or "`ckptkit help lora` lists the adapters that each layout stores"
         raise error.at(read.path) from error.__cause__
+    for each in problems(read):  # only of a residual base: `_check` refuses all others
+        warnings.append(f"the adapter {each.title}; it fits only this base")
     notes = [f"{plural(len(modules), 'module')} as {to}"]
     if read.ignored:
         notes.append(f"dropped unused tensors: {quoted(read.ignored)}")
@@ -214,15 +221,16 @@ def _check(read: Adapter, to: str) -> None:
     if read.layout == "peft" and read.method != "LORA":
         raise UnsupportedError(f"has the method {read.method}; ckptkit converts only LORA")
     known = ("alpha", *table("written")["original" if to in _ORIGINALS else "peft"])
-    known = (*known, "B_bias", "diff", "diff_b", "hada", "lokr") if to in _ORIGINALS else known
-    odd = ["fan_in_fan_out"] if (read.config or {}).get("fan_in_fan_out") else []
+    more = ("B_bias", "diff", "diff_b", "embedding_A", "embedding_B", "hada", "lokr")
+    known = (*known, *more) if to in _ORIGINALS else known
+    odd = [n for n in _KEPT[1:] if to != "peft" and (read.config or {}).get(n)]
     for name, module in read.modules.items():
         kind = "of experts" if module.parameter else module.kind
         roles = [r for r in module.tensors if r not in known and r[:4] not in known]
         if roles or kind in ("of experts", "attention_out"):
             odd.append(f"{name} ({some(roles) if kind == 'lora' else kind})")
     if odd := [*odd, *read.replaced]:
-        raise UnsupportedError(f"the layout {to} cannot store {some(odd)}")
+        raise UnsupportedError(f"ckptkit cannot convert {some(odd)} to {to}")
 
 
 def _dotted(
@@ -243,7 +251,15 @@ def _dotted(
     tensors = dict(module.tensors)
     if to in _ORIGINALS and "B_bias" in tensors:  # peft multiplies the bias by the scale
         tensors["diff_b"] = _times(tensors.pop("B_bias"), module.scale, "float32")
-    part = found if part == "unet" and found else part
+    part, kind = found if part == "unet" and found else part, module.kind
+    is_embedding = module.is_lycoris and path.rpartition(".")[2] in _EMBEDDINGS
+    if kind == "embedding" if to in _ORIGINALS else kind == "lora" and is_embedding:
+        if module.is_dora:
+            raise UnsupportedError(f"ckptkit cannot convert {path} (DoRA of an embedding) to {to}")
+        # peft stores the factors of an embedding transposed.
+        a, b = (matrix(turn(tensors.pop(role))) for role in module.pair)
+        module = replace(module, kind="lora" if kind == "embedding" else "embedding")
+        tensors |= dict(zip(module.pair, (b, a), strict=True))
     return replace(module, component=part, path=path, tensors=tensors)
 
 

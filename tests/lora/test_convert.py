@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, UsageError
+from ckptkit.lora.check import check_lora
 from ckptkit.lora.writing import convert_lora
 
 Array = np.ndarray[Any, Any]
@@ -271,7 +272,7 @@ def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
         key: each.tobytes() for key, each in load_file(path).items()
     }
     for to in ("peft", "diffusers"):
-        with pytest.raises(UnsupportedError, match=r"cannot store.*loha"):
+        with pytest.raises(UnsupportedError, match=r"cannot convert.*loha"):
             converted(tmp_path, tensors, to)
     with pytest.raises(UnsupportedError, match="bake in"):
         converted(tmp_path, tensors, "comfy", bake=True)
@@ -384,6 +385,56 @@ def test_an_embedding_of_dora(tmp_path: Path) -> None:
     assert {role: found[f"lora_{role}"].shape for role in shapes} == shapes
     with pytest.raises(UnsupportedError, match="embedding"):
         convert_lora(source, tmp_path / "k.safetensors", "kohya", component="text_encoder")
+
+
+def peft(folder: Path, tensors: dict[str, Array], **config: Any) -> Path:
+    folder.mkdir()
+    save_file({f"base_model.model.{k}": each for k, each in tensors.items()}, folder / WEIGHTS)
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    return folder
+
+
+def test_an_embedding_is_transposed(tmp_path: Path) -> None:
+    name = "text_model.embeddings.token_embedding"
+    pair = {"A": RANDOM.random((2, 9), "f4"), "B": RANDOM.random((4, 2), "f4")}
+    own = {f"{name}.lora_embedding_{role}": each for role, each in pair.items()}
+    source, made = peft(tmp_path / "own", own), tmp_path / "k.safetensors"
+    convert_lora(source, made, "kohya", component="text_encoder")
+    expected = (pair["B"] @ pair["A"]).T * 2
+    (found,) = changes(made).values()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    convert_lora(made, tmp_path / "back", "peft")
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    assert back.keys() == {f"base_model.model.{key}" for key in own}
+    for key, each in own.items():
+        np.testing.assert_array_equal(back[f"base_model.model.{key}"], each)
+    dora = load_file(made) | {f"lora_te_{name.replace('.', '_')}.dora_scale": np.ones((1, 4), "f4")}
+    with pytest.raises(UnsupportedError, match="DoRA of an embedding"):
+        converted(tmp_path, dora, "peft")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("ensure_weight_tying", True)],
+)
+def test_fields_that_only_peft_stores(field: str, value: Any, tmp_path: Path) -> None:
+    own = {f"conv_in.lora_{role}.weight": each for role, each in factors(2, 2, 2).items()}
+    source = peft(tmp_path / "own", own, **{field: value})
+    convert_lora(source, tmp_path / "made", "peft")
+    assert json.loads((tmp_path / "made/adapter_config.json").read_text())[field] == value
+    for to in ("kohya", "comfy", "diffusers"):
+        with pytest.raises(UnsupportedError, match=f"cannot convert {field} to {to}"):
+            convert_lora(source, tmp_path / "x.safetensors", to)
+
+
+def test_an_adapter_of_a_residual_base_stays_one(tmp_path: Path) -> None:
+    own = {f"conv_in.lora_{role}.weight": each for role, each in factors(2, 2, 2).items()}
+    source = peft(tmp_path / "own", own, init_lora_weights="pissa")
+    for to in ("peft", "diffusers", "kohya"):
+        path = tmp_path / (to if to == "peft" else f"{to}.safetensors")
+        assert "trained on a residual base" in str(convert_lora(source, path, to).warnings)
+        assert to == "kohya" or [each.code for each in check_lora(path).findings] == ["residual"]
 
 
 def test_outputs_are_safetensors_and_not_replaced(tmp_path: Path) -> None:
