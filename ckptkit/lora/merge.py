@@ -51,7 +51,15 @@ from ckptkit.lora.changes import (
     problems,
     unknown_fields,
 )
-from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
+from ckptkit.lora.naming import (
+    EMBEDDINGS,
+    HEADS,
+    BaseNames,
+    Placed,
+    Rename,
+    is_fused,
+    renamed,
+)
 from ckptkit.lora.reading import (
     CONFIG,
     Adapter,
@@ -384,8 +392,9 @@ class MergePlan:
             return True
         if component is None:
             change = self._as_peft(module, change, name)
-            if found[0][1:] == (0, shape[0], 0, shape[0]):  # `change` may have other rows now
-                found = (found[0]._replace(stop=change.rows, rows=change.rows),)
+            one, old, now = found[0], shape[0], change.rows
+            if one[1:3] == (0, old) and now != old:
+                found = (Placed(one.tensor, 0, now, one.at // old * now, one.rows // old * now),)
         for each in found:
             self._check_shape(module, change, each)
             self._add(each.tensor, _Piece(key, change, *each[1:4]))
@@ -393,10 +402,16 @@ class MergePlan:
 
     def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
         """Return an update of the tensor `name` with the transposition and rounding of peft."""
-        if name.endswith("in_proj_weight"):
+        shape, sizes = self.new[name].shape, (change.rows, change.columns)
+        is_expert = is_fused(name, shape)
+        if is_expert or name.endswith("in_proj_weight"):
             change = replace(change, formula=replace(change.formula, rounding="twice"))
-        fits = (change.columns, change.rows) == self.new[name].shape
-        is_turned = fits and module.kind not in ("embedding", "ia3") and self._is_conv1d(name)
+        if is_expert:
+            is_marked = self.config.get("model_type") in _TRANSPOSED
+            is_turned = is_marked or sizes[::-1] == shape[1:] != sizes
+        else:
+            is_turned = sizes[::-1] == shape and module.kind not in ("embedding", "ia3")
+            is_turned = is_turned and self._is_conv1d(name)
         return change.transposed() if is_turned else change
 
     def _is_conv1d(self, name: str) -> bool:
@@ -437,6 +452,8 @@ class MergePlan:
         """
         shape = self.new[place.tensor].shape
         rows, columns = as_matrix(shape)
+        if is_fused(place.tensor, shape):
+            rows, columns = shape[0] * shape[1], shape[2]
         fits = (rows, columns) == (place.rows, change.columns)
         if change.kernel and len(shape) > 2:
             fits = fits and (change.kernel == shape[2:] or prod(change.kernel) == 1)

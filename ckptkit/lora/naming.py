@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -262,6 +262,11 @@ def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
     return made
 
 
+def is_fused(name: str, shape: Shape) -> bool:
+    """Return whether a tensor is a parameter with the matrices of all experts."""
+    return len(shape) == 3 and not name.endswith("weight")
+
+
 class BaseNames:
     """The names of a base, for finding the modules of an adapter.
 
@@ -285,6 +290,7 @@ class BaseNames:
             self._flat.setdefault(flat(name.removesuffix(".weight")), []).append(name)
         self.modules |= {name: name for name in shapes if name not in self.modules}
         self.experts = _experts(shapes)
+        self._ends = {_end(name) for name, shape in shapes.items() if is_fused(name, shape)}
         self._by_end: dict[str, list[str]] = {}
         for path in (*self.modules, *self.experts):
             self._by_end.setdefault(_end(path), []).append(path)
@@ -304,6 +310,10 @@ class BaseNames:
         """
         if component is None and path in self.modules:
             return (Placed(self.modules[path], 0, shape[0], 0, shape[0]),)
+        for fused, at, count in self._fused(path) if component is None else ():
+            total = count * (*self.shapes.get(fused, ()), 0)[0]
+            if at < total and is_fused(fused, self.shapes[fused]):
+                return (Placed(fused, 0, shape[0], at * shape[0], total * shape[0]),)
         component, path = (None, path) if component is None else of_comfy(component, path)
         if underscores:
             known_there = self.dots(component or "", path, shape)
@@ -329,6 +339,19 @@ class BaseNames:
             ends = part.start, part.start + part.length, part.at, part.whole
             placed.append(Placed(str(name), *(shape[0] * each // part.units for each in ends)))
         return tuple(placed)
+
+    def _fused(self, path: str) -> Iterator[tuple[str, int, int]]:
+        """Yield the parameters that may contain the matrix `path` of one expert.
+
+        Each item is (parameter, index of the matrix, number of matrices for each expert).
+        """
+        if one := _EXPERT.fullmatch(f"{path}.weight"):
+            stem, number, own = one[1].replace(".block_sparse_moe.", ".mlp."), int(one[2]), one[3]
+            for parameter, ways in ((own, ((own,),)), *_PARAMETERS.items()):
+                for way in ways:
+                    if own in way:
+                        at = number * len(way) + way.index(own)
+                        yield f"{stem}.{parameter}", at, len(way)
 
     def dots(self, component: str, path: str, shape: Shape) -> str | None:
         """Return the name in the base for a kohya name. Return None if the base lacks the module.
@@ -411,6 +434,7 @@ class BaseNames:
         """
         if path in self.experts or self.find(None, path, (1, 1)):
             return [_EXACT]
+        path = next((name for name, *_ in self._fused(path) if _end(name) in self._ends), path)
         parts, best, found = path.split("."), (0, -1), list[Rename]()
         for other in self._by_end.get(_end(path), ()):
             theirs = other.split(".")

@@ -592,6 +592,72 @@ def test_square_experts_without_a_version_are_refused(tmp_path: Path) -> None:
         ckptkit.merge_lora(path, adapter(tmp_path, tensors, **config))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stem", ["model.layers.1.mlp", "language_model.model.layers.1.mlp"])
+def test_an_adapter_of_single_experts_on_fused_experts(
+    stem: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """peft 0.21.2 joins the experts of an adapter of transformers 4, and rounds the change first."""
+    sizes = {"w1": (6, 4), "w3": (6, 4), "w2": (4, 6)}
+    at = "model.layers.1.block_sparse_moe.experts"
+    paths = {f"{at}.{n}.{end}": size for n in (0, 2) for end, size in sizes.items()}
+    tensors = {k: each for path, size in paths.items() for k, each in factors(path, *size).items()}
+    gate_up, down = values(3, 12, 4, dtype=dtype), values(3, 4, 6, dtype=dtype)
+    held = {f"{stem}.experts.gate_up_proj": gate_up, f"{stem}.experts.down_proj": down,
+            f"{stem}.shared.w1.weight": values(6, 4)}  # fmt: skip
+    seen = merged(tmp_path, base(tmp_path, held), adapter(tmp_path, tensors))
+    for n in (0, 2):
+        change = {end: delta(tensors, f"{at}.{n}.{end}").to(dtype).float() for end in sizes}
+        both = torch.cat([change["w1"], change["w3"]])
+        expected = (gate_up[n].float() + both).to(dtype)
+        assert torch.equal(seen[f"{stem}.experts.gate_up_proj"][n], expected)
+        expected = (down[n].float() + change["w2"]).to(dtype)
+        assert torch.equal(seen[f"{stem}.experts.down_proj"][n], expected)
+    assert torch.equal(seen[f"{stem}.experts.gate_up_proj"][1], gate_up[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "model_type", "is_turned"),
+    [
+        ((3, 4, 6), "mixtral", False),
+        ((3, 6, 4), "llama4_text", True),
+        ((3, 4, 4), "mixtral", False),
+        ((3, 4, 4), "aria", True),
+    ],
+)
+def test_single_experts_on_transposed_experts(
+    shape: tuple[int, int, int], model_type: str, is_turned: bool, tmp_path: Path
+) -> None:
+    weight, path = values(*shape), "mlp.experts.1.down_proj"
+    tensors = factors(path, 4, shape[1] if is_turned else shape[2])
+    path_of_base = base(tmp_path, {"mlp.experts.down_proj": weight}, model_type=model_type)
+    seen = merged(tmp_path, path_of_base, adapter(tmp_path, tensors))["mlp.experts.down_proj"]
+    change = delta(tensors, path)
+    assert torch.equal(seen[1], weight[1] + (change.T if is_turned else change))
+    assert torch.equal(seen[0], weight[0]) and torch.equal(seen[2], weight[2])
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "model_type", "word"),
+    [
+        ("mlp.experts.3.up_proj", (3, 12, 4), "qwen3_moe", r"not in .*'mlp\.experts\.3"),
+        (
+            "mlp.experts.1.up_proj",
+            (3, 4, 12),
+            "qwen3_moe",
+            r"\[6, 4\], but the weight .* \[3, 4, 12",
+        ),
+        ("mlp.experts.1.up_proj", (3, 12, 4), "aria", r"\[4, 6\], but the weight"),
+    ],
+)
+def test_single_experts_that_do_not_fit(
+    path: str, shape: tuple[int, ...], model_type: str, word: str, tmp_path: Path
+) -> None:
+    held = base(tmp_path, {"mlp.experts.gate_up_proj": values(*shape)}, model_type=model_type)
+    with pytest.raises(UnsupportedError, match=word):
+        merged(tmp_path, held, adapter(tmp_path, factors(path, 6, 4)))
+
+
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     tensors = {"m.experts.lora_A.weight": values(6, 4), "m.experts.lora_B.weight": values(5, 6)}
     names = [f"m.experts.{number}.down_proj.weight" for number in range(2)]
