@@ -458,6 +458,10 @@ class MergePlan:
         if change.kernel and len(shape) > 2:
             fits = fits and (change.kernel == shape[2:] or prod(change.kernel) == 1)
             fits = fits and prod(change.kernel) in (1, prod(shape[2:]))
+        formula, is_part = change.formula, place.stop - place.start < change.rows
+        if is_part and formula.by == "columns" and formula.norm.startswith("norm"):
+            what = f"{shown(module.path)} has a magnitude for each column"
+            raise UnsupportedError(f"{what}, but the base stores its rows in several parts")
         if not fits:
             end = module.path.rpartition(".")[2]
             if end in (*EMBEDDINGS, *HEADS) and change.columns == columns:

@@ -1108,3 +1108,14 @@ def test_one_expert_has_as_many_rows_as_the_rank(names: list[str], tmp_path: Pat
     seen = merged(tmp_path, base(tmp_path, held), own)
     assert torch.equal(seen["q_proj.weight"], q + delta(tensors, "q_proj"))
     assert torch.equal(seen[f"{at}.down_proj"][0], down[0] + delta(tensors, at))
+
+
+def test_norms_of_columns_need_all_rows(tmp_path: Path) -> None:
+    """A base in diffusers' names has q, k and v in three matrices, whose columns are shorter."""
+    name, path = "lora_unet_double_blocks_0_img_attn_qkv", tmp_path / "one.safetensors"
+    own = {"lora_down.weight": values(2, 3), "lora_up.weight": values(12, 2)}
+    own |= {"dora_scale": values(1, 3), "alpha": torch.tensor(2.0)}
+    save_file({f"{name}.{key}": each for key, each in own.items()}, path)
+    weights = {f"transformer_blocks.0.attn.to_{each}.weight": values(4, 3) for each in "qkv"}
+    with pytest.raises(UnsupportedError, match="magnitude for each column"):
+        ckptkit.merge_lora(base(tmp_path, weights), path)
