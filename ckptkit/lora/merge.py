@@ -78,7 +78,10 @@ _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "s
 # Models with Conv1D of transformers, and the modules of this class in these models
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
 _CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
-_LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
+_COUNTS = "num_hidden_layers", "n_layer", "num_layers"  # names of the number of layers
+# The module whose layers peft repeats. See replicate_layers in tuners/tuners_utils.py.
+_STACK = re.compile(r"(module\.|model\.)*(bert\.)?(layers|encoder\.layer|h)")
+_LAYER = re.compile(r"((?:.*?\.)??(?:layers|layer|h))\.([0-9]+)(\..*)")
 
 _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
 
@@ -697,29 +700,44 @@ class MergePlan:
             self.rows[embedding] = self.rows.pop(head)
 
     def _replicate(self, ranges: object) -> None:
-        """Repeat layers of the base. New layer N is a copy of old layer `order[N]`."""
-        layers: dict[int, list[tuple[str, str, Tensor]]] = {}
-        made: dict[str, Tensor] = {}
+        """Repeat layers of the base. New layer N is a copy of old layer `order[N]`.
+
+        If the base has several stacks of layers, peft repeats the stack with a name in `_STACK`.
+        """
+        stacks: dict[str, dict[int, list[tuple[str, Tensor]]]] = {}
         for name, tensor in self.old.items():
             if found := _LAYER.fullmatch(name):
-                layers.setdefault(int(found[2]), []).append((found[1], found[3], tensor))
-            else:
-                made[name] = tensor
-        stems = {stem for layer in layers.values() for stem, _, _ in layer}
+                stack = stacks.setdefault(found[1], {})
+                stack.setdefault(int(found[2]), []).append((found[3], tensor))
+        stems = [each for each in stacks if len(stacks) == 1 or _STACK.fullmatch(each)]
+        layers = stacks[stems[0]] if len(stems) == 1 else {}
         spans = ranges if isinstance(ranges, list) else []
         is_sound = [
             isinstance(each, list) and [*map(type, each)] == [int, int]
             and 0 <= each[0] < each[1] <= len(layers)
             for each in spans
         ]  # fmt: skip
-        if len(stems) != 1 or not all(is_sound) or not spans or {*layers} != {*range(len(layers))}:
+        if not (spans and all(is_sound)) or {*layers} != {*range(len(layers))}:
             title = f"layer_replication {shown(ranges)} does not match the layers of the base"
+            if len(stacks) > 1:
+                title += f", which has several stacks of layers: {quoted(sorted(stacks)[:4])}"
             return self._refuse("method", title)
-        order = [number for each in spans for number in range(*each)]
+        stem, order = stems[0], [number for each in spans for number in range(*each)]
+        own = re.compile(rf"{re.escape(stem)}\.[0-9]")
+        made = {name: each for name, each in self.old.items() if not own.match(name)}
         for number, old in enumerate(order):
-            for stem, end, tensor in layers[old]:
-                made[f"{stem}.{number}{end}"] = _copy(tensor)
-        self.new_config["num_hidden_layers"] = len(order)
+            made |= {f"{stem}.{number}{end}": _copy(tensor) for end, tensor in layers[old]}
+        parts = [self.config, self.config.get("text_config")]
+        parts = [each for each in parts if isinstance(each, dict)]
+        words = [word for word in _COUNTS for part in parts if word in part]
+        if words:
+            self._configure(words[0], len(order))
+        else:
+            self.new_config[_COUNTS[0]] = len(order)
+        for part in parts:
+            types = part.get("layer_types")
+            if isinstance(types, list) and len(types) == len(layers):
+                self._configure("layer_types", [types[number] for number in order])
         self.new = made
         return None
 

@@ -796,6 +796,47 @@ def test_a_larger_vocabulary_follows(tmp_path: Path, in_process: Cli) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("stem", "word"),
+    [("model.layers", "num_hidden_layers"), ("h", "n_layer"), ("bert.encoder.layer", "num_layers")],
+)
+def test_only_the_stack_that_peft_repeats_is_repeated(
+    stem: str, word: str, tmp_path: Path, in_process: Cli
+) -> None:
+    """replicate_layers of peft; the other stacks, also those inside a layer, stay as they are."""
+    held = {f"visual.layers.{n}.q.weight": values(4, 4) for n in range(2)}
+    held |= {f"{stem}.{n}.moe.layers.0.q.weight": values(4, 4) for n in range(3)}
+    config = {word: 3, "layer_types": ["a", "b", "c"]}
+    tensors = factors(f"{stem}.2.moe.layers.0.q", 4, 4) | factors("visual.layers.1.q", 4, 4)
+    own = adapter(tmp_path, tensors, layer_replication=[[0, 2], [1, 3]])
+    done = in_process("lora", "merge", base(tmp_path, held, **config), own, tmp_path / "out")
+    assert done.code == 0, done.stderr
+    seen = load_file(tmp_path / "out/model.safetensors")
+    expected = {k: each for k, each in held.items() if k.startswith("visual")}
+    for number, old in enumerate((0, 1, 1, 2)):
+        name = f"{stem}.{number}.moe.layers.0.q"
+        expected[f"{name}.weight"] = held[f"{stem}.{old}.moe.layers.0.q.weight"]
+    for key in ("visual.layers.1.q", f"{stem}.2.moe.layers.0.q"):
+        expected[f"{key}.weight"] = expected[f"{key}.weight"] + delta(tensors, key)
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(seen[name], each) for name, each in expected.items())
+    made = json.loads((tmp_path / "out/config.json").read_text())
+    assert made[word] == 4 and made["layer_types"] == ["a", "b", "b", "c"]
+    assert made.get("num_hidden_layers", 4) == 4
+
+
+@pytest.mark.parametrize(
+    "stems", [("encoder.layers", "decoder.layers"), ("layers", "model.layers")]
+)
+def test_two_stacks_that_peft_may_repeat_are_refused(
+    stems: tuple[str, str], tmp_path: Path
+) -> None:
+    held = {f"{stem}.{n}.q.weight": values(4, 4) for stem in stems for n in range(2)}
+    own = adapter(tmp_path, factors(f"{stems[0]}.0.q", 4, 4), layer_replication=[[0, 2], [0, 1]])
+    with pytest.raises(UnsupportedError, match=rf"several stacks of layers: .*'{stems[0]}'"):
+        merged(tmp_path, base(tmp_path, held), own)
+
+
 # What is refused
 
 
