@@ -414,6 +414,18 @@ def test_an_embedding_is_transposed(tmp_path: Path) -> None:
         converted(tmp_path, dora, "peft")
 
 
+def test_an_alpha_of_zero(tmp_path: Path) -> None:
+    """sd-scripts and ComfyUI disagree: in kohya's files, alpha 0 means the rank."""
+    pair = factors(2, 2, 2)
+    own = {f"diffusion_model.conv_in.lora_{role}.weight": each for role, each in pair.items()}
+    own["diffusion_model.conv_in.alpha"] = np.array(0, "f4")
+    with pytest.raises(UnsupportedError, match="alpha 0") as caught:
+        converted(tmp_path, own, "kohya")
+    assert "--bake" in str(caught.value.hint) or "bake=True" in str(caught.value.hint)
+    (found,) = changes(converted(tmp_path, own, "kohya", bake=True)).values()
+    assert not found.any()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("ensure_weight_tying", True)],
