@@ -727,8 +727,8 @@ class MergePlan:
         made = {name: each for name, each in self.old.items() if not own.match(name)}
         for number, old in enumerate(order):
             made |= {f"{stem}.{number}{end}": _copy(tensor) for end, tensor in layers[old]}
-        parts = [self.config, self.config.get("text_config")]
-        parts = [each for each in parts if isinstance(each, dict)]
+        both = self.config, self.config.get("text_config")
+        parts = [each for each in both if isinstance(each, dict)]
         words = [word for word in _COUNTS for part in parts if word in part]
         if words:
             self._configure(words[0], len(order))
