@@ -39,7 +39,8 @@ from ckptkit.run.recipes import gguf
 # Weights that the script of llama.cpp does not convert: poolers, heads of other tasks, and buffers
 # that old versions saved.
 NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias",
-                 "*h.*.attn.bias", "embeddings.position_ids")  # fmt: skip
+                 "*h.*.attn.bias", "*.attention.bias", "*.attention.masked_bias",
+                 "embeddings.position_ids")  # fmt: skip
 # GGUF types that ckptkit writes, by dtype of the tensor.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
@@ -103,7 +104,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
         name = gguf.recipe_name(file, known())
     except UnsupportedError:
         return None
-    if file.weights.keys() & original.weights.keys():
+    if _common(file, original):
         return None
     try:
         made, origins = under_new_names(file, name)
@@ -132,6 +133,12 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
             left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
     prefix = _prefix_advice(way, original, made.weights)
     return Paired(converted, weights, original.name, origins, tuple(left), prefix, swapped)
+
+
+def _common(file: Checkpoint, other: Checkpoint) -> set[str]:
+    """Return the names that a checkpoint has in common with a GGUF file, without the name that
+    InternLM2 has in both layouts."""
+    return (file.weights.keys() & other.weights.keys()) - {"output.weight"}
 
 
 def _prefix(converted: Mapping[str, Tensor], original: Mapping[str, Tensor]) -> PrefixChange:
@@ -255,7 +262,7 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
         )
     ranges = _ranges(skeleton)
     old = gguf.with_matrices(skeleton).weights
-    has_names = ck.weights.keys() & old.keys()
+    has_names = _common(skeleton, ck)
     new = gguf.with_matrices(ck if has_names else _under_old_names(ck, skeleton))
     kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
     weights = {

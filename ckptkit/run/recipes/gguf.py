@@ -156,6 +156,11 @@ _GEMMA = {"attn_logit_softcapping": "attn_logit_softcapping",
           "final_logit_softcapping": "final_logit_softcapping",
           "attention.sliding_window": "sliding_window"}  # fmt: skip
 _EPSILON = {"attention.layer_norm_rms_epsilon": "", "attention.key_length": ""}
+_LINEAR = {
+    **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
 _T5 = {
     "block_count": "num_layers", "embedding_length": "d_model", "feed_forward_length": "d_ff",
     "attention.head_count": "num_heads", "attention.key_length": "d_kv",
@@ -222,6 +227,30 @@ MODELS = {
         "attention.head_count_kv": "", "attention.q_lora_rank": "q_lora_rank",
         "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
     }),
+    "deepseek": GgufModel("deepseek", "DeepseekForCausalLM", {
+        **_EXPERTS, "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace", "attention.key_length": "",
+    }),
+    "internlm2": GgufModel("internlm2", "InternLM2ForCausalLM",
+                           {"attention.key_length": ""}, {"bias": False}),
+    "bloom": GgufModel("bloom", "BloomForCausalLM", {
+        **dict.fromkeys(_FIELDS, ""), "block_count": "n_layer", "embedding_length": "hidden_size",
+        "attention.head_count": "n_head", "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    }),
+    "gptneox": GgufModel("gpt_neox", "GPTNeoXForCausalLM", {
+        **_EPSILON, "attention.layer_norm_epsilon": "layer_norm_eps",
+        "attention.head_count_kv": "", "rope.freq_base": "rotary_emb_base",
+        "use_parallel_residual": "use_parallel_residual",
+    }),
+    "gpt-oss": GgufModel("gpt_oss", "GptOssForCausalLM", {
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "",
+        "attention.sliding_window": "sliding_window",
+    }),
+    "qwen3next": GgufModel("qwen3_next", "Qwen3NextForCausalLM", _LINEAR, {"norm_topk_prob": True}),
+    "qwen35": GgufModel("qwen3_5_text", "Qwen3_5ForCausalLM", _LINEAR),
+    "qwen35moe": GgufModel("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
+                           {**_LINEAR, "feed_forward_length": ""}),
 }  # fmt: skip
 # Notes on values that the metadata of an architecture does not contain.
 UNKNOWN = {
@@ -285,7 +314,8 @@ def _config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]
     notes = ["an output folder gets a config.json made from the metadata, but no tokenizer"]
     scaling, unread = _rope_scaling(values, weights)
     if scaling is not None:
-        config["rope_scaling"] = scaling
+        # The released gpt-oss models do not round the limits of YaRN; transformers does by default.
+        config["rope_scaling"] = scaling | ({"truncate": False} if found == "gpt-oss" else {})
     if unread:
         notes.append(f"config.json does not contain the rotary scaling in {quoted(unread)}")
     if found in UNKNOWN and "n_group" not in config:
@@ -307,11 +337,18 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
     )  # fmt: skip
 
 
+# Fields with the rotary share of each head.
+PARTIAL = {
+    **dict.fromkeys(("stablelm", "phi3", "qwen3next", "qwen35", "qwen35moe"),
+                    "partial_rotary_factor"),
+    "gptneox": "rotary_pct",
+}  # fmt: skip
 # Metadata keys from which other fields are derived.
 DECIDING = {
     "expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count",
     "attention.key_length", "attention.value_length", "attention.key_length_mla",
-    "attention.value_length_mla", "expert_gating_func", "rope.freq_base", "rope.scaling.factor",
+    "attention.value_length_mla", "expert_gating_func", "ssm.inner_size", "ssm.time_step_rank",
+    "block_count", "rope.freq_base", "rope.scaling.factor",
     "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.original_context_length",
 }  # fmt: skip
@@ -351,11 +388,17 @@ def _derived(
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
         made["feed_forward_proj"] = "gated-gelu" if gated else "relu"
+    elif config.get("linear_num_value_heads") and "ssm.inner_size" in values:
+        made["linear_value_head_dim"] = values["ssm.inner_size"] // config["linear_num_value_heads"]
+        made["layer_types"] = [
+            "full_attention" if f"blk.{layer}.attn_q.weight" in weights else "linear_attention"
+            for layer in range(min(values.get("block_count", 0), len(weights)))
+        ]
     rotary, width = values.get("rope.dimension_count"), config.get("head_dim")
     if width is None and config.get("num_attention_heads"):
         width = config.get("hidden_size", 0) // config["num_attention_heads"]
-    if found in ("stablelm", "phi3") and isinstance(rotary, int) and width:
-        made["partial_rotary_factor"] = rotary / width
+    if found in PARTIAL and isinstance(rotary, int) and width:
+        made[PARTIAL[found]] = rotary / width
     return made
 
 
