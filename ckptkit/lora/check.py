@@ -129,7 +129,8 @@ def _of_elements(read: Adapter) -> Iterator[Finding]:
         factors = [each for role, each in floats.items() if role not in _NO_FACTORS and each.numel]
         if any(any(nonfinite(each)) for each in floats.values()):
             odd.append(key)
-        if any(zeros(each) == each.numel for each in factors):
+        ones = module.tensors["ia3"].numpy() == 1 if module.kind == "ia3" else None
+        if any(zeros(each) == each.numel for each in factors) or (ones is not None and ones.all()):
             empty.append(key)
     if odd:
         title = f"contains NaN or infinity in {quoted(odd)}"

@@ -160,19 +160,16 @@ def convert_lora(
             modules = [replace(m, component=second.get(m.component, m.component)) for m in modules]
         modules = list(_respelled(modules, to, read, warnings))
         modules = [_baked(each) for each in modules] if bake else modules
-        parts = list(dict.fromkeys(each.component for each in modules))
-        groups = {part: [each for each in modules if each.component == part] for part in parts}
-        for group in groups.values() if to not in _ORIGINALS else ():
+        configs = {}
+        for part in dict.fromkeys(each.component for each in modules):
+            group = [each for each in modules if each.component == part]
+            own = read.configs.get("", read.configs.get(part, {}))
+            configs[part] = config_of(group, **{n: own[n] for n in _KEPT if own.get(n)})
             plain = [each.path for each in group if not each.is_dora]
-            if 0 < len(plain) < len(group):
+            if to not in _ORIGINALS and 0 < len(plain) < len(group):
                 what = f"{plain[0]} has no DoRA magnitude, but other modules have"
                 raise UnsupportedError(f"{what}; the layout {to} stores DoRA for all modules")
-        biased = {each.component for each in modules if "B_bias" in each.tensors}
-        configs = {}
-        for part, group in groups.items():
-            own = read.configs.get("", read.configs.get(part, {}))
-            kept = {name: own[name] for name in _KEPT if own.get(name)}
-            configs[part] = config_of(group, lora_bias=part in biased, **kept)
+        parts = [*configs]
         if to == "peft" and len(parts) > 1:
             what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
             hint = f"{typed('--component NAME', 'component=...')} selects one component"
@@ -497,6 +494,8 @@ def _key(module: Module, to: str, single: bool) -> str:
     component, path, prefixes = module.component, module.path, table("written")["kohya"]
     if to in ("peft", "diffusers"):
         return f"{PEFT}{path}" if to == "peft" else f"{component}.{path}"
+    if component.startswith("text_encoder") and path.startswith(("encoder.block.", "shared")):
+        component = "text_encoder_3"  # T5, which is the second text encoder of Flux in diffusers
     if component not in prefixes:
         what = f"{to} has no component {component!r}; its components are {some(prefixes, 9)}"
         raise UnsupportedError(what)
@@ -506,7 +505,6 @@ def _key(module: Module, to: str, single: bool) -> str:
     if component in _IMAGES:
         return f"diffusion_model.{path}"
     encoder = next(name for name, each in naming.ENCODERS.items() if each == component)
-    encoder = "t5xxl" if path.startswith(("encoder.block.", "shared")) else encoder
     return f"text_encoders.{encoder}.transformer.{path}"
 
 
@@ -603,6 +601,7 @@ def config_of(modules: Iterable[Module], **others: Any) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "task_type": None,
+        "lora_bias": any("B_bias" in each.tensors for each in found.values()),
         "use_dora": any("magnitude" in each.tensors for each in found.values()),
         "use_rslora": False,
         **others,

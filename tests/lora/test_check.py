@@ -82,6 +82,11 @@ def test_of_its_own_files(
     assert expected.items() <= {each["code"]: each["level"] for each in doctor["causes"]}.items()
 
 
+def test_an_untrained_ia3(tmp_path: Path) -> None:
+    tensors = {"base_model.model.fc.ia3_l": np.ones((4, 1), "f4")}
+    assert codes(adapter(tmp_path / "a", tensors, peft_type="IA3")) == {"zero": "warning"}
+
+
 def test_without_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"blocks.0.q.lora_A.weight": np.ones((2, 3), "f4"),
@@ -171,7 +176,7 @@ def test_the_vector_of_ia3_has_the_shape_of_its_side(
     names: list[str] | None, shape: tuple[int, int], tmp_path: Path
 ) -> None:
     """A square weight has rows and columns of the same number; only the shape tells them apart."""
-    tensors = {"base_model.model.fc.ia3_l": np.ones(shape, "f4")}
+    tensors = {"base_model.model.fc.ia3_l": np.full(shape, 1.5, "f4")}
     path = adapter(tmp_path / "a", tensors, peft_type="IA3", feedforward_modules=names)
     is_right = (shape == (1, 4)) == (names == ["fc"])
     for options in ({}, {"base": base(tmp_path, "fc", shape=(4, 4))}):

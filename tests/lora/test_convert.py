@@ -201,6 +201,9 @@ def test_t5_is_the_second_text_encoder_of_flux(tmp_path: Path) -> None:
     }
     found = changes(converted(tmp_path, kohya(modules), "diffusers"))
     assert "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q" in found
+    back = tmp_path / "back.safetensors"
+    convert_lora(tmp_path / "diffusers.safetensors", back, "kohya")
+    assert changes(back).keys() == modules.keys()
 
 
 def test_names_of_the_same_layout_stay(tmp_path: Path) -> None:
