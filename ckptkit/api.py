@@ -104,7 +104,7 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
 
         checkpoint = from_python.checkpoint(source)
     else:
-        checkpoint = _read(_place(source), lambda place: formats.read(place, options))
+        checkpoint = _read(source, partial(formats.read, options=options))
     return checkpoint if options.key is None else checkpoint.with_key(options.key)
 
 
@@ -122,19 +122,20 @@ def reading(source: Source, options: Options | None = None, **changes: Any) -> I
         yield checkpoint
 
 
-def _place(source: object) -> ByteSource | Folder:
-    """Return an object that reads the bytes of a file or folder."""
+def _read(source: object, read: Callable[[ByteSource | Folder], T], *, undo: bool = False) -> T:
+    """Open a file or folder, and return the result of `read`. If `read` fails, close the files.
+
+    If an in-place edit of the file was interrupted, `undo` restores the original.
+    """
+    place: ByteSource | Folder
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return Memory(bytes(source), "<bytes>")
-    if hasattr(source, "read") and hasattr(source, "seek"):
+        place = Memory(bytes(source), "<bytes>")
+    elif hasattr(source, "read") and hasattr(source, "seek"):
         from ckptkit.core.bytesource import FileObject
 
-        return FileObject(source)  # type: ignore[arg-type]
-    return open_place(arguments.path("source", source))
-
-
-def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
-    """Return the result of `read(place)`. If `read` fails, close `place`."""
+        place = FileObject(source)  # type: ignore[arg-type]
+    else:
+        place = open_place(arguments.path("source", source), undo=undo)
     try:
         with collector_paused(), steady(place):
             return read(place)
@@ -156,9 +157,7 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
     support the format.
     """
     arguments.flags(unverified=unverified)
-    is_path = isinstance(source, (str, os.PathLike))
-    place = open_place(arguments.path("source", source), undo=True) if is_path else _place(source)
-    return _read(place, partial(formats.recover, unverified=unverified))
+    return _read(source, partial(formats.recover, unverified=unverified), undo=True)
 
 
 def save(
@@ -297,7 +296,7 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
     """Replace the source by the result of the steps. If few bytes change, write only these
     bytes."""
     if isinstance(source, (str, os.PathLike)):
-        source = _read(open_place(source, undo=not options.dry_run), formats.read)
+        source = _read(source, formats.read, undo=not options.dry_run)
     checkpoint = _opened_to_write(source, options)
     path = _own_place(checkpoint, options.format)
     chosen = _format("", checkpoint.format, options)

@@ -34,8 +34,8 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.lora.reading import Adapter, adapter_of
-from ckptkit.pickles.judge import refused_by_weights_only
-from ckptkit.pickles.policy import describe, is_harmful
+from ckptkit.pickles.judge import describe, refused_by_weights_only
+from ckptkit.pickles.policy import is_harmful
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import PartOf

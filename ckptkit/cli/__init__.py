@@ -60,32 +60,24 @@ ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 
-def _quiet(_: click.Context, __: click.Parameter, wanted: bool) -> None:
-    render.quiet = wanted
-
-
-def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        main.traceback = render.progress_asked = True
-
-
-def _table(_: click.Context, __: click.Parameter, wanted: str | None) -> None:
-    render.table_format = (wanted or "").replace("latex", "latex_booktabs")
-
-
-# Options of every command. Each entry contains the names, the help, the callback and the values of
-# an option. An option without values is a flag.
-EVERYWHERE: tuple[tuple[list[str], str, Callable[..., None], tuple[str, ...]], ...] = (
-    (["--quiet", "-q"], "Print only errors and the result.", _quiet, ()),
-    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose, ()),
-    (
-        ["--table"],
-        "Print tables in this format.",
-        _table,
-        ("github", "html", "latex", "rst", "tsv"),
-    ),
+# Options of every command. Each entry contains the names, the help and the values of an option. An
+# option without values is a flag.
+EVERYWHERE: tuple[tuple[list[str], str, tuple[str, ...]], ...] = (
+    (["--quiet", "-q"], "Print only errors and the result.", ()),
+    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", ()),
+    (["--table"], "Print tables in this format.", ("github", "html", "latex", "rst", "tsv")),
 )
 ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
+
+
+def _given_everywhere(_: click.Context, option: click.Parameter, wanted: bool | str | None) -> None:
+    """Store the value of an option of EVERYWHERE."""
+    if option.name == "table":
+        render.table_format = str(wanted or "").replace("latex", "latex_booktabs")
+    elif option.name == "quiet":
+        render.quiet = bool(wanted)
+    elif wanted:
+        main.traceback = render.progress_asked = True
 
 
 def _add_everywhere(command: click.Command) -> None:
@@ -98,12 +90,12 @@ def _add_everywhere(command: click.Command) -> None:
             _add_everywhere(each)
         return
     taken = {option for each in command.params for option in each.opts}
-    for words, text, made, values in EVERYWHERE:
+    for words, text, values in EVERYWHERE:
         free = [word for word in words if word not in taken]
         if free and free[0] == words[0]:
             how: dict[str, Any] = {"expose_value": False, "hidden": True}
             how |= {"type": click.Choice(values)} if values else {"is_flag": True}
-            command.params.append(click.Option(free, help=text, callback=made, **how))
+            command.params.append(click.Option(free, help=text, callback=_given_everywhere, **how))
 
 
 class CommandLine(click.Group):

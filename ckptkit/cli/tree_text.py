@@ -17,7 +17,7 @@ from ckptkit.analysis.view_model import value_text
 from ckptkit.cli.render import NARROWEST, escape, horizontal_bars, plural, shortened, terminal_width
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.policy import describe
+from ckptkit.pickles.judge import describe
 
 BAR, SHORT_BAR = 20, 10  # width of a bar, in characters
 WIDE, MEDIUM = 110, 72  # minimum width of a terminal for BAR and for SHORT_BAR

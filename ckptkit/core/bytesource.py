@@ -345,18 +345,15 @@ class LocalFile(ByteSource):
             return os.read(self.fd, length)
 
     def _identify(self) -> None:
-        self._opened = self._stat()
+        self._opened = os.fstat(self.fd)
         self.identity = identity_of(self._opened)
         self.size = self._opened.st_size
 
-    def _stat(self) -> os.stat_result:
+    def check_unchanged(self) -> None:
         try:
-            return os.fstat(self.fd)
+            now = os.fstat(self.fd)
         except OSError as error:
             raise self._failed(error) from error
-
-    def check_unchanged(self) -> None:
-        now = self._stat()
         if identity_of(now) != self.identity and not self._only_moved(now):
             raise InputChangedError(
                 "changed while it was read", where=self.name, hint="run the command again"

@@ -123,15 +123,6 @@ class Options:
         if self.progress is not None and not callable(self.progress):
             raise arguments.wrong("progress", "a function", self.progress)
 
-    def changed(self, changes: dict[str, Any]) -> Options:
-        """Return these options with `changes`. Raise ArgumentError for an unknown name."""
-        for name in changes:
-            if name not in _NAMES:
-                other = _OPTIONS_OF_COMMANDS.get(name)
-                hint = other or guess(name, _NAMES) or some(_NAMES, 9)
-                raise ArgumentError(f"there is no argument {name!r}", hint=hint)
-        return replace(self, **changes) if changes else self
-
     @property
     def words(self) -> tuple[str, ...]:
         """The command-line options that are equivalent to `parts` and `copies`."""
@@ -152,10 +143,17 @@ DEFAULT = Options()
 
 
 def made(options: Options | None, changes: dict[str, Any]) -> Options:
-    """Return `options`, or the defaults, with the keyword arguments `changes` applied."""
+    """Return `options`, or the defaults, with the keyword arguments `changes` applied.
+
+    Raise ArgumentError for an unknown name.
+    """
     if not isinstance(options, (Options, type(None))):
         error = arguments.wrong("options", "ckptkit.Options", options)
         if isinstance(options, str):
             error.hint = f"pass key={options!r} to select the entry that contains the weights"
         raise error
-    return (options or DEFAULT).changed(changes)
+    for name in changes:
+        if name not in _NAMES:
+            hint = _OPTIONS_OF_COMMANDS.get(name) or guess(name, _NAMES) or some(_NAMES, 9)
+            raise ArgumentError(f"there is no argument {name!r}", hint=hint)
+    return replace(options or DEFAULT, **changes) if changes else options or DEFAULT

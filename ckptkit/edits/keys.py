@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.core.text import entries, flatten, guess, plural, quoted, shell_word, typed, without
+from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed, without
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
     Node,
@@ -68,10 +68,6 @@ def with_paths(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], 
     return OrderedMapping(entries, {**old.state, MODULE_VERSIONS: kept})
 
 
-def _parents(path: str) -> Iterator[str]:
-    return (path[:n] for n in range(1, len(path) - 1) if path[n] == ".")
-
-
 def stripped_paths(
     paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
 ) -> Paths:
@@ -81,7 +77,7 @@ def stripped_paths(
     Drop the path of each parent module of a prefix (``a`` for the prefix ``a.b.``), unless `kept`
     contains a name in that parent module.
     """
-    on_the_way = set(flatten(map(_parents, prefixes)))
+    on_the_way = {each[:n] for each in prefixes for n in range(1, len(each) - 1) if each[n] == "."}
     depth: dict[str, int] = {}
     found: Paths = {}
     for path, value in paths.items():
@@ -281,8 +277,10 @@ def strip_prefix(
     for target in targets:
         names = {
             name: short
-            for name in _strings(target.entries)
-            if name.startswith(found) and (short := _without_prefixes(name, found))
+            for name in target.entries
+            if isinstance(name, str)
+            and name.startswith(found)
+            and (short := _without_prefixes(name, found))
         }
         if not names:
             listed = " or ".join(map(repr, found))
@@ -620,8 +618,9 @@ def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[EditedDict]:
         is_state_dict = paths_of(node) is not None
         names = [
             key
-            for key in _strings(node)
-            if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
+            for key in node
+            if isinstance(key, str)
+            and (is_state_dict or key in weights.nodes or "." in key or key == "_extra_state")
         ]
         yield EditedDict(weights.path, node, node, names)
     seen: set[int] = set()
@@ -633,11 +632,8 @@ def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[EditedDict]:
         if id(node) not in seen:
             seen.add(id(node))
             mapping = plain_state_dict(entries) if entries is not node else entries
-            yield EditedDict(path, node, mapping, list(_strings(entries)))
-
-
-def _strings(mapping: Mapping[Node, Node]) -> Iterator[str]:
-    return (key for key in mapping if isinstance(key, str))
+            names = [name for name in entries if isinstance(name, str)]
+            yield EditedDict(path, node, mapping, names)
 
 
 def _as_plain(target: EditedDict) -> list[str]:

@@ -101,6 +101,8 @@ def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str,
     """
     found = quantized.find(ck)
     made = dict(names)
+    if not found.groups:
+        return made, ck
     moved: dict[str, str] = {}
     for group in found.touching(names):
         stem = group.name[: group.name.rfind(".") + 1]

@@ -354,7 +354,8 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
             hint=f"formats that can: {able}",
         )
     try:
-        _refuse_blocks(checkpoint, format)
+        if checkpoint.format == GGUF.name != format.name:
+            _refuse_blocks(checkpoint, format)
         # If the output cannot store DTensor and ShardedTensor objects, write plain tensors instead.
         keeps = options.all or format.everything == "always"
         keeps = keeps and options.objects != "drop"
@@ -383,7 +384,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
 
 def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     """Raise UnsupportedError if `format` cannot store the quantized blocks of a GGUF file."""
-    if checkpoint.format != GGUF.name or format.name == GGUF.name or not checkpoint.selection:
+    if not checkpoint.selection:
         return
     blocks = Counter(
         each.dtype.name for each in checkpoint.selection.tensors.values() if each.dtype.block > 1

@@ -126,23 +126,19 @@ class Defect:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function named ``"module:function"``; the first call imports the module."""
+    """A function named ``"module:function"``; the first call imports the module.
+
+    If `endings` is not empty, the function returns None for files with other suffixes.
+    """
 
     place: str
+    endings: tuple[str, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
+        if self.endings and not args[0].name.endswith(self.endings):
+            return None
         module, _, name = self.place.partition(":")
         return getattr(import_module(f"ckptkit.formats.{module}"), name)(*args)
-
-
-@dataclass(frozen=True)
-class LazyByName(Lazy):
-    """A Lazy function that returns None if the file name has none of the suffixes `endings`."""
-
-    endings: tuple[str, ...]
-
-    def __call__(self, probe: Probe) -> Any:
-        return super().__call__(probe) if probe.name.endswith(self.endings) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ Json = dict[str, Any]
 
 def matches(probe: Probe) -> bool:
     archive = probe.zip
-    return archive is not None and (f"{archive.top}/archive_format" in archive or _GRAPH in archive)
+    if archive is None:
+        return False
+    return f"{archive.top}/archive_format" in archive.entries or _GRAPH in archive.entries
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -87,7 +89,7 @@ def read(probe: Probe) -> Checkpoint:
     """
     directory = probe.zip
     assert directory is not None
-    if _GRAPH in directory:
+    if _GRAPH in directory.entries:
         return _read_parts(directory)
     return _ExportedArchive(directory).read()
 
@@ -136,9 +138,9 @@ class _ExportedArchive(Archive):
     def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
         """Return the tensors that the member `config` lists, or None if this member is missing."""
         name = self.folder + folder + config
-        if name not in self.directory:
+        if name not in self.directory.entries:
             return None
-        check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
+        check("index_bytes", self.directory.entries[name].length, f"bytes of {config}")
         parsed = strict_json.parse(self.directory.read(name), config)
         entries = field(parsed, "config", dict, _CONFIG)
         made = OrderedMapping()
@@ -155,7 +157,7 @@ class _ExportedArchive(Archive):
     def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
         number = field(meta, "dtype", int, _CONFIG)
         dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
-        if place not in self.directory:
+        if place not in self.directory.entries:
             raise CorruptError(f"record {shown(place)}, which contains a tensor, is missing")
         if place not in self.storages:
             self.storages[place] = self.storage(
@@ -187,7 +189,7 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
     held = {}
     for part in ("state_dict", "constants"):
         names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
-        name = next((name for name in names if name in directory), "")
+        name = next((name for name in names if name in directory.entries), "")
         place = directory.locate(name) if name else None
         if isinstance(place, Range) and place.length:
             probe = Probe(Section(place.source, place.offset, place.length))
@@ -214,7 +216,7 @@ POLICY, VERSION = "policy.pth", "_stable_baselines3_version"
 
 
 def matches_baselines(probe: Probe) -> bool:
-    return probe.zip is not None and POLICY in probe.zip and VERSION in probe.zip
+    return probe.zip is not None and {POLICY, VERSION} <= probe.zip.entries.keys()
 
 
 def read_baselines(probe: Probe) -> Checkpoint:

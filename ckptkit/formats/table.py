@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.core.text import owners
-from ckptkit.formats.format import Format, Lazy, LazyByName, Probe
+from ckptkit.formats.format import Format, Lazy, Probe
 
 # Names in the top folder of an archive. If a name of _SCRIPTS exists, torch.load calls
 # torch.jit.load.
@@ -25,22 +25,19 @@ _OLD_SCRIPT = frozenset(("model.json", "version"))  # TorchScript of torch 1.2 a
 
 def is_torchscript(probe: Probe) -> bool:
     """Return whether torch.jit.save wrote a file. Raises CorruptError for a damaged zip file."""
-    there = _there(probe)
+    archive = probe.zip
+    if archive is None:
+        return False
+    telling = (_DATA, *_SCRIPTS, *_OLD_SCRIPT)
+    there = {name for name in telling if f"{archive.top}/{name}" in archive.entries}
     return bool(there & _SCRIPTS) or there == _OLD_SCRIPT
 
 
 def is_torch_zip(probe: Probe) -> bool:
     """Return whether torch.save wrote a zip file. Raises CorruptError for a damaged zip file."""
-    there = _there(probe)
-    return _DATA in there and not there & _SCRIPTS
-
-
-def _there(probe: Probe) -> frozenset[str]:
     archive = probe.zip
-    if archive is None:
-        return frozenset()
-    telling = (_DATA, *_SCRIPTS, *_OLD_SCRIPT)
-    return frozenset(name for name in telling if f"{archive.top}/{name}" in archive)
+    has_data = archive is not None and f"{archive.top}/{_DATA}" in archive.entries
+    return has_data and not is_torchscript(probe)
 
 
 def never(probe: Probe) -> bool:
@@ -119,11 +116,11 @@ DCP = _format(
     "dcp", "a folder of torch.distributed.checkpoint", "dcp: matches read layout check",
     is_folder=True, distributed=True, everything="nested", listed=True,
     noun="a folder of torch.distributed.checkpoint (FSDP and others)",
-    pickles=LazyByName("dcp:pickles", (".metadata", ".distcp")),
+    pickles=Lazy("dcp:pickles", (".metadata", ".distcp")),
 )  # fmt: skip
 DCP_SHARD = _format(
     "dcp-shard", "a data file of a folder of torch.distributed.checkpoint", "dcp: read=read_shard",
-    matches=LazyByName("dcp:matches_shard", (".distcp",)), readable=False,
+    matches=Lazy("dcp:matches_shard", (".distcp",)), readable=False,
 )  # fmt: skip
 PARALLEL = _format(
     "parallel",

@@ -567,15 +567,12 @@ def matches_pickle(probe: Probe) -> bool:
         return False
     if head[0] == 0x80:
         return 2 <= head[1] <= 5
-    return head[0] in _FIRST and probe.source.size <= TEXT_LIMIT and _runs(probe)
-
-
-def _runs(probe: Probe) -> bool:
     source = probe.source
+    if head[0] not in _FIRST or source.size > TEXT_LIMIT:
+        return False
     try:
-        if source.read(source.size - 1, 1) != b".":
-            return False
-        return _machine(source, _Stored()).stop == source.size
+        ends = source.read(source.size - 1, 1) == b"."
+        return ends and _machine(source, _Stored()).stop == source.size
     except CkptkitError:
         return False
 

@@ -117,7 +117,7 @@ def read(probe: Probe) -> Checkpoint:
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(KNOWN)]
     name = archive.folder + METADATA
-    metadata = parse_metadata(directory.read(name)) if name in directory else {}
+    metadata = parse_metadata(directory.read(name)) if name in directory.entries else {}
     return Checkpoint(
         tree.root,
         table.TORCH_ZIP.name,
@@ -157,9 +157,9 @@ class Archive:
             entry = self.directory.entries.get(self.folder + name)
             if entry is None:
                 continue
-            if entry.size > _CONTROL_BYTES:
+            if entry.length > _CONTROL_BYTES:
                 raise FormatError(
-                    f"record {name} has {entry.size:,} bytes, but should be a word or a number"
+                    f"record {name} has {entry.length:,} bytes, but should be a word or a number"
                 )
             text = self.directory.read(self.folder + name)
             if name == "byteorder":
@@ -197,7 +197,7 @@ class Archive:
         AmbiguousError for bytes after the end of the pickle. Also raises the errors of `unpickle`.
         """
         record = f"{self.folder}{name}.pkl"
-        if record not in self.directory:
+        if record not in self.directory.entries:
             raise CorruptError(f"record {shown(record)} is missing")
         place = self.directory.locate(record)
         if isinstance(place, Range) and not (place.source.remote and place.length <= _READ_ONCE):
@@ -224,9 +224,9 @@ class Archive:
         entry = self.directory.entries.get(name)
         if entry is None:
             raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
-        if entry.size != nbytes:
+        if entry.length != nbytes:
             raise CorruptError(
-                f"record {shown(name)} has {entry.size:,} bytes, but its tensors need {nbytes:,}"
+                f"record {shown(name)} has {entry.length:,} bytes, but its tensors need {nbytes:,}"
             )
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
@@ -436,7 +436,7 @@ class _Keys(Numbering):
             for name, entry in directory.entries.items()
             if name.startswith(folder) and not entry.method
         }
-        self._sizes = {entry.data: entry.size for entry in directory.entries.values()}
+        self._sizes = {entry.data: entry.length for entry in directory.entries.values()}
 
     def key(self, number: int) -> str:
         storage: Storage = self.storages[number]

@@ -109,8 +109,8 @@ def read(probe: Probe) -> Checkpoint:
     directory = probe.zip
     assert directory is not None
     archive = Archive(directory)
-    warnings = archive.check()
-    if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
+    warnings, records = archive.check(), directory.entries
+    if f"{archive.folder}data.pkl" in records or f"{archive.folder}model.json" not in records:
         root, names, found = _pickled(archive)
     else:
         root, names, found = _Model(archive).read()
@@ -157,7 +157,7 @@ def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
     if not _is_scripted(root):
         raise FormatError("data.pkl does not contain a TorchScript module")
     warnings += _arrange(root, ScriptSource(archive.directory))
-    if f"{archive.folder}constants.pkl" in archive.directory:
+    if f"{archive.folder}constants.pkl" in archive.directory.entries:
         constants = archive.unpickle("constants")
         names += tuple(name for name in constants.globals if name not in names)
         warnings += constants.warnings
@@ -246,10 +246,10 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
             continue
         short = name.removeprefix(archive.folder)
         try:
-            if entry.size > left:
+            if entry.length > left:
                 raise ValueError
             texts[short] = archive.directory.read(name).decode()
-            left -= entry.size
+            left -= entry.length
         except ValueError:
             lost.append(short)
     return texts, [
@@ -304,7 +304,7 @@ class ScriptSource:
         if made.module not in self._modules:
             name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
             self._modules[made.module] = (
-                parse(self._directory.read(name)) if name in self._directory else {}
+                parse(self._directory.read(name)) if name in self._directory.entries else {}
             )
         return self._modules[made.module].get(made.name)
 
@@ -375,13 +375,13 @@ class _Model:
 
     def read(self) -> tuple[Object, tuple[Global, ...], list[str]]:
         name = f"{self.archive.folder}model.json"
-        check("index_bytes", self.archive.directory.entries[name].size, "bytes of model.json")
+        check("index_bytes", self.archive.directory.entries[name].length, "bytes of model.json")
         model = strict_json.parse(self.archive.directory.read(name), "model.json")
         self.tensors = [self._tensor(each) for each in _objects(model, "tensors")]
         self.constants = {f"c{number}": tensor for number, tensor in enumerate(self.tensors)}
         names: tuple[Global, ...] = ()
         warnings: list[str] = []
-        if f"{self.archive.folder}attributes.pkl" in self.archive.directory:
+        if f"{self.archive.folder}attributes.pkl" in self.archive.directory.entries:
             pickled = self.archive.unpickle("attributes")
             names, warnings = pickled.globals, list(pickled.warnings)
             if not isinstance(pickled.root, (list, tuple)):
@@ -424,7 +424,7 @@ class _Model:
         name = (
             f"{self.archive.folder}{field(field(parsed, 'data', dict, _MODEL), 'key', str, _MODEL)}"
         )
-        if name not in self.archive.directory:
+        if name not in self.archive.directory.entries:
             raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
         device = field(parsed, "device", str, _MODEL, "cpu")
         if name not in self.storages:

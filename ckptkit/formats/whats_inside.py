@@ -217,7 +217,7 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
     inside = [name for name in names if name.endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes))]
     if {"model.weights.h5", "config.json"} <= set(names):
         return FormatError, "is a Keras model", _KERAS
-    if f"{archive.top}/.data/extern_modules" in archive:
+    if f"{archive.top}/.data/extern_modules" in archive.entries:
         what = "is a torch.package archive: Python code, and pickles that need this code"
         hint = (
             "if you trust it, load it with torch.package.PackageImporter, which runs its code, "
@@ -227,7 +227,7 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
     # torch.save writes data.pkl first. If only data.pkl is missing, torch.save failed.
     version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
     is_of_torch = all(name.startswith(f"{archive.top}/") for name in archive.entries)
-    if version in archive and pickled not in archive and is_of_torch:
+    if version in archive.entries and pickled not in archive.entries and is_of_torch:
         what = "has no data.pkl: torch.save failed half-way and left an incomplete file"
         return TruncatedError, what, "read the error that torch.save raised, and save again"
     if inside:
@@ -330,9 +330,9 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 def _members(directory: ZipDirectory) -> Iterator[Found]:
     top = directory.top
-    script = any(f"{top}/{name}" in directory for name in _SCRIPT)
+    script = any(f"{top}/{name}" in directory.entries for name in _SCRIPT)
     for name, entry in directory.entries.items():
-        if name.endswith("/") and not entry.size:
+        if name.endswith("/") and not entry.length:
             continue
         if directory.source.remote and _STORAGE.fullmatch(name):
             continue  # one request for each storage would be slow
@@ -389,8 +389,8 @@ def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator
     of the members' descriptions, such as ``at byte 1,024: ``.
     """
     for name, entry in directory.entries.items():
-        if entry.size or entry.stored:
+        if entry.length or entry.stored:
             what = f"{item}record {shown(name)}"
             yield CheckedPart(
-                what, Unlocated(directory, name, entry.size), directory.crc(name), file
+                what, Unlocated(directory, name, entry.length), directory.crc(name), file
             )

@@ -410,10 +410,6 @@ class StoredMember(NamedTuple):
         return 0
 
     @property
-    def size(self) -> int:
-        return self.length
-
-    @property
     def stored(self) -> int:
         """Return the number of bytes in the file."""
         return self.length
@@ -427,7 +423,7 @@ class ZipEntry(NamedTuple):
 
     offset: int  # offset of the local header
     stored: int  # number of bytes in the file
-    size: int
+    length: int  # number of bytes after decompression
     crc: int
     method: int
     flags: int
@@ -449,9 +445,6 @@ class ZipDirectory:
     # A list of one item, the number of bytes decompressed so far.
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
     @property
     def names(self) -> list[str]:
         return list(self.entries)
@@ -459,7 +452,7 @@ class ZipDirectory:
     def crc(self, name: str) -> int | None:
         """Return the CRC-32 of a member's bytes, or None if the file contains no CRC-32."""
         entry = self.entries[name]
-        return None if entry.crc == 0 and entry.size else entry.crc
+        return None if entry.crc == 0 and entry.length else entry.crc
 
     def record(self, name: str) -> tuple[Record, int | None]:
         """Return the record of a member's bytes, and the CRC-32 that `crc` returns.
@@ -467,11 +460,11 @@ class ZipDirectory:
         In a remote file, the local header of a member is read when its bytes are needed.
         """
         entry = self.entries[name]
-        known = None if entry.crc == 0 and entry.size else entry.crc
+        known = None if entry.crc == 0 and entry.length else entry.crc
         if isinstance(entry, StoredMember):
             return entry, known
         if entry.data < 0:
-            return Unlocated(self, name, entry.size), known
+            return Unlocated(self, name, entry.length), known
         return self.locate(name), known
 
     def locate(self, name: str) -> Extent:
@@ -483,8 +476,10 @@ class ZipDirectory:
         stored = Range(self.source, start, entry.stored)
         if entry.method != DEFLATED:
             return stored
-        check("inflate_ratio", entry.size // max(1, entry.stored), f"compression of {shown(name)}")
-        return Derived(Inflate(name, self.crc(name)), (stored,), entry.size)
+        check(
+            "inflate_ratio", entry.length // max(1, entry.stored), f"compression of {shown(name)}"
+        )
+        return Derived(Inflate(name, self.crc(name)), (stored,), entry.length)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a member.
@@ -493,9 +488,9 @@ class ZipDirectory:
         too large.
         """
         entry = self.entries[name]
-        check("record_bytes", entry.size, f"record {shown(name)}")
+        check("record_bytes", entry.length, f"record {shown(name)}")
         if entry.method == DEFLATED:
-            self.inflated[0] += entry.size
+            self.inflated[0] += entry.length
             check_inflated(self.inflated[0], self.source.size)
         try:
             data = b"".join(stream(self.locate(name)))

@@ -522,6 +522,11 @@ def top_of(name: Global) -> str:
     return name.module.partition(".")[0]
 
 
+def describe(made: Node) -> str:
+    """Return the name of a class or function for a message."""
+    return str(made) if isinstance(made, Global) else "the result of another call"
+
+
 @lru_cache(maxsize=4096)
 def name_sort(name: Global) -> int:
     """Return the category of a class or function that a pickle uses as a value."""
@@ -964,11 +969,15 @@ _ROW = re.compile(
 )
 
 
-def _sections(text: str) -> dict[str, list[str]]:
-    """Return the lines of each section. An indented line continues the line above."""
+@cache
+def _sections() -> dict[str, list[str]]:
+    """Return the lines of each section of ``allowlist.txt``.
+
+    An indented line continues the line above.
+    """
     found: dict[str, list[str]] = {}
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in Path(__file__).with_name("allowlist.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
             lines = found[line[1:-1]] = []
         elif line.startswith("    "):
@@ -1077,14 +1086,9 @@ class Allowlist:
 
 
 @cache
-def _text() -> dict[str, list[str]]:
-    return _sections(Path(__file__).with_name("allowlist.txt").read_text("utf-8"))
-
-
-@cache
 def allowlist() -> Allowlist:
     """Return the allowlist. The first call reads ``allowlist.txt``."""
-    return Allowlist(_text())
+    return Allowlist(_sections())
 
 
 @cache
@@ -1094,10 +1098,10 @@ def standard() -> frozenset[str]:
     Python 2 is included because pickles of protocol 2 contain module names of Python 2.
     """
     old = {name for name in IMPORT_MAPPING if "." not in name}
-    return sys.stdlib_module_names | old | set(" ".join(_text()["standard"]).split())
+    return sys.stdlib_module_names | old | set(" ".join(_sections()["standard"]).split())
 
 
 @cache
 def weights_only() -> frozenset[Name]:
     """Return the names that `torch.load(weights_only=True)` accepts."""
-    return frozenset(_listed(_text()["weights_only"]))
+    return frozenset(_listed(_sections()["weights_only"]))

@@ -44,11 +44,6 @@ _SORTS: dict[type, int] = {
 _DEEP = 32  # maximum nesting depth of dtypes
 
 
-def describe(callable_: Node) -> str:
-    """Return the name of a class or function for a message."""
-    return str(callable_) if isinstance(callable_, Global) else "the result of another call"
-
-
 class _TreeView:
     """Gives `ckptkit.pickles.judge` access to the values of a tree. Implements `judge.View`.
 
@@ -132,7 +127,7 @@ def _judge_object(node: Object) -> tuple[str, str]:
     describes the most harmful operation. Values inside the object are not checked.
     """
     judged = judge.judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
-    worst, action = judged.kind, f"calls {describe(node.callable)}"
+    worst, action = judged.kind, f"calls {judge.describe(node.callable)}"
     target, built = judge.target_of(node.callable, node.args), False
     if judge.is_unfinished(target) and [step for step, _ in node.steps[:1]] != ["build"]:
         return judge.UNSURE, f"{action} without a state"
@@ -141,7 +136,7 @@ def _judge_object(node: Object) -> tuple[str, str]:
         kind = judge.HARMFUL if built else after.kind
         judged, built = after, built or step == "build"
         if judge.LEVELS.index(kind) > judge.LEVELS.index(worst):
-            worst, action = kind, f"changes the result of {describe(node.callable)} ({step})"
+            worst, action = kind, f"changes the result of {judge.describe(node.callable)} ({step})"
     return worst, action
 
 
@@ -357,4 +352,4 @@ def _name(node: Node) -> str:
         return "frozenset"
     if isinstance(node, TEXTS):
         return "byte string"
-    return describe(node.callable) if isinstance(node, Object) else str(node)
+    return judge.describe(node.callable) if isinstance(node, Object) else str(node)

@@ -176,20 +176,18 @@ class Values:
         keys, values = items[0::2], items[1::2]
         if isinstance(target, Object):
             _step(target, "set", list(zip(keys, values, strict=True)))
-        elif not isinstance(target, dict):
+            return
+        if not isinstance(target, dict):
             raise FormatError(f"pickle sets a key of a value of type {type_name(target)}")
-        elif id(target) in self.pairs:
+        if id(target) in self.pairs:
             self.pairs[id(target)][1].pairs.extend(zip(keys, values, strict=True))
-        else:
-            self._set_dict(target, keys, values)
-
-    def _set_dict(self, target: Node, keys: Sequence[Node], values: Sequence[Node]) -> None:
-        """Set the items. If a key is repeated or unhashable, store all items in a Pairs instead."""
+            return
         if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
             new = dict(zip(keys, values, strict=True))
             if len(new) == len(keys) and (not target or target.keys().isdisjoint(new)):
                 target.update(new)
                 return
+        # A key is repeated or unhashable, so a Pairs stores all items.
         pairs = Pairs([*target.items(), *zip(keys, values, strict=True)])
         self.pairs[id(target)] = (target, pairs)
         target[_FULL] = None
@@ -231,7 +229,8 @@ class Values:
                 "one value"
             )
         root = stack[0]
-        self._check_dropped(root)
+        if self.dropped:
+            self._check_dropped(root)
         swap: dict[int, Node] = {
             id(made): made.tensor for made in self.tensors if len(made.steps) == 1
         }

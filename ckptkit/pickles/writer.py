@@ -72,6 +72,7 @@ _META_TENSOR_NO_STORAGE = Global("torch._utils", "_rebuild_meta_tensor_no_storag
 _U4 = Struct("<I").pack
 _GETS = tuple(b"h%c" % index for index in range(256))
 _SMALL = tuple(b"K%c" % value for value in range(256))
+_FLAGS = (b"\x89", b"\x88")  # opcodes of False and True
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _MOST_KINDS = 1024
 
@@ -150,7 +151,7 @@ class _Writer:
         self.policy = Policy()
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves: dict[type, Callable[[Any], bytes]] = {
-            str: self._string, Tensor: self._tensor, int: _integer, bool: _flag,
+            str: self._string, Tensor: self._tensor, int: _integer, bool: _FLAGS.__getitem__,
             type(None): lambda _: b"N", float: lambda value: b"G" + pack(">d", value),
             complex: self._complex, bytes: self._bytes, bytearray: self._byte_string,
             ByteString: self._byte_string, StoredBytes: self._byte_string,
@@ -346,7 +347,7 @@ class _Writer:
         is_parameter = tensor.kind == "parameter"
         before = self._global(_PARAMETER) if is_parameter else b""
         own = _shape(tensor.shape) + _shape(tensor.stride)
-        own += _flag(tensor.requires_grad and not is_parameter)
+        own += _FLAGS[tensor.requires_grad and not is_parameter]
         # torch has no storage class for some dtypes.
         dtype = None if tensor.dtype.storage is None else tensor.dtype
         key = after = b""
@@ -364,7 +365,7 @@ class _Writer:
             bits = [self._string(bit) + b"\x88s" for bit in ("conj", "neg") if getattr(tensor, bit)]
             after += (b"}" + b"".join(bits) if bits else b"") + b"tR"
         if is_parameter:
-            after += _flag(tensor.requires_grad) + self._global(_ORDERED_DICT) + b")R\x87R"
+            after += _FLAGS[tensor.requires_grad] + self._global(_ORDERED_DICT) + b")R\x87R"
         if self.count == count and kind is not None and len(self.kinds) < _MOST_KINDS:
             self.kinds[kind] = _Kind(before, after, dtype)
         return before + key + after
@@ -502,10 +503,6 @@ def _get(index: int) -> bytes:
 def _unicode(data: bytes) -> bytes:
     """Return the opcode BINUNICODE with a UTF-8 string."""
     return b"X" + _U4(len(data)) + data
-
-
-def _flag(value: bool) -> bytes:
-    return b"\x88" if value else b"\x89"
 
 
 def _shape(shape: tuple[int, ...]) -> bytes:

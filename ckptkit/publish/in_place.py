@@ -67,7 +67,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.options import DEFAULT, Options
+from ckptkit.core.options import DEFAULT, Options, made
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
@@ -124,7 +124,7 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
     fails, and VerifyError if ``verify`` finds a wrong byte. After such an error, the file has its
     old bytes.
     """
-    return apply_all((patch,), options.changed(changes))
+    return apply_all((patch,), made(options, changes))
 
 
 def apply_all(

@@ -43,7 +43,7 @@ from ckptkit.core.bytesource import (
     reading,
 )
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, VerifyError
-from ckptkit.core.options import DEFAULT, Options
+from ckptkit.core.options import DEFAULT, Options, made
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import is_url, shown_url
 from ckptkit.publish.copying import WriteTask, in_order
@@ -108,7 +108,7 @@ def publish(
     match its CRC-32s. If the input cannot be read, raises a CkptkitError. After an error, the
     destination is unchanged.
     """
-    given, options = os.fspath(destination), options.changed(changes)
+    given, options = os.fspath(destination), made(options, changes)
     size, sources = plan.size, plan.sources()
     if is_url(given):
         from ckptkit.publish.upload import upload

@@ -50,7 +50,8 @@ def is_subclass(node: Node) -> bool:
 def may_be_quantized(weights: Weights) -> bool:
     """Return True if a name, a dtype or a tensor subclass suggests that weights are quantized."""
     nodes = weights.nodes.values()
-    if any(map(is_marked, weights.endings)):
+    endings = weights.endings
+    if not MARKS.isdisjoint(endings) or any(each.endswith(ENDINGS) for each in endings):
         return True
     if Object in {*map(type, nodes)} and any(is_subclass(node) for node in nodes):
         return True

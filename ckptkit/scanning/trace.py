@@ -284,7 +284,7 @@ class Tracer:
         judged = judge.judge_call(self.view, made, args, new=new, kwargs=kwargs)
         self._take(*judge.consumed(made, args))
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
-        self.note(_described(made), judged.kind, shown)
+        self.note(judge.describe(made), judged.kind, shown)
         if judged.kind != judge.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a computed value")
         if judged.kind == judge.LOADS and not self._loads(args[0]):
@@ -377,7 +377,9 @@ class Tracer:
     def finish(self, built: Any) -> None:
         """Record an unfinished object if an opcode other than its BUILD comes next."""
         if self.unfinished is not None and self.unfinished is not built:
-            self.note(f"{_described(self.unfinished.made)} (without its state)", judge.UNSURE, ())
+            self.note(
+                f"{judge.describe(self.unfinished.made)} (without its state)", judge.UNSURE, ()
+            )
         self.unfinished = None
 
     def fill(self, values: Any) -> None:
@@ -401,14 +403,14 @@ class Tracer:
         # The earlier state may have replaced the method that this opcode calls.
         elif target.built:
             self.finish(None)
-            self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
+            self.note(f"{judge.describe(target.made)} (changed again)", judge.HARMFUL, value)
             return
         else:
             self.finish(target if step == "build" else None)
             before = judge.Judged(judge.ACCEPTED, target.sort, target.type)
             judged = judge.judge_step(self.view, target.made, step, value, before)
             if judged.kind not in judge.WRITTEN:
-                self.note(f"{_described(target.made)} (changed)", judged.kind, value)
+                self.note(f"{judge.describe(target.made)} (changed)", judged.kind, value)
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
                 # Mark later changes of the dict with the dtype's fields as suspicious.
@@ -467,10 +469,6 @@ class Tracer:
 
 
 _STORAGE = Sign(judge.STORAGE, text="persistent")
-
-
-def _described(made: Any) -> str:
-    return str(made) if isinstance(made, Global) else "the result of another call"
 
 
 def brief(args: Any) -> str:

@@ -22,8 +22,14 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.pickles.judge import allowlist, out_of_place, refused_by_weights_only, weights_only
-from ckptkit.pickles.policy import describe, is_harmful
+from ckptkit.pickles.judge import (
+    allowlist,
+    describe,
+    out_of_place,
+    refused_by_weights_only,
+    weights_only,
+)
+from ckptkit.pickles.policy import is_harmful
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import CLASSES, HARMLESS, SAFE, SINCE, UNKNOWN
 from tests.scanning import hostile_pickles as hostile

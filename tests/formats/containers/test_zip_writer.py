@@ -108,7 +108,7 @@ def test_ZP_24_large_members(tmp_path: Path, size: int) -> None:
     assert struct.unpack("<4xH", head[:6]) == (45 if wide else 20,)
     assert struct.unpack("<2L", head[18:26]) == (min(size, 0xFFFFFFFF),) * 2
     assert head[33:37] == (b"\1\0\x10\0" if wide else b"FB\x1b\0")
-    assert [entry.size for entry in found.entries.values()] == [size, 5, 9]
+    assert [entry.length for entry in found.entries.values()] == [size, 5, 9]
     assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
     assert found.read("a/1") == b"after" and found.read("a/2") == of(0, 9).read()
     with zipfile.ZipFile(path) as made:
