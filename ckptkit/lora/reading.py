@@ -23,7 +23,7 @@ from ckptkit.core.bytesource import ByteSource, Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import quoted, shell_word, shown, typed
+from ckptkit.core.text import quoted, shell_word, shown, typed, without_query
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import open_place
 
@@ -207,8 +207,8 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
     except CkptkitError:
         return False
     source = checkpoint.source
-    place = source.folder_and_name() if isinstance(source, ByteSource) else None
-    if place is not None and place[1].startswith("adapter_") and _config(checkpoint) is not None:
+    file = os.path.basename(without_query(source.name)) if isinstance(source, ByteSource) else ""
+    if file.startswith("adapter_") and _config(checkpoint) is not None:
         return True
     roles: dict[str, set[str]] = {}
     for name in names:

@@ -625,7 +625,8 @@ def judge_call(
     row = allowlist().rows.get(name)
     if row is None or not (row.new if new else row.called):
         return _outside(view, made, args, new, kwargs)
-    if not any(fits(view, args) for fits in row.takes) or not _is_empty(view, kwargs):
+    has_keywords = kwargs is not None and pairs(view, kwargs) != []
+    if has_keywords or not any(fits(view, args) for fits in row.takes):
         return Judged(UNSURE, row.gives)
     kind = ACCEPTED if name in weights_only() else HARMLESS
     if row.of_class and not _is_listed_class(args[0]):
@@ -690,10 +691,6 @@ def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
         else:
             found += items
     return found
-
-
-def _is_empty(view: View, kwargs: Node) -> bool:
-    return kwargs is None or pairs(view, kwargs) == []
 
 
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
