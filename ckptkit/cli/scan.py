@@ -89,7 +89,8 @@ def command(
     def watched() -> Iterator[Any]:
         """Yield results in the order of completion, and print errors of unreadable files."""
         nonlocal failed, found
-        for each in scan_all(files, trust=trust, workers=workers, progress=reads):
+        report = reads if progress.shown else None
+        for each in scan_all(files, trust=trust, workers=workers, progress=report):
             if isinstance(each, Failure):
                 failed += 1
                 progress.clear()

@@ -203,7 +203,7 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
     adapter and the base weights is not an adapter.
     """
     try:
-        names = checkpoint.weights
+        names = checkpoint.required.nodes
     except CkptkitError:
         return False
     source = checkpoint.source
