@@ -78,6 +78,7 @@ _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "s
 # Models with Conv1D of transformers, and the modules of this class in these models
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
 _CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
+_LABELS = re.compile(r"(?:.*\.)?(?:classifier|score)(?:\.out_proj)?\.weight")
 _COUNTS = "num_hidden_layers", "n_layer", "num_layers"  # names of the number of layers
 # The module whose layers peft repeats. See replicate_layers in tuners/tuners_utils.py.
 _STACK = re.compile(r"(module\.|model\.)*(bert\.)?(layers|encoder\.layer|h)")
@@ -597,18 +598,43 @@ class MergePlan:
         if self.weight != 1:
             raise self._unweighted(own, "the adapter contains the complete tensor")
         if old is not None and made.shape != old.shape:
-            if made.ndim != 2 or made.shape[1:] != old.shape[1:]:
+            if not self._fits(own, name, made, old):
                 there = f"{shape_text(old.shape)} in the base"
                 what = f"{shown(own)} has shape {shape_text(made.shape)}, but {there}"
                 self._refuse("shape", what, HELP, own)
                 return
-            self.unlike.append((own, made.shape[0], old.shape[0]))
+            if made.ndim == 2:
+                self.unlike.append((own, made.shape[0], old.shape[0]))
             if name.removesuffix(".weight").rpartition(".")[2] in (*EMBEDDINGS, *HEADS):
                 self._configure("vocab_size", made.shape[0])
+        if made.ndim == 2 and _LABELS.fullmatch(name) and (old is None or old.shape != made.shape):
+            self._count_labels(made.shape[0])
         if old is None:
             self.notes.append(f"added {shown(name)}, which the base does not have")
         self.new[name] = made
         self.replaced += 1
+
+    def _fits(self, own: str, name: str, made: Tensor, old: Tensor) -> bool:
+        """Return whether a complete tensor may replace a tensor with another number of rows.
+
+        The weight and the bias of a module must have the same number of rows after the merge.
+        """
+        module, _, end = own.rpartition(".")
+        other = {"weight": "bias", "bias": "weight"}.get(end, "")
+        there = self.new.get(f"{name.removesuffix(end)}{other}")
+        mate = self.adapter.replaced.get(f"{module}.{other}", there)
+        is_bias = end == "bias" and made.ndim == old.ndim == 1 and mate is not None
+        is_matrix = made.ndim == 2 and made.shape[1:] == old.shape[1:]
+        return (is_matrix or is_bias) and (mate is None or mate.shape[:1] == made.shape[:1])
+
+    def _count_labels(self, count: int) -> None:
+        """Change the number of labels in config.json. The adapter has no names for new labels."""
+        labels = self.config.get("id2label")
+        known = len(labels) if isinstance(labels, dict) else self.config.get("num_labels", 2)
+        if count != known:
+            words = ("id2label", "label2id")
+            self.new_config |= {word: None for word in words if word in self.config}
+            self.new_config["num_labels"] = count
 
     def _configure(self, word: str, value: object) -> None:
         """Change a value of config.json where it is: at the top, in text_config, or in both."""

@@ -735,6 +735,38 @@ def test_a_larger_classifier_is_no_vocabulary(tmp_path: Path, in_process: Cli) -
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 12
 
 
+@pytest.mark.parametrize("name", ["classifier", "classifier.out_proj", "score"])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (5, 3), (3, 2)])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_classifier_with_another_number_of_labels(
+    name: str, old: int, new: int, is_new: bool, tmp_path: Path, in_process: Cli
+) -> None:
+    """transformers counts id2label, and takes num_labels if id2label is null."""
+    head = {f"{name}.weight": values(new, 6), f"{name}.bias": values(new)}
+    old_head = {f"{name}.weight": values(old, 6), f"{name}.bias": values(old)}
+    labels = {str(n): f"L{n}" for n in range(old)}
+    more = {"id2label": labels, "label2id": {"L0": 0}} if old != 2 else {}
+    path = base(tmp_path, {"fc.weight": values(6, 6)} | ({} if is_new else old_head), **more)
+    made = adapter(tmp_path, factors("fc", 6, 6) | head, task_type="SEQ_CLS")
+    done = in_process("lora", "merge", path, made, tmp_path / "out")
+    assert done.code == 0, done.stderr
+    seen = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(seen[key], each) for key, each in head.items())
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["num_labels"] == new and config.get("id2label") is None
+    assert config.get("label2id") is None
+
+
+@pytest.mark.parametrize("end", ["weight", "bias"])
+def test_half_a_classifier_is_refused(end: str, tmp_path: Path) -> None:
+    head = {"score.weight": values(2, 6), "score.bias": values(2)}
+    path = base(tmp_path, {"fc.weight": values(6, 6)} | head)
+    new = {"weight": values(3, 6), "bias": values(3)}[end]
+    made = adapter(tmp_path, factors("fc", 6, 6) | {f"score.{end}": new})
+    with pytest.raises(UnsupportedError, match=rf"score\.{end}' has shape \[3"):
+        merged(tmp_path, path, made)
+
+
 @pytest.mark.parametrize(
     ("stem", "head"),
     [
