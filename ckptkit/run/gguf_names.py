@@ -28,7 +28,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import OutputFile, Plan, Segment
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import quoted, shell_command, some
+from ckptkit.core.text import plural, quoted, shell_command, some
 from ckptkit.edits.elements import cast
 from ckptkit.edits.keys import select
 from ckptkit.edits.rules import RuleOptions, check_like, metadata
@@ -36,11 +36,15 @@ from ckptkit.rules.notation import RuleError
 from ckptkit.run import recipes
 from ckptkit.run.recipes import gguf
 
-# Weights that the script of llama.cpp does not convert: poolers, heads of other tasks, and buffers
-# that old versions saved.
+# Weights that the script of llama.cpp does not convert: poolers, heads of other tasks, buffers that
+# old versions saved, and layers for multi-token prediction.
 NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias",
                  "*h.*.attn.bias", "*.attention.bias", "*.attention.masked_bias",
-                 "embeddings.position_ids")  # fmt: skip
+                 "embeddings.position_ids", "mtp.*")  # fmt: skip
+# Weights that the script converts only to another file, an mmproj file.
+MMPROJ = ("*visual.*", "*vision.*", "*vision_*", "*audio.*", "*audio_*", "*projector.*")
+# Prefix of the text model in multimodal models of transformers, and in text models.
+NESTED = PrefixChange("model.language_model.", "model.")
 # GGUF types that ckptkit writes, by dtype of the tensor.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
@@ -115,14 +119,18 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     left = [f"{each} (only in GGUF files)" for each in file.weights if each not in kept]
     _, original = quantized.dequantized_views(made, original)
     way = _prefix(made.weights, original.weights)
-    back = {way(each): each for each in original.weights if each not in made.weights}
+    back = {_moved(each, way): each for each in original.weights if each not in made.weights}
     converted = {back.get(each, each): tensor for each, tensor in made.weights.items()}
     origins = {back.get(each, each): origin for each, origin in origins.items()}
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     weights: dict[str, Tensor] = {}
+    beside: dict[str, int] = {}
     for each, tensor in original.weights.items():
         if each not in converted and (why := _why_missing(each, original, embedding, way)):
             left.append(f"{each} ({why})")
+            continue
+        if each not in converted and any(fnmatchcase(each, glob) for glob in MMPROJ):
+            beside[each] = 0
             continue
         weights[each] = tensor
         if each in converted:
@@ -131,6 +139,8 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
         if weights[each] is not tensor:
             rows = tensor.shape[0] - weights[each].shape[0]
             left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
+    if beside:
+        left.append(f"{plural(len(beside), 'weight')} for an mmproj file: {some(beside, 2)}")
     prefix = _prefix_advice(way, original, made.weights)
     return Paired(converted, weights, original.name, origins, tuple(left), prefix, swapped)
 
@@ -147,8 +157,15 @@ def _prefix(converted: Mapping[str, Tensor], original: Mapping[str, Tensor]) -> 
     ours, theirs = shapes_of(kinds(original)), shapes_of(kinds(converted))
     rest = {name: shape for name, shape in ours.items() if name not in theirs}
     way = prefixes(rest, {name: shape for name, shape in theirs.items() if name not in ours})
-    is_taken = any(way(name) != name and way(name) in ours for name in rest)
-    return PrefixChange() if is_taken or (way.strip and way.add) else way
+    if (way.strip and way.add) or not any(way):
+        way = NESTED
+    moved = {name: new for name in rest if (new := _moved(name, way)) != name}
+    is_unique = ours.keys().isdisjoint(moved.values()) and theirs.keys() & moved.values()
+    return way if is_unique else PrefixChange()
+
+
+def _moved(name: str, way: PrefixChange) -> str:
+    return way(name) if name.startswith(way.strip) else name
 
 
 def _prefix_advice(
@@ -156,6 +173,8 @@ def _prefix_advice(
 ) -> str | None:
     """Return a sentence about the different prefix of the original's names, or None."""
     path = original.name or ""
+    if way.strip and way.add:
+        return f"names in {path} start with {way.strip!r} instead of {way.add!r}"
     if way.strip:
         command = advice.strip_module(path, [way.strip], *original.chosen)
         return f"names in {path} have the additional prefix {way.strip!r}; to remove it: {command}"
@@ -231,7 +250,7 @@ def _type(tensor: Tensor) -> str:
 
 def _why_missing(name: str, original: Checkpoint, embedding: str | None, way: PrefixChange) -> str:
     """Return the reason why a GGUF file lacks a weight of its original, or "" if unknown."""
-    if any(fnmatchcase(way(name), glob) for glob in NOT_CONVERTED):
+    if any(fnmatchcase(_moved(name, way), glob) for glob in NOT_CONVERTED):
         return "llama.cpp does not convert it"
     weights = original.weights
     if embedding is None or embedding not in weights or name == embedding:

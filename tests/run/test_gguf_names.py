@@ -296,6 +296,33 @@ def test_names_without_a_prefix_beside_a_head(tmp_path: Path, command: Ckptkit) 
     assert (len(found["missing"]), len(found["unexpected"])) == (24, 12)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_model_of_a_multimodal_model(
+    prefix: str,
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Weights of the vision model are a note; others that the file lacks, a difference."""
+    source, state = pair
+    new = f"{prefix}model." if prefix == "language_model." else prefix
+    other = {name.replace("model.", new): each for name, each in state.items()}
+    vision = {"model.visual.patch_embed.proj.weight": torch.ones(3),
+              "vision_tower.norm.weight": torch.ones(32), "mtp.norm.weight": torch.ones(32)}  # fmt: skip
+    hf = written(tmp_path, other | vision)
+    for sides in ((source, hf), (hf, source)):
+        done = command("diff", *sides)
+        assert done.exit_code == 0, done.stdout
+        said = " ".join(done.stdout.split())
+        assert "the same model: 11 keys" in said
+        assert f"{prefix!r}" in said
+        assert "mtp.norm.weight (llama.cpp does not convert it)" in said
+        assert "2 weights for an mmproj file: model.visual.patch_embed.proj.weight" in said
+    written(tmp_path, other | vision | {"model.other.weight": torch.ones(32)})
+    found = json.loads(command("diff", source, hf, "--json").stdout)
+    assert (found["missing"], found["unexpected"]) == (["model.other.weight"], [])
+
+
 def test_nan_is_not_explained(
     pair: tuple[Path, State],
     tmp_path: Path,

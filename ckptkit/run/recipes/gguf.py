@@ -388,12 +388,8 @@ def _derived(
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
         made["feed_forward_proj"] = "gated-gelu" if gated else "relu"
-    elif config.get("linear_num_value_heads") and "ssm.inner_size" in values:
-        made["linear_value_head_dim"] = values["ssm.inner_size"] // config["linear_num_value_heads"]
-        made["layer_types"] = [
-            "full_attention" if f"blk.{layer}.attn_q.weight" in weights else "linear_attention"
-            for layer in range(min(values.get("block_count", 0), len(weights)))
-        ]
+    elif "linear_num_value_heads" in config:
+        made = _linear_attention(values, weights)
     rotary, width = values.get("rope.dimension_count"), config.get("head_dim")
     if width is None and config.get("num_attention_heads"):
         width = config.get("hidden_size", 0) // config["num_attention_heads"]
@@ -427,6 +423,20 @@ def _latent_attention(
         made |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     elif config.get("n_group", 1) > 1:
         made["topk_method"] = "group_limited_greedy"
+    return made
+
+
+def _linear_attention(values: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Qwen3-Next and Qwen3.5."""
+    size, heads, layers = (
+        each if isinstance(each := values.get(key), int) else 0
+        for key in ("ssm.inner_size", "ssm.time_step_rank", "block_count")
+    )
+    made: dict[str, Any] = {"linear_value_head_dim": size // heads} if heads else {}
+    made["layer_types"] = [
+        "full_attention" if f"blk.{layer}.attn_q.weight" in weights else "linear_attention"
+        for layer in range(min(layers, len(weights)))
+    ]
     return made
 
 
