@@ -85,6 +85,13 @@ def _named(tensors: Tensors, endings: tuple[str, ...]) -> Iterator[tuple[str, Te
             yield name, tensor
 
 
+def vocabulary(tensors: Tensors) -> list[str]:
+    """Return the names of the embedding and of the head with the same number of rows."""
+    found = dict(_named(tensors, (*_EMBEDDINGS, *_HEAD)))
+    rows = next((each.shape[0] for each in found.values()), 0)
+    return [name for name, each in found.items() if each.shape[0] == rows]
+
+
 def _layers(config: Config, tensors: Tensors) -> Iterator[Compared]:
     expected, counts = _field(config, LAYERS), _counts(_LAYER, tensors)
     if expected is None or not counts:

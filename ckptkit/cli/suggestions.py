@@ -43,38 +43,56 @@ from ckptkit.core.tree import join
 
 # Maps commands of other tools to the ckptkit command that does the same.
 WORDS = {
-    "add-prefix": "add-module", "allclose": "diff", "bf16": "convert --cast bfloat16",
-    "cast": "convert --cast float16", "cat": "inspect", "checksum": "digest", "cmp": "diff",
-    "compare": "diff", "concat": "join", "consolidate": "convert", "copy": "convert",
-    "count": "inspect --brief", "cp": "convert", "cpu": "remap --to cpu",
-    "cuda": "remap --to cuda", "delete": "convert --drop", "dequantize": "convert --dequantize",
-    "diagnose": "doctor", "drop": "convert --drop", "dtype": "convert --cast float16",
-    "du": "inspect --brief", "equal": "diff", "export": "convert", "extract-ema": "ema",
-    "fix": "doctor", "float16": "convert --cast float16", "fp16": "convert --cast float16",
-    "get": "inspect", "gguf": "convert --like", "gguf2safetensors": "convert",
-    "half": "convert --cast float16", "hash": "digest", "head": "inspect", "histogram": "stats",
-    "inf": "verify --values", "info": "inspect", "is-safe": "scan", "keys": "inspect --names",
-    "list": "inspect", "list-keys": "inspect --names", "load": "inspect", "load-into": "diff",
-    "ls": "inspect", "man": "help", "mean": "average", "merge-lora": "lora merge",
-    "merge-shards": "convert", "module": "strip-module", "names": "inspect --names",
-    "nan": "verify --values", "nans": "verify --values", "open": "inspect",
-    "params": "inspect --brief", "plot": "report", "prefix": "add-module", "print": "inspect",
-    "prune": "convert --drop", "quantize": "convert --quantize fp8-block",
-    "remove": "convert --drop", "remove-module": "strip-module", "remove-optimizer": "extract",
-    "remove-prefix": "strip-module", "rename-keys": "rename", "repair": "recover", "safe": "scan",
-    "safetensors": "convert --format safetensors", "save": "convert", "security": "scan",
-    "sed": "rename --sub", "select": "convert --keep", "sha256": "digest",
-    "shard": "convert --shard-size 5GB", "size": "inspect --brief", "soup": "average",
-    "split": "convert --shard-size 5GB", "strip-optimizer": "extract",
-    "strip-prefix": "strip-module", "sum": "average", "summary": "inspect --brief",
-    "swa": "average", "test": "verify", "to": "remap --to",
-    "to-safetensors": "convert --format safetensors", "tree": "inspect --tree", "union": "join",
-    "unwrap": "extract", "validate": "verify", "version": "env", "view": "inspect",
-    "zero-to-fp32": "convert",
+    "add": "merge --method linear --no-normalize", "add-prefix": "add-module", "allclose": "diff",
+    "apply": "delta apply", "bf16": "convert --cast bfloat16", "cast": "convert --cast float16",
+    "cat": "inspect", "checksum": "digest", "clean": "convert --objects drop", "clone": "convert",
+    "cmp": "diff", "compact": "convert --compact", "compare": "diff", "concat": "join",
+    "consolidate": "convert", "convert-lora": "lora convert", "copy": "convert",
+    "count": "inspect --brief", "cp": "convert", "cpu": "remap --to cpu", "cuda": "remap --to cuda",
+    "dare": "merge --method dare-ties", "dcp-to-torch": "convert", "delete": "convert --drop",
+    "dequant": "convert --dequantize", "dequantize": "convert --dequantize", "diagnose": "doctor",
+    "drop": "convert --drop", "dtype": "convert --cast float16", "du": "inspect --brief",
+    "equal": "diff", "export": "convert", "extract-ema": "ema", "extract-lora": "lora extract",
+    "find-nan": "verify --values", "fix": "doctor", "float16": "convert --cast float16",
+    "fp16": "convert --cast float16", "get": "inspect", "gguf": "inspect",
+    "gguf2safetensors": "convert", "half": "convert --cast float16", "hash": "digest",
+    "head": "inspect", "histogram": "stats", "inf": "verify --values", "info": "inspect",
+    "is-safe": "scan", "keys": "inspect --names", "list": "inspect", "list-keys": "inspect --names",
+    "load": "inspect", "load-into": "diff", "ls": "inspect", "malware": "scan", "man": "help",
+    "mean": "average", "merge-lora": "lora merge", "merge-shards": "convert", "metadata": "inspect",
+    "module": "strip-module", "names": "inspect --names", "nan": "verify --values",
+    "nans": "verify --values", "open": "inspect", "optimizer": "inspect --flat", "pad": "resize",
+    "params": "inspect --brief", "patch": "delta apply", "plot": "report", "prefix": "add-module",
+    "print": "inspect", "prune": "extract", "quantize": "convert --quantize fp8-block",
+    "recipe": "run --list", "recipes": "run --list", "remove": "convert --drop",
+    "remove-module": "strip-module", "remove-optimizer": "extract", "remove-prefix": "strip-module",
+    "rename-keys": "rename", "repair": "recover", "resize-embeddings": "resize",
+    "resize-lora": "lora resize", "resize-vocab": "resize", "safe": "scan",
+    "safetensors": "convert --format safetensors", "sanitize": "convert --objects drop",
+    "save": "convert", "security": "scan", "sed": "rename --sub", "select": "convert --keep",
+    "set-metadata": "convert --set-metadata", "sha256": "digest",
+    "shard": "convert --shard-size 5GB", "size": "inspect --brief", "slerp": "merge --method slerp",
+    "soup": "average", "split": "convert --shard-size 5GB", "strip-optimizer": "extract",
+    "strip-prefix": "strip-module",
+    "subtract": "merge --method linear --no-normalize --weight 1 --weight -1", "sum": "average",
+    "summary": "inspect --brief", "swa": "average", "test": "verify", "ties": "merge --method ties",
+    "to": "remap --to", "to-cpu": "remap --to cpu",
+    "to-safetensors": "convert --format safetensors", "torch-to-dcp": "convert --format dcp",
+    "tree": "inspect --tree", "union": "join", "unshard": "convert", "unwrap": "strip-module",
+    "validate": "verify", "version": "env", "view": "inspect", "zero-to-fp32": "convert",
 }  # fmt: skip
-DST = "DST"
+# Maps wrong words after the name of a group of commands to the command that does the same.
+SUBWORDS = {
+    "delta build": "delta make", "delta check": "delta verify", "delta compare": "delta make",
+    "delta create": "delta make", "delta diff": "delta make", "delta merge": "delta squash",
+    "delta patch": "delta apply", "lora apply": "lora merge", "lora info": "inspect",
+    "lora subtract": "lora merge --weight -1", "lora svd": "lora extract",
+    "lora unmerge": "lora merge --weight -1",
+}  # fmt: skip
+DST, ARGUMENT = "DST", "ARGUMENT"
 # Maps option names of other tools to ckptkit options. A key may start with the command of the
-# option. `DST` means that the value of the option becomes the argument DST.
+# option. `DST` means that the value of the option becomes the argument DST. `ARGUMENT` means that
+# the value becomes an argument at the same position.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -82,26 +100,38 @@ OPTIONS = {
     "--half": "convert --cast float16", "--include": "convert --keep",
     "--keys-only": "diff --no-values", "--manifest": "--output", "--map-device": "--device",
     "--map-location": "remap --to", "--max-shard-size": "convert --shard-size",
-    "--nan": "verify --values", "--only-keys": "diff --no-values", "--out": DST, "--output": DST,
-    "--output-dir": DST, "--overwrite": "convert --force", "--pattern": "rename --sub",
-    "--regex": "rename --sub", "--remove": "convert --drop", "--replace": "convert --force",
-    "--resize": "resize --rows", "--select": "convert --keep", "--strip": "--prefix",
-    "--strip-prefix": "strip-module --prefix",
+    "--nan": "verify --values", "--only": "convert --keep", "--only-keys": "diff --no-values",
+    "--out": DST, "--output": DST, "--output-dir": DST, "--overwrite": "convert --force",
+    "--pattern": "rename --sub", "--regex": "rename --sub", "--remove": "convert --drop",
+    "--replace": "convert --force", "--resize": "resize --rows", "--select": "convert --keep",
+    "--strip": "--prefix", "--strip-prefix": "strip-module --prefix",
     "--summary": "inspect --brief", "--tol": "diff --atol", "--tolerance": "diff --atol",
-    "--yes": "convert --force", "-e": "rename --sub",
+    "--weights": "--weight", "--yes": "convert --force", "-e": "rename --sub",
     "-f": "convert --force", "-k": "extract --key", "-n": "convert --dry-run", "-o": DST,
     "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
-    "batch -o": "--into", "batch --output": "--into", "batch --out": "--into",
-    "browse --json": "inspect --json", "check --model": "diff --model",
-    "convert --ema": "ema", "convert --no-optimizer": "extract", "convert --only-model": "extract",
-    "convert --remove-optimizer": "extract", "convert --strip-prefix": "--strip",
-    "convert --weights-only": "extract", "extract --ema": "ema",
-    "inspect --full": "--flat", "inspect --keys-only": "--names", "inspect --list": "--names",
-    "inspect --shapes": "--flat", "rename --replace": "--sub", "rename --rename": "--sub",
-    "convert --keys": "--keep", "doctor --out": "--fix", "doctor --output": "--fix",
-    "doctor -o": "--fix", "extract --keys": "convert --keep", "convert --prefix": "--strip",
-    "inspect --all": "--tree",
+    "batch --out": "--into", "batch --output": "--into", "batch --suffix": "--format",
+    "batch -o": "--into", "browse --json": "inspect --json", "check --model": "diff --model",
+    "convert --ema": "ema", "convert --keys": "--keep", "convert --metadata": "--set-metadata",
+    "convert --no-optimizer": "extract", "convert --only-model": "extract",
+    "convert --prefix": "--strip", "convert --remove-optimizer": "extract",
+    "convert --size": "--shard-size", "convert --strip-prefix": "--strip",
+    "convert --weights-only": "extract", "diff --optimizer": "--all", "diff --save": "delta make",
+    "doctor --base": "lora check --base", "doctor --out": "--fix", "doctor --output": "--fix",
+    "doctor -o": "--fix", "extract --ema": "ema", "extract --keys": "convert --keep",
+    "inspect --all": "--tree", "inspect --full": "--flat", "inspect --keys-only": "--names",
+    "inspect --list": "--names", "inspect --metadata": "inspect", "inspect --optimizer": "--flat",
+    "inspect --quantization": "inspect", "inspect --shapes": "--flat", "lora --base": ARGUMENT,
+    "lora --dtype": "convert --cast", "lora --format": "--to", "lora --scale": "--weight",
+    "lora --subtract": "--weight -1", "lora -r": "--rank", "merge --alpha": "--scale",
+    "merge --dare": "--method dare-ties", "merge --linear": "--method linear",
+    "merge --ratio": "--scale", "merge --slerp": "--method slerp", "merge --t": "--scale",
+    "merge --task-arithmetic": "--method task", "merge --ties": "--method ties",
     "remap --map": "--device", "remap --values": "--device-values",
+    "rename --add-prefix": "add-module --prefix", "rename --from": "--sub",
+    "rename --prefix": "--sub", "rename --rename": "--sub", "rename --replace": "--sub",
+    "rename --to": ARGUMENT, "resize --num-tokens": "--rows", "resize --rank": "lora resize --rank",
+    "resize --size": "--rows", "resize --to": "--rows", "resize --vocab": "--rows",
+    "resize --vocab-size": "--rows", "scan --fix": "convert --objects drop",
 }  # fmt: skip
 # Commands that `convert` can replace, and the options of `convert` that do the same.
 AS_CONVERT = {
@@ -115,11 +145,23 @@ WITHOUT_JSON = {
     "rules": "rules prints a YAML recipe; `ckptkit run` reads it",
     "train": "train writes checkpoints; `ckptkit inspect --json` prints their contents",
 }
+# Maps options and commands that ckptkit lacks to a hint.
+UNTIED = "with DST of safetensors, `--ties duplicate` of convert writes tied tensors twice"
+IN_PYTHON = """in Python: ckptkit.save(ckptkit.open("run.pth").with_value("epoch", 3), "new.pth")"""
+LACKING = {
+    "--legacy": "ckptkit writes the format of torch 1.6 and later. torch.save(..., "
+    "_use_new_zipfile_serialization=False) writes the older format",
+    "--set": IN_PYTHON, "edit": IN_PYTHON, "set": IN_PYTHON,
+    "--untie": UNTIED, "untie": UNTIED,
+}  # fmt: skip
 # Maps a group of commands to one of its commands. If a user gives a file in place of a command, the
 # hint contains this command.
 GROUPS = {"lora": "check", "delta": "make"}
 # Maps a command to its required option and a default value.
-NEEDED = {"remap": ("--to", "cpu"), "merge": ("--method", "linear")}
+NEEDED = {
+    "remap": ("--to", "cpu"), "merge": ("--method", "linear"), "lora extract": ("--rank", "16"),
+    "lora resize": ("--rank", "8"), "lora convert": ("--to", "peft"),
+}  # fmt: skip
 OUTPUT = {"doctor": "--fix", "digest": "--output"}  # maps a command to the option for its output
 # Names of parameters for input files.
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")
@@ -128,7 +170,12 @@ STEPS = 8  # maximum number of replacements
 INTO = "out"
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
+_COMMAND = re.compile(r"`(ckptkit [^`]+)`")
 _DEVICE = re.compile(r"(cpu|meta|mps|cuda(:\d+)?)")
+_RECIPES = (".yaml", ".yml", ".toml")
+_NUMBER = re.compile(r"-?\d*\.?\d+")
+_WEIGHTED = re.compile(rf"(.+)[:@=]({_NUMBER.pattern})")
+_NOT_A_CHOICE = re.compile(r"'([^']*)' is not one of")
 
 
 def _is_dtype(word: str) -> bool:
@@ -141,6 +188,7 @@ VALUES: dict[str, Callable[[str], bool]] = {
     "--cast": _is_dtype,
     "--shard-size": lambda word: not word.isdigit() and parse_size(word) is not None,
     "--sub": lambda word: "=" in word and not os.path.lexists(word),
+    "--device": lambda word: all(map(_DEVICE.fullmatch, word.split("="))) and "=" in word,
 }
 Words = list[str]
 Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected command line
@@ -170,6 +218,7 @@ class Line:
         name = words[self.at] if words else ""
         self.name = name if name in main.list_commands(context) else ""
         self.command = main.get_command(context, name) or main
+        self.path = " ".join(words[self.at : self.at + 1 + isinstance(self.command, click.Group)])
         batch = main.get_command(context, "batch")
         names = batch.list_commands(context) if isinstance(batch, click.Group) else ()
         self.is_batchable = self.name in names  # whether `batch` can run the command
@@ -272,6 +321,8 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
         step, new = _step(error, found)
         said = said or step
         if new is None or new.words == found.words:
+            with suppress(click.UsageError):
+                said = _first(_of_options(found, found.parts()[0])) or said
             return said
         found = new
         try:
@@ -286,16 +337,26 @@ def _meant(error: click.UsageError, line: Line) -> str | None:
 
 def _first(lines: Iterable[Line]) -> str | None:
     """Return a hint with the first command line that works."""
-    for line in lines:
-        with suppress(click.UsageError, CkptkitError):
-            if line.works():
-                return f"did you mean {line}?"
+    for first in lines:
+        line: Line | None = first
+        for _ in range(STEPS):
+            try:
+                if line is not None and line.works():
+                    return f"did you mean {line}?"
+                break
+            except click.UsageError as error:
+                line = _step(error, line)[1] if line is not None else None
+            except CkptkitError:
+                break
     return None
 
 
 def _step(error: click.UsageError, line: Line) -> Step:
     """Return a fallback hint, and the command line with the next correction. Each may be None."""
     context = error.ctx
+    if context is None and isinstance(error, click.BadOptionUsage):  # an option without its value
+        context = click.Context(line.command, parent=line.context, info_name=line.name)
+        return _of_value(error, line, context) or (None, None)
     if context is None:
         return None, None
     if isinstance(error, click.NoSuchOption):
@@ -304,35 +365,67 @@ def _step(error: click.UsageError, line: Line) -> Step:
         return _missing(error, line)
     if error.message.startswith("No such command"):
         return _command(line) if context.command is line.main else (None, _subcommand(line))
+    if (known := _of_value(error, line, context)) is not None:
+        return known
     if error.message.startswith("name two or more SRC"):
         return None, _several(line)
     if error.message.startswith("give either B"):
         return None, _beside(line)
     for word in line.words:
         if (sed := _SED.fullmatch(word)) is not None:
-            known = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
-            return None, line.replaced(word, *[] if known else ["--sub"], f"{sed[2]}={sed[3]}")
+            is_said = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
+            return None, line.replaced(word, *[] if is_said else ["--sub"], f"{sed[2]}={sed[3]}")
         pair = [word, next(iter(line.words[line.words.index(word) + 1 :]), "")]
         if "REGEX=" in error.message and repr(word) in error.message and "=" not in pair[1]:
             new = line.replaced(pair[1])
-            return None, new and new.replaced(word, "=".join(pair))  # `--sub OLD NEW`
+            return None, new and new.replaced(word, _regex(*pair))  # `--sub OLD NEW`
     if "is not of the form A=B" in error.message:  # the user gave one device for all tensors
         return None, line.replaced("--device", "--to")
     if "unexpected extra argument" in error.message:
-        return None, _extra(line)
+        return None, _extra(line, context.command)
     if line.name in NEEDED and not isinstance(error, click.BadParameter):
         return None, line.with_words([*line.words, *NEEDED[line.name]])
     return None, None
 
 
+def _regex(old: str, new: str) -> str:
+    """Return the value of --sub. `old` is a prefix that ends with a dot, or a pattern."""
+    return f"^{re.escape(old)}={new}" if old.endswith(".") else f"{old}={new}"
+
+
+def _of_value(error: click.UsageError, line: Line, context: click.Context) -> Step | None:
+    """Correct the value of an option with choices, or an option that means something else here."""
+    param = getattr(error, "param", None)
+    options = [getattr(error, "option_name", ""), *(param.opts if param is not None else ())]
+    bad = _NOT_A_CHOICE.search(error.message)
+    if bad is not None and param is not None and isinstance(param.type, click.Choice):
+        plain = bad[1].lower().replace("_", "-").strip(".")
+        choices = list(map(str, param.type.choices))
+        near = [plain] if plain in choices else [each for each in choices if plain.startswith(each)]
+        if near := near or nearest(plain, choices, CLOSE):
+            return None, line.replaced(bad[1], near[0])
+    for option in options:
+        if option and f"{line.name} {option}" in OPTIONS:
+            return _option(click.NoSuchOption(option, ctx=context), line)
+    return None
+
+
 def _command(line: Line) -> Step:
     """Replace an unknown command."""
     word, rest = line.words[line.at], line.words[line.at + 1 :]
+    commands = line.main.list_commands(click.Context(line.main))
+    if len(rest) > 1 and rest[0] in commands and not os.path.exists(rest[0]):
+        return None, line.without(word)  # a word before the command
+    if word in LACKING:
+        return LACKING[word], None
     if (known := WORDS.get(word.lower().replace("_", "-"))) is not None:
         name, *options = known.split()
+        if options and len(rest) > 2 and os.path.exists(rest[0]) and not rest[-1].startswith("-"):
+            found = line.main.get_command(line.context, name)
+            if found is not None and _takes_value(found, options[-1]):
+                options, rest = options[:-1], [*rest[:-1], options[-1], rest[-1]]
         new = line.with_words([*line.words[: line.at], name, *options, *rest])
         return f"did you mean {known}? see `ckptkit {name} --help`", new
-    commands = line.main.list_commands(click.Context(line.main))
     near = [name for name in commands if name.startswith(word)]
     near = near or nearest(word, commands, CLOSE)
     if not near:
@@ -344,6 +437,8 @@ def _subcommand(line: Line) -> Line | None:
     """Correct or insert the word after the name of a group of commands."""
     before, (word, *rest) = line.words[: line.at], line.words[line.at + 1 :]
     known = line.main.list_commands(line.context)
+    if (meant := SUBWORDS.get(f"{line.name} {word}")) is not None:
+        return line.with_words([*before, *meant.split(), *rest])
     if word in known:  # the command takes many files without `batch`
         return line.with_words([*before, word, *rest])
     assert isinstance(line.command, click.Group)
@@ -360,7 +455,14 @@ def _several(line: Line) -> Line | None:
     places = line.parts()[0]
     if all(map(os.path.exists, places)):
         return line.with_words([*line.words, output_name(places[0], "new")])
+    if os.path.splitext(places[0])[1] in _RECIPES:
+        words = ["run" if each == line.name else each for each in line.words]
+        return line.with_words(words).replaced(places[0], places[0], ".")
     if os.path.isdir(places[0]):
+        from ckptkit.api import open_checkpoint
+
+        with suppress(CkptkitError), open_checkpoint(places[0]):  # one checkpoint of several files
+            return line.replaced(line.name, "convert")
         return line.replaced(places[0], os.path.join(places[0], "*"))
     return None
 
@@ -373,8 +475,40 @@ def _beside(line: Line) -> Line | None:
     return line.with_words([*line.words, near[0]]) if near and os.path.isfile(place) else None
 
 
+def _takes_value(command: click.Command, option: str) -> bool:
+    found = (each for each in command.params if option in each.opts)
+    return any(isinstance(each, click.Option) and not each.is_flag for each in found)
+
+
 def _has(command: click.Command, option: str) -> bool:
     return any(option in (*each.opts, *each.secondary_opts) for each in command.params)
+
+
+def _without_default(words: Words, option: str) -> Words:
+    """Remove `option` if its value is a default value from `WORDS`."""
+    at = words.index(option) if option in words else len(words)
+    is_default = any(" ".join(words[at : at + 2]) in known for known in WORDS.values())
+    return words[:at] + words[at + 2 :] if is_default and at < len(words) else words
+
+
+def _repeated(
+    command: click.Command, words: Words, value: Words, after: Words
+) -> tuple[Words, Words]:
+    """Return the words of an option, and its value. `after` loses the words of the value.
+
+    A user may give several numbers after one option.
+    """
+    if len(words) > 1:  # `--slerp 0.3`
+        is_scaled = after and _NUMBER.fullmatch(after[0]) and _has(command, "--scale")
+        return [*words, *(["--scale"] if is_scaled else [])], value
+    value = value or after[:1]
+    del after[: len(value) and after[:1] == value]
+    numbers = ",".join(value).split(",")
+    if not all(map(_NUMBER.fullmatch, numbers)):
+        return words, value
+    while after and _NUMBER.fullmatch(after[0]):
+        numbers.append(after.pop(0))
+    return words, [each for number in numbers for each in (words[0], number)][1:]
 
 
 def _option(error: click.NoSuchOption, line: Line) -> Step:
@@ -384,17 +518,27 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     see = f"see `{error.ctx.command_path} --help`"
     if wrong == "--json" and line.name in WITHOUT_JSON:
         return WITHOUT_JSON[line.name], None
+    if wrong in LACKING:
+        return LACKING[wrong], None
     options = [each for p in command.params for each in p.opts if each.startswith("--")]
     near = nearest(wrong, options, CLOSE)
-    known = OPTIONS.get(f"{line.name} {wrong}", OPTIONS.get(wrong, near[0] if near else ""))
+    own = OPTIONS.get(f"{line.name} {wrong}")
+    known = own or OPTIONS.get(wrong, near[0] if near else "")
     convert = line.main.get_command(click.Context(line.main), "convert")
     if not known and line.name in AS_CONVERT and convert is not None and _has(convert, wrong):
         known = f"convert {wrong}"
+    is_of_model = _has(command, "--arg") and any(map(is_model, line.words))
     at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
-    if not known or at is None:  # short options typed as one word, such as -qv, have no suggestions
+    if at is None or not (known or is_of_model):  # -qv may be two options
         return see, None
     before, after = line.words[:at], line.words[at + 1 :]
     value = list(filter(None, [line.words[at].partition("=")[2]]))
+    if not known:  # an argument of the model's constructor
+        argument = "=".join((wrong.lstrip("-").replace("-", "_"), *(value or after[:1])))
+        after = after if value else after[1:]
+        return f"use --arg: {see}", line.with_words([*before, "--arg", argument, *after])
+    if known == ARGUMENT:
+        return see, line.with_words([*before, *value, *after])
     if known == DST:
         value = value or [after.pop(0)] if after else []
         new = line.with_words([*before, *after, *value])
@@ -402,14 +546,18 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     owner, dashes, name = known.rpartition("--") if "--" in known else (known, "", "")
     words, owner = (dashes + name).split(), owner.strip()
     said = f"use {' '.join(words)}: {see}"
+    end = line.at + len(line.path.split())
     if not words:  # another command does what the option asks for
         said = f"use {owner}: see `ckptkit {owner} --help`"
-        before[line.at] = owner
+        before[line.at : end] = owner.split()
     elif not _has(command, words[0]) and owner:
         said = f"{owner} has {' '.join(words)}: see `ckptkit {owner} --help`"
-        if owner == "convert" and line.name not in AS_CONVERT:
+        if owner == "convert" and line.name not in AS_CONVERT and own is None:
             return said, None
-        before[line.at : line.at + 1] = [owner, *AS_CONVERT.get(line.name, "").split()]
+        before[line.at : end] = [*owner.split(), *AS_CONVERT.get(line.name, "").split()]
+    if words and _takes_value(command, words[0]):
+        before = _without_default(before, words[0])
+        words, value = _repeated(command, words, value, after)
     return said, line.with_words([*before, *words, *value, *after])
 
 
@@ -417,21 +565,21 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
     """Add the missing argument: a name from the file, or a name for the output."""
     name = None if error.param is None else error.param.name
     if name == "into":
-        last = line.words[-1]
-        named = last in line.parts()[0] and not last.startswith("-")
-        if named and not (os.path.lexists(last) or has_magic(last)):
-            return None, line.with_words([*line.words[:-1], "--into", last])
-        return None, line.with_words([*line.words, "--into", INTO])
+        return None, _into(line)
     if name == "files" and "--fix" in line.words[:-1]:  # `doctor --fix FILE`
         at = line.words.index("--fix")
         file, rest = line.words[at + 1], line.words[at + 2 :]
         words = [*line.words[:at], *rest, file, "--fix", output_name(file, "fixed")]
         return None, line.with_words(words)
     places, options = line.parts() if line.name else ([], [])
-    if line.name == "run" and options and os.path.isfile(options[0]):
-        return "name a recipe before SRC; `ckptkit run --list` lists the recipes", None
+    if line.name == "run" and name in ("recipe", "src", "dst"):
+        return _recipe(line, "".join(options[:1]))
     if not places:
         return None, None
+    if isinstance(error.param, click.Option) and (step := _required(error.param, line, places)):
+        return None, step
+    if line.path == "delta verify":  # verify takes one file
+        return None, line.without("delta")
     if name == "delta":
         return None, line.with_words([*line.words, output_name(places[1], "delta", "")])
     if name == "dst":
@@ -446,6 +594,45 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
     if name not in ("key", "name") or not os.path.exists(places[0]):
         return None, None
     return _in_file(name, line, places)
+
+
+def _into(line: Line) -> Line:
+    """Add --into. Its value is the last argument if it does not exist."""
+    for option, value in pairwise(line.words):
+        if option == "--to" and f".{value}" in WRITTEN:
+            line = line.replaced(option, "--format") or line
+    for last in line.parts()[0][-1:]:
+        if not (os.path.lexists(last) or has_magic(last)):
+            return line.replaced(last, "--into", last) or line
+    return line.with_words([*line.words, "--into", INTO])
+
+
+def _recipe(line: Line, recipe: str) -> Step:
+    """Add the missing recipe, or the missing SRC of `recipe`."""
+    if os.path.splitext(recipe)[1] in _RECIPES:  # a configuration of mergekit names its models
+        return None, line.replaced(recipe, recipe, ".")
+    if recipe and not os.path.exists(recipe):
+        return None, None
+    new = line.replaced(recipe, "gguf", recipe) if recipe.endswith(".gguf") else None
+    return "name a recipe before SRC; `ckptkit run --list` lists the recipes", new
+
+
+def _required(option: click.Option, line: Line, places: Words) -> Line | None:
+    """Add a required option. Its value is one of the arguments, or a default value."""
+    for word in places:
+        with suppress(click.BadParameter):
+            if isinstance(option.type, (click.Choice, click.types.IntParamType)):
+                option.type.convert(word, option, None)  # type: ignore[arg-type]
+                return line.replaced(word, option.opts[0], word)
+    if option.name == "keys" and line.name == "resize":  # the vocabulary
+        from ckptkit.analysis.config_check import vocabulary
+        from ckptkit.api import open_checkpoint
+
+        with suppress(CkptkitError), open_checkpoint(places[0]) as checkpoint:
+            named = [each for name in vocabulary(checkpoint.weights) for each in ("--keys", name)]
+            return line.with_words([*line.words, *named]) if named else None
+    needed = NEEDED.get(line.path, ())
+    return line.with_words([*line.words, *needed]) if needed[:1] == (option.opts[0],) else None
 
 
 def _in_file(name: str, line: Line, places: Words) -> Step:
@@ -480,8 +667,8 @@ def _wrapped(line: Line, places: Words) -> Line | None:
     return line.with_words([*line.words, "--key", "model"])
 
 
-def _extra(line: Line) -> Line | None:
-    """Correct a command line with too many arguments.
+def _extra(line: Line, command: click.Command) -> Line | None:
+    """Correct a command line with too many arguments for `command`.
 
     An argument may be the value of an option, or the user gave several files.
     """
@@ -491,11 +678,12 @@ def _extra(line: Line) -> Line | None:
     for word in places[2:]:
         for option, is_value in VALUES.items():
             if _has(line.command, option) and is_value(word):
-                new = line.replaced(word)
-                for old, value in pairwise(line.words):
-                    if old == option and new is not None:
-                        return new.replaced(value, word)
-                return line.replaced(word, option, word)
+                at = len(line.words) - 1 - line.words[::-1].index(word)
+                before, after = line.words[:at], line.words[at + 1 :]
+                if option in before:
+                    old = before.index(option) + 1
+                    return line.with_words([*before[:old], word, *before[old + 1 :], *after])
+                return line.with_words([*before, option, word, *after])
     devices = [word for word in places if _DEVICE.fullmatch(word)]
     if len(devices) == 2 and _has(line.command, "--device"):
         words = [word for word in line.words if word not in devices]
@@ -507,9 +695,12 @@ def _extra(line: Line) -> Line | None:
         return line.replaced(prefixes[0], "--prefix", prefixes[0])
     if len(places) == 4 and line.name == "rename":
         new = line.with_words([word for word in line.words if word not in places[2:]])
-        return new.with_words([*new.words, "--sub", f"^{re.escape(places[2])}={places[3]}"])
-    if not line.is_batchable:  # the command takes a single file
-        return line.with_words([word for word in line.words if word not in places[1:]])
+        return new.with_words([*new.words, "--sub", _regex(*places[2:])])
+    taken = sum(each.nargs for each in command.params if isinstance(each, click.Argument))
+    if _has(command, "--base") and os.path.exists(places[taken]):
+        return line.replaced(places[taken], "--base", places[taken])
+    if not line.is_batchable:  # the command takes a fixed number of files
+        return line.without(*places[taken:])
     if "--in-place" in line.words:
         return None
     *sources, last = places
@@ -527,6 +718,9 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
     """Return a hint for an input that ckptkit refused or did not find."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
+        command, known = new.split("`")[1], _COMMAND.findall(own or "")
+        if own and len(known) == 1 and known[0].split()[:3] == command.split()[:3]:
+            return own.replace(known[0], command)  # the same command, with the output of the user
         is_path = own is not None and own.startswith("did you mean")  # `own` suggests only a path
         return new if is_path else "; ".join(filter(None, [own, new]))
     is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
@@ -542,13 +736,27 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
 def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     """Yield corrected command lines for an input that ckptkit refused."""
     place = error.where
+    if line.name == "inspect" and line.words[line.at + 1] in WORDS:  # also the name of a file
+        yield from filter(None, [_command(line.without("inspect"))[1]])
     needed = NEEDED.get(line.name, ())
     if needed and isinstance(error, UsageError) and needed[0] not in line.words:
         yield line.with_words([*line.words, *needed])
-    if place is None or is_url(place):
-        return
-    if line.name in ("average", "join", "merge"):  # an adapter among whole models
-        yield from filter(None, [line.replaced(line.name, "lora", "merge")])
+    sources = line.parts()[0] if line.name else []
+    yield from _of_options(line, sources)
+    if place is not None and not is_url(place):
+        yield from _of_place(error, place, line, sources)
+
+
+def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> Iterator[Line]:
+    """Yield corrected command lines for the input `place`."""
+    if line.name in ("average", "join", "merge") and sources:
+        yield from filter(None, [line.replaced(line.name, "lora", "merge")])  # with an adapter
+        if len(sources) == 2:  # one folder of shards
+            yield from filter(None, [line.replaced(line.name, "convert")])
+        yield from filter(None, [line.replaced(line.name, "join")])  # files of shards
+    if line.name == "lora" and len(sources) > 2:  # the adapter before the base model
+        swap, end = {sources[0]: sources[1], sources[1]: sources[0]}, line.at + 2
+        yield line.with_words([*line.words[:end], *(swap.get(w, w) for w in line.words[end:])])
     patterns = [place] if has_magic(place) and not os.path.lexists(place) else []
     if isinstance(error, SeveralError):
         suffixes = {os.path.splitext(each)[1] for each in error.files}
@@ -560,22 +768,67 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
         yield from filter(None, [line.replaced(place, f"hf://{place}")])
     if is_missing and not isinstance(line.command, Writer) and place in line.words:
         yield from _of_no_file(place, line)
-    for before, word in pairwise(line.words):
-        if before in ("--drop", "--keep") and not has_magic(word):
-            yield from filter(None, [line.replaced(word, f"{word}*")])
-            if word.startswith("optim"):  # `extract` writes the weights without the optimizer
-                new = line.without(before, word)
-                yield from _extracting(new)
-    stem, suffix = os.path.splitext(place.rstrip("/"))
-    sources = line.parts()[0] if line.name else []
     is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
-    source_suffix = os.path.splitext(sources[0])[1] if sources else ""
-    if is_wrong and f".{place}" in WRITTEN and place in sources[1:]:
-        yield from filter(None, [line.replaced(place, output_name(sources[0], "new", f".{place}"))])
-    if is_wrong and source_suffix and suffix not in WRITTEN and place in sources[1:]:
-        yield from filter(None, [line.replaced(place, stem + source_suffix)])
+    if is_wrong and sources:
+        yield from _of_output(place, line, sources)
+    if line.name == "convert" and place.endswith(".gguf") and "--dequantize" not in line.words:
+        yield line.with_words([*line.words, "--dequantize", "bfloat16"])
+    if line.name == "show" and os.path.exists(place):  # an entry in place of a tensor
+        inspect = line.with_words(["inspect" if each == "show" else each for each in line.words])
+        yield from filter(None, [_selected(word, inspect) for word in sources[1:]])
     if line.name == "convert" and "--key" in line.words:
         yield from filter(None, [line.replaced("convert", "extract")])
+
+
+def _of_output(place: str, line: Line, sources: Words) -> Iterator[Line]:
+    """Yield command lines with another name of the output, or with another command for the file."""
+    stem, suffix = os.path.splitext(place.rstrip("/"))
+    source_suffix = os.path.splitext(sources[0])[1]
+    if f".{place}" in WRITTEN and place in sources[1:]:
+        yield from filter(None, [line.replaced(place, output_name(sources[0], "new", f".{place}"))])
+    if place in sources[1:]:
+        ends = [source_suffix, "", ".safetensors"] if suffix not in WRITTEN else [""]
+        for new in filter(None, (line.replaced(place, stem + end) for end in ends)):
+            yield new
+            if line.name == "convert" and source_suffix == ".gguf":
+                yield new.with_words([*new.words, "--dequantize", "bfloat16"])
+    if line.name == "run" and sources[:-1] == [place]:  # another layout
+        yield line.with_words(("doctor", place, "--fix", *sources[1:]))
+
+
+def _of_options(line: Line, sources: Words) -> Iterator[Line]:
+    """Yield command lines with another option for the same value, or without SRC:WEIGHT."""
+    for option, value in pairwise(line.words):
+        new = line.without(option, value)
+        if option == "--to" and _is_dtype(value):
+            yield new.with_words([*new.words, "--cast", value])
+        elif option == "--to" and not _DEVICE.fullmatch(value):
+            yield new.with_words([*new.words, "--format", value])
+            yield from filter(None, [line.replaced("convert", "lora", "convert")])
+            if (gguf := new.replaced("convert", "run", "gguf")) is not None:
+                yield gguf.with_words([*gguf.words, "--dequantize", "bfloat16"])
+        elif option == "--cast":  # a quantized weight
+            yield from filter(None, [line.replaced(option, "--dequantize")])
+        elif option == "--format":
+            yield from filter(None, [line.replaced(value, value.strip("."))])
+        elif option in ("--drop", "--keep"):
+            wider = () if has_magic(value) else (f"{value}*", f"*{value}*")
+            yield from filter(None, (line.replaced(value, each) for each in wider))
+            if value.startswith("optim"):  # `extract` writes the weights without the optimizer
+                yield from _extracting(new)
+        elif option in ("--weight", "--density") and _NUMBER.fullmatch(value):
+            for number in range(1, len(sources) - 1):  # the same value for each SRC
+                yield line.with_words([*line.words, *(option, value) * number])
+    if line.name == "rename" and not {"--sub", "--map"} & {*line.words}:  # another format
+        yield from filter(None, [line.replaced("rename", "convert")])
+    if "--method" in line.words and "--base" not in line.words and len(sources) > 3:
+        yield from filter(None, [line.replaced(sources[0], "--base", sources[0])])
+    pairs = [_WEIGHTED.fullmatch(each) for each in sources]
+    if any(pairs):
+        words = [_WEIGHTED.sub(r"\1", each) if each in sources else each for each in line.words]
+        weights = [each for pair in pairs if pair for each in ("--weight", pair[2])]
+        method = () if "--method" in words else NEEDED.get(line.name, ())
+        yield line.with_words([*words, *weights, *method])
 
 
 def _extracting(line: Line) -> Iterator[Line]:
@@ -588,6 +841,11 @@ def _extracting(line: Line) -> Iterator[Line]:
 def _of_no_file(place: str, line: Line) -> Iterator[Line]:
     """Yield corrected command lines for an argument that is not a file."""
     yield from filter(None, [_selected(place, line)])
+    if line.name in ("diff", "doctor"):
+        for file in sorted(glob("*.py")):
+            with suppress(OSError, UnicodeDecodeError), open(file, encoding="utf-8") as source:
+                if re.search(rf"^class {re.escape(place)}\b", source.read(), re.M):
+                    yield from filter(None, [line.replaced(place, f"{file}:{place}")])
     module, _, name = place.rpartition(".")
     if os.path.isfile(file := f"{module.replace('.', os.sep)}.py"):
         yield from filter(None, [line.replaced(place, f"{file}:{name}")])
@@ -600,6 +858,8 @@ def _of_no_file(place: str, line: Line) -> Iterator[Line]:
     for word in filter(os.path.isfile, line.words):  # two arguments in the wrong order
         swap = {word: place, place: word}
         yield line.with_words([swap.get(each, each) for each in line.words])
+    if line.name == "diff" and line.parts()[0][1:] == [place]:
+        yield from filter(None, [_beside(line.without(place))])
 
 
 def _selected(place: str, line: Line) -> Line | None:
@@ -619,5 +879,6 @@ def _selected(place: str, line: Line) -> Line | None:
                 with suppress(CkptkitError):
                     if checkpoint.with_key(place).selection is not None:
                         return line.replaced(place, "--key", place)
-                return line.replaced(place, "--keys", f"{place}*")  # an entry without weights
+                if _has(line.command, "--keys"):  # an entry without weights
+                    return line.replaced(place, "--keys", f"{place}*")
     return None

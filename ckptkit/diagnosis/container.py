@@ -380,7 +380,8 @@ _ID = {
     LimitError: "limit",
 }
 _WHY = {
-    AmbiguousError: "The file can be read in several ways. ckptkit does not guess the right one.",
+    AmbiguousError: "Two programs may read different values from such a file, so ckptkit reads "
+    "none. torch.load may load the wrong ones. Download or save the file again.",
     LimitError: "ckptkit does not read files that exceed this limit.",
 }
 

@@ -216,7 +216,9 @@ def _settings(
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
-        raise UsageError(f"{what}: got {len(given)} values, but there are {len(models)} models")
+        raise UsageError(
+            f"{what}: got {plural(len(given), 'value')}, but there are {len(models)} models"
+        )
     return [_setting(each) for each in given]
 
 

@@ -31,7 +31,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import flatten, plural, quoted, typed, without
+from ckptkit.core.text import flatten, plural, quoted, shown, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.edits import keys, quantized_names
@@ -315,9 +315,11 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
 
 
 def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
-    if type(axis) is not int or tensor.storage is None:
+    if tensor.storage is None:
+        raise TensorError(f"cannot dequantize a tensor of dtype {tensor.dtype}: it has no bytes")
+    if type(axis) is not int:
         raise TensorError(
-            "cannot dequantize a tensor: it has no bytes, or its axis is not an integer"
+            f"cannot dequantize a tensor with axis {shown(repr(axis))}, not an integer"
         )
     scale, zero_point = (
         each if as_tensor(each) is None else as_tensor(each) for each in (scale, zero_point)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import flatten, plural, quoted, shell_command
+from ckptkit.core.text import flatten, output_name, plural, quoted, shell_command, shell_word
 from ckptkit.quantized import Quantization
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def dequantize_hint(ck: Checkpoint) -> str:
     drops = shell_command(
         ("--dequantize", "bfloat16", *flatten(("--drop", each) for each in names))
     )
-    command = f"`ckptkit convert {{where}} {{new}} {drops}`"
+    new = "{new}"
+    if ck.format == "gguf" and ck.name:  # the output is one file, also for a folder
+        new = shell_word(output_name(ck.name, "new", ".safetensors"))
+    command = f"`ckptkit convert {{where}} {new} {drops}`"
     if unread:
         return f"{command} writes the other tensors"
     return f"dequantize it first: {command}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
+from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
@@ -24,6 +25,14 @@ _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
 
+def _not_int32(codes: Tensor, zeros: Tensor) -> str | None:
+    """Return which of the two tensors is not int32. Return None if both are int32."""
+    for name, tensor in (("codes (qweight)", codes), ("qzeros", zeros)):
+        if tensor.dtype.name != "int32":
+            return f"its {name} are {tensor.dtype.name}, not int32"
+    return None
+
+
 def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     """Recognize a weight by `mark`, the name of its codes.
 
@@ -39,8 +48,10 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     zeros, index = view.get(f"{stem}.qzeros"), view.get(f"{stem}.g_idx", "int32")
     parts = (mark, *view.present(stem, (".scales", ".qzeros", ".g_idx")))
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
-    if codes.dtype.name != "int32" or zeros is None or zeros.dtype.name != "int32":
-        return group.refused("ckptkit requires int32 codes (qweight) and int32 qzeros")
+    if zeros is None:
+        return group.refused("its qzeros are missing")
+    if (problem := _not_int32(codes, zeros)) is not None:
+        return group.refused(problem)
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
     if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
         return group.refused(
@@ -127,7 +138,7 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     """
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
-    zeros = view.get(f"{stem}.qzeros", "int32")
+    zeros = view.get(f"{stem}.qzeros")
     if codes is None or scales is None or len(codes.shape) != 2 or f"{stem}.g_idx" in view.tensors:
         return None
     columns, words = codes.shape
@@ -142,8 +153,15 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     if scales.shape[1:] != (rows,):
         return None
     groups = scales.shape[0]
-    if codes.dtype.name != "int32" or zeros is None or zeros.shape != (groups, words):
-        return group.refused("its codes or qzeros are not int32, or do not fit the scales")
+    if zeros is None:
+        return group.refused("its qzeros are missing")
+    if (problem := _not_int32(codes, zeros)) is not None:
+        return group.refused(problem)
+    if zeros.shape != (groups, words):
+        return group.refused(
+            f"qzeros of shape {g.shown(zeros.shape)} do not fit scales of shape "
+            f"{g.shown(scales.shape)} with codes of 4 bits"
+        )
     width = _group_size(view, columns, groups)
     if width is None:
         return group.refused(

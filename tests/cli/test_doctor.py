@@ -13,6 +13,7 @@ import os
 import pickle
 import shlex
 import shutil
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -721,3 +722,11 @@ def test_several_files(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert "no.pth: does not exist" in missing.stderr
     fix = ckptkit("doctor", good, ddp, "--fix", tmp_path / "x.pth")
     assert fix.exit_code == 2 and "--fix takes one FILE" in fix.stderr
+
+
+def test_two_records_of_one_name(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, path := tmp_path / "twice.pth")
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("twice/data/0", bytes(12))
+    said = " ".join(ckptkit("doctor", path).stdout.split())
+    assert "Two programs may read different values" in said and "save the file again" in said

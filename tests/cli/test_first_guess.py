@@ -196,6 +196,78 @@ WRONG = [
     ("is-safe net.pth", "ckptkit scan net.pth"),
     ("load net.pth", "ckptkit inspect net.pth"),
     ("batch convert 'folder/*.pth' --format safetensors", "ckptkit batch convert 'folder/*.pth' --format safetensors --into out"),
+    # merge, deltas, vocabularies
+    ("slerp math.safetensors code.safetensors o.safetensors", "ckptkit merge --method slerp math.safetensors code.safetensors o.safetensors"),
+    ("merge math.safetensors code.safetensors o.safetensors --slerp 0.3", "ckptkit merge math.safetensors code.safetensors o.safetensors --method slerp --scale 0.3"),
+    ("merge llama.safetensors math.safetensors code.safetensors o.safetensors --ties", "ckptkit merge --base llama.safetensors math.safetensors code.safetensors o.safetensors --method ties"),
+    ("merge math.safetensors code.safetensors o.safetensors --base llama.safetensors --method dare_ties", "ckptkit merge math.safetensors code.safetensors o.safetensors --base llama.safetensors --method dare-ties"),
+    ("merge math.safetensors code.safetensors o.safetensors --base llama.safetensors --method ties --density 0.5", "ckptkit merge math.safetensors code.safetensors o.safetensors --base llama.safetensors --method ties --density 0.5 --density 0.5"),
+    ("merge math.safetensors code.safetensors o.safetensors --weights 0.7 0.3", "ckptkit merge math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3 --method linear"),
+    ("average math.safetensors code.safetensors o.safetensors --weights 0.7,0.3", "ckptkit average math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3"),
+    ("average math.safetensors:0.7 code.safetensors:0.3 o.safetensors", "ckptkit average math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3"),
+    ("merge merge.yml outd", "ckptkit run merge.yml . outd"),
+    ("run merge.yml outd", "ckptkit run merge.yml . outd"),
+    ("run", "ckptkit run --list"),
+    ("run shards", "ckptkit run --list"),
+    ("merge shards o.safetensors", "ckptkit convert shards o.safetensors"),
+    ("merge shards/model-00001-of-00002.safetensors shards/model-00002-of-00002.safetensors o.safetensors", "ckptkit join shards/model-00001-of-00002.safetensors shards/model-00002-of-00002.safetensors o.safetensors"),
+    ("unshard shards o.safetensors", "ckptkit convert shards o.safetensors"),
+    ("shard net.pth outd --size 5KB", "ckptkit convert net.pth outd --shard-size 5KB"),
+    ("shard net.pth outd 5GB", "ckptkit convert --shard-size 5GB net.pth outd"),
+    ("delta create math.safetensors code.safetensors d", "ckptkit delta make math.safetensors code.safetensors d"),
+    ("delta diff math.safetensors code.safetensors d", "ckptkit delta make math.safetensors code.safetensors d"),
+    ("diff math.safetensors code.safetensors --save d", "ckptkit delta make math.safetensors code.safetensors d"),
+    ("delta verify math.safetensors", "ckptkit verify math.safetensors"),
+    ("resize llama.safetensors o.safetensors 9", "ckptkit resize llama.safetensors o.safetensors --rows 9 --keys lm_head.weight --keys model.embed_tokens.weight"),
+    ("resize llama.safetensors 9 o.safetensors", "ckptkit resize llama.safetensors --rows 9 o.safetensors --keys lm_head.weight --keys model.embed_tokens.weight"),
+    ("resize-vocab llama.safetensors o.safetensors --vocab-size 9", "ckptkit resize llama.safetensors o.safetensors --rows 9 --keys lm_head.weight --keys model.embed_tokens.weight"),
+    # adapters
+    ("lora merge lora --base wide.safetensors -o o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors"),
+    ("lora merge lora wide.safetensors o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors"),
+    ("lora merge wide.safetensors lora:0.5 o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors --weight 0.5"),
+    ("lora unmerge wide.safetensors lora o.safetensors", "ckptkit lora merge --weight -1 wide.safetensors lora o.safetensors"),
+    ("lora merge wide.safetensors lora lora o.safetensors --scale 0.5", "ckptkit lora merge wide.safetensors lora lora o.safetensors --weight 0.5 --weight 0.5"),
+    ("lora check lora wide.safetensors", "ckptkit lora check lora --base wide.safetensors"),
+    ("doctor lora --base wide.safetensors", "ckptkit lora check lora --base wide.safetensors"),
+    ("lora resize lora 1 outd", "ckptkit lora resize lora --rank 1 outd"),
+    ("lora resize lora outd -r 1", "ckptkit lora resize lora outd --rank 1"),
+    ("resize lora outd --rank 1", "ckptkit lora resize lora outd --rank 1"),
+    ("lora convert lora diffusers o.safetensors", "ckptkit lora convert lora --to diffusers o.safetensors"),
+    ("lora convert lora o.safetensors --format diffusers", "ckptkit lora convert lora o.safetensors --to diffusers"),
+    ("convert lora o.safetensors --to diffusers", "ckptkit lora convert lora o.safetensors --to diffusers"),
+    ("lora convert lora outd --dtype fp16", "ckptkit convert lora outd --cast fp16"),
+    ("lora extract math.safetensors code.safetensors d.safetensors --rank 2", "ckptkit lora extract math.safetensors code.safetensors d --rank 2"),
+    ("extract-lora math.safetensors code.safetensors d", "ckptkit lora extract math.safetensors code.safetensors d --rank 16"),
+    ("lora info lora", "ckptkit inspect lora"),
+    # other words and values
+    ("drop net.pth o.pth 'head*'", "ckptkit convert net.pth o.pth --drop 'head*'"),
+    ("convert run.pth o.pth --drop 'optimizer.*'", "ckptkit extract run.pth o.pth --key model"),
+    ("convert net.pth o.pth --keep bias", "ckptkit convert net.pth o.pth --keep '*bias*'"),
+    ("convert net.pth o.pth --to bf16", "ckptkit convert net.pth o.pth --cast bf16"),
+    ("convert net.pth outd --to dcp", "ckptkit convert net.pth outd --format dcp"),
+    ("cast net.pth o.pth --dtype bf16", "ckptkit convert net.pth o.pth --cast bf16"),
+    ("remap net.pth o.pth cuda:1=cpu", "ckptkit remap net.pth o.pth --device cuda:1=cpu"),
+    ("rename net.pth o.pth --from conv --to c", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("rename run.pth o.pth --from module. --to net.", r"ckptkit rename run.pth o.pth --sub '^module\.=net.'"),
+    ("rename net.pth o.pth conv c", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("rename net.pth o.safetensors", "ckptkit convert net.pth o.safetensors"),
+    ("unwrap run.pth o.pth", "ckptkit strip-module run.pth o.pth"),
+    ("split net.pth outd", "ckptkit convert --shard-size 5GB net.pth outd"),
+    ("gguf inspect net.pth", "ckptkit inspect net.pth"),
+    ("show run.pth optimizer", "ckptkit inspect run.pth --keys 'optimizer*'"),
+    ("scan net.pth --fix o.pth", "ckptkit convert net.pth --objects drop o.pth"),
+    ("convert net.pth o.safetensors --untie", "writes tied tensors twice"),
+    ("run nothing net.pth o.pth", "there is no recipe"),
+    ("batch convert folder/0.pth --to safetensors", "ckptkit batch convert folder/0.pth --format safetensors --into out"),
+    ("batch convert folder outd --suffix .safetensors", "ckptkit batch convert folder --into outd --format safetensors"),
+    ("run lightning net.pth o.pth", "ckptkit doctor net.pth --fix o.pth"),
+    ("diff net.pth Net", "ckptkit diff net.pth mynet.py:Net"),
+    ("diff net.pth word", "ckptkit diff net.pth two.pth"),
+    ("diff net.pth two.pth run.pth", "ckptkit diff net.pth two.pth"),
+    ("diff net.pth mynet.py:Net --classes 5", "ckptkit diff net.pth mynet.py:Net --arg classes=5"),
+    ("diff run.pth net.pth --optimizer", "ckptkit diff run.pth net.pth --all"),
+    ("convert net.pth o.pth --legacy", "_use_new_zipfile_serialization=False"),
+    ("set run.pth epoch 4", "with_value("),
 ]  # fmt: skip
 
 
@@ -230,6 +302,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy("adapter.safetensors", "lora/adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
         Path("lora/adapter_config.json").write_text(json.dumps(config))
+        model = {
+            "model.embed_tokens.weight": torch.randn(8, 4),
+            "lm_head.weight": torch.randn(8, 4),
+        }
+        for name in ("llama", "math", "code"):
+            changed = {key: value + 0.1 * torch.randn(8, 4) for key, value in model.items()}
+            save_file(changed, f"{name}.safetensors")
+        Path("merge.yml").write_text(
+            "merge_method: linear\nmodels:\n- model: math.safetensors\n- model: code.safetensors\n"
+        )
+        Path("shards").mkdir()
+        places = {}
+        for number, (key, value) in enumerate(model.items(), 1):
+            places[key] = f"model-{number:05}-of-00002.safetensors"
+            save_file({key: value}, f"shards/{places[key]}")
+        index = json.dumps({"metadata": {}, "weight_map": places})
+        Path("shards/model.safetensors.index.json").write_text(index)
+        Path("split").mkdir()
         Path("cut.pth").write_bytes(Path("net.pth").read_bytes()[:-1300])
         Path("folder").mkdir()
         for number in range(3):

@@ -280,6 +280,7 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
         ({"method": "task"}, "needs a base model: base="),
         ({"method": "linear", "base": 0}, "linear does not use a base"),
         ({"method": "slerp"}, "merges two models, got 3"),
+        ({"method": "linear", "weight": [1]}, "weight: got 1 value, but there are 3 models"),
         ({"method": "linear", "weight": [1, 2]}, "weight: got 2 values, but there are 3 models"),
         ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task does not use density"),
         ({"method": "passthrough", "layers": ["0:1"]}, "got 1 layer range for 3 models"),
@@ -308,9 +309,7 @@ def test_parts_of_one_model_are_named_join(tmp_path: Path, run: Run) -> None:
     parts = [tmp_path / "encoder.safetensors", tmp_path / "decoder.safetensors"]
     done = run("merge", *parts, tmp_path / "out.safetensors")
     assert done.code == 2
-    assert (
-        f"ckptkit join {parts[0]} {parts[1]} {tmp_path / 'encoder-new.safetensors'}" in done.stderr
-    )
+    assert f"`ckptkit join {parts[0]} {parts[1]} {tmp_path / 'out.safetensors'}`" in done.stderr
 
 
 def test_what_has_no_mean_and_what_is_tied(tmp_path: Path, run: Run) -> None:

@@ -202,12 +202,12 @@ def test_hostile_schemes_are_refused(scheme: tuple[Any, ...]) -> None:
 
 def test_hostile_channels_are_refused() -> None:
     affine = Global("torch", "per_channel_affine")
-    for scales, zeros, axis in (
-        (tensor(3), tensor(3), 0),
-        (tensor(2), tensor(2), 1),
-        (tensor(2), tensor(2), "0"),
+    for scales, zeros, axis, said in (
+        (tensor(3), tensor(3), 0, "."),
+        (tensor(2), tensor(2), 1, "."),
+        (tensor(2), tensor(2), "0", "with axis .*0.*, not an integer"),
     ):
-        with pytest.raises(TensorError):
+        with pytest.raises(TensorError, match=said):
             dequantize(Checkpoint({"w": quantised(affine, scales, zeros, axis)}))
 
 

@@ -92,7 +92,13 @@ REFUSALS = {
     # parts that are missing, or in a shard that was not given
     "fp8 without its scale": Refusal(without(FP8, "_inv"), "missing", BLOCKS),
     "a scale without its weight": Refusal(without(FP8, ".weight"), "but not the weight", BLOCKS),
-    "gptq without zero points": Refusal(without(GPTQ, ".qzeros"), "qzeros", method("gptq", bits=4)),
+    "gptq without zero points": Refusal(without(GPTQ, ".qzeros"), "qzeros are missing", method("gptq", bits=4)),
+    "gptq with codes of int8": Refusal(
+        {**GPTQ, f"{L}.qweight": row("I8", [8, 16])}, "are int8, not int32", method("gptq", bits=4)
+    ),
+    "gptq with zero points of int8": Refusal(
+        {**GPTQ, f"{L}.qzeros": row("I8", [2, 2])}, "qzeros are int8, not int32", method("gptq", bits=4)
+    ),
     "packed without a scale": Refusal(without(PACKED, "_scale"), "_scale", ct(4)),
     "packed without a shape": Refusal(without(PACKED, "_shape"), "_shape", ct(4)),
     "torchao without a scale": Refusal(without(AO, "_scale"), "missing", None, torchao("Int8Tensor")),

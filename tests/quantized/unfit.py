@@ -90,7 +90,13 @@ QUANTO = {
 }
 
 UNFIT = {
-    "awq without zero points": Refusal(AWQ, "qzeros", method("awq", group_size=32)),
+    "awq without zero points": Refusal(AWQ, "qzeros are missing", method("awq", group_size=32)),
+    "awq with zero points of int8": Refusal(
+        {**AWQ, f"{L}.qzeros": row("I8", [2, 2])}, "qzeros are int8", method("awq", group_size=32)
+    ),
+    "awq with zero points of 5 groups": Refusal(
+        {**AWQ, f"{L}.qzeros": row("I32", [5, 2])}, "qzeros of shape", method("awq", group_size=32)
+    ),
     "gptq of 5 bits": Refusal(
         {**GPTQ, f"{L}.qzeros": row("I32", [2, 3])}, "2, 3, 4 or 8 bits", method("gptq", bits=5)
     ),
