@@ -265,6 +265,24 @@ def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noq
     assert "rotary" not in said
 
 
+@pytest.mark.parametrize(
+    "architecture, layers, found",
+    [("gemma2", 46, 144), ("gemma2", 42, None), ("gemma3", 62, 144), ("gemma3", 46, None)],
+)
+def test_scale_of_gemma_27b(
+    architecture: str,
+    layers: int,
+    found: int | None,
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    norms = [entry(f"blk.0.{each}_norm.weight", 8) for each in ("post_attention", "post_ffw")]
+    tensors = [*LLAMA[:2], *LLAMA[3:], *norms]
+    sizes = {"block_count": layers, "embedding_length": 4608, "attention__head_count": 32}
+    config, _ = config_for(tmp_path, command, architecture, tensors, **sizes)
+    assert config.get("query_pre_attn_scalar") == found
+
+
 def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
     """V3 by the bias of its experts; sizes of old files, with kv_b whole; groups of V2."""
     names = ["attn_q", "attn_kv_a_mqa", "attn_kv_b", "attn_output"]
@@ -320,6 +338,7 @@ def test_t5_with_a_gate_and_without(
     assert {name for name in found if ".wi" in name} == wi
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["feed_forward_proj"] == ("gated-gelu" if with_gate else "relu")
+    assert config.get("scale_decoder_outputs", True) is not with_gate
 
 
 def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811

@@ -343,6 +343,9 @@ PARTIAL = {
                     "partial_rotary_factor"),
     "gptneox": "rotary_pct",
 }  # fmt: skip
+# Architecture and number of layers of the 27B models of Gemma. These models scale q by the average
+# width of a head, as llama.cpp does.
+AVERAGE = {("gemma2", 46), ("gemma3", 62)}
 # Metadata keys from which other fields are derived.
 DECIDING = {
     "expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count",
@@ -381,20 +384,21 @@ def _derived(
     elif found == "deepseek2":
         made = _latent_attention(values, weights, config)
     elif found == "bert":
-        for name, field in (("position_embd", "max_position_embeddings"),
-                            ("token_types", "type_vocab_size")):  # fmt: skip
-            if (table := weights.get(f"{name}.weight")) is not None and len(table.shape) == 2:
-                made[field] = table.shape[0]
+        made = _table_sizes(weights)
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
         made["feed_forward_proj"] = "gated-gelu" if gated else "relu"
+        if gated:  # T5 1.1 does not scale the outputs, also if the head is tied
+            made["scale_decoder_outputs"] = False
     elif "linear_num_value_heads" in config:
         made = _linear_attention(values, weights)
-    rotary, width = values.get("rope.dimension_count"), config.get("head_dim")
-    if width is None and config.get("num_attention_heads"):
-        width = config.get("hidden_size", 0) // config["num_attention_heads"]
+    rotary, heads = values.get("rope.dimension_count"), config.get("num_attention_heads")
+    average = config.get("hidden_size", 0) // heads if heads else None
+    width = config.get("head_dim") or average
     if found in PARTIAL and isinstance(rotary, int) and width:
         made[PARTIAL[found]] = rotary / width
+    if (found, values.get("block_count")) in AVERAGE and average:
+        made["query_pre_attn_scalar"] = average
     return made
 
 
@@ -424,6 +428,17 @@ def _latent_attention(
     elif config.get("n_group", 1) > 1:
         made["topk_method"] = "group_limited_greedy"
     return made
+
+
+def _table_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of positions and token types of BERT."""
+    fields = {"position_embd": "max_position_embeddings", "token_types": "type_vocab_size"}
+    tables = {field: weights.get(f"{name}.weight") for name, field in fields.items()}
+    return {
+        field: table.shape[0]
+        for field, table in tables.items()
+        if table is not None and len(table.shape) == 2
+    }
 
 
 def _linear_attention(values: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
