@@ -104,23 +104,25 @@ def imports(module: str) -> tuple[tuple[str, str], ...]:
 
 
 def _imports(module: str) -> Iterator[tuple[str, str]]:
-    when = {}
-    for node in ast.walk(parsed(module)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            when.update(dict.fromkeys(map(id, ast.walk(node)), "later"))
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
-            "TYPE_CHECKING",
-            "typing.TYPE_CHECKING",
-        ):
-            when.update(dict.fromkeys(map(id, ast.walk(node)), "never"))
-    for node in ast.walk(parsed(module)):
+    found: list[tuple[ast.AST, str]] = [(parsed(module), "at once")]
+    for node, when in found:  # which grows
         if isinstance(node, ast.Import):
-            yield from ((alias.name, when.get(id(node), "at once")) for alias in node.names)
+            yield from ((alias.name, when) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node)
-            yield from (
-                (f"{base}.{alias.name}", when.get(id(node), "at once")) for alias in node.names
-            )
+            yield from ((f"{base}.{alias.name}", when) for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            when = "later"
+        elif isinstance(node, ast.If) and is_type_checking(node.test):
+            when = "never"
+        found += [(each, when) for each in ast.iter_child_nodes(node) if isinstance(each, BLOCKS)]
+
+
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # expressions hold no imports
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:

@@ -334,7 +334,7 @@ def _of_peft(
     active: Any = getattr(model, "active_adapter", "default")
     adapter = active if isinstance(active, str) else next(iter(active))
     inside = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
-    modules, names = dict(model.named_modules()), {}
+    modules, names = dict(model.named_modules(remove_duplicate=False)), {}
     for name in own:
         for part in reversed([*inside.finditer(name)]):
             # peft stores adapters in dicts. Other modules may have the name of the adapter.

@@ -765,6 +765,8 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     for role, tensor in module.tensors.items():
         if role != "alpha" and tensor.dtype.kind != "float":
             found.append(("method", f"{role} of {name} is {tensor.dtype}; ckptkit requires floats"))
+        if role != "alpha" and tensor.ndim < (2 if role in module.pair else 1):
+            found.append(("shape", f"{role} of {name} has shape {shape_text(tensor.shape)}"))
         if 0 in tensor.shape and module.kind != "adalora":
             found.append(("empty", f"{name} is empty; {role} has no elements"))
     if not found and module.kind not in ("", "ia3", "tokens", "bias", "vera"):

@@ -52,6 +52,7 @@ from ckptkit.lora.changes import (
     unknown_fields,
 )
 from ckptkit.lora.naming import (
+    BESIDE_HEAD,
     EMBEDDINGS,
     HEADS,
     BaseNames,
@@ -74,6 +75,10 @@ from ckptkit.lora.reading import (
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
 # Maps task types to the names of the modules that peft adds to modules_to_save
+# Classes of transformers without a language model head
+_HEADLESS = re.compile(
+    r".*(?<!LMHead)(?<!MT)(?<!DoubleHeads)Model|.*For(.*Classification|QuestionAnswering|MultipleChoice)"
+)
 _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
 # Models with Conv1D of transformers, and the modules of this class in these models
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
@@ -304,6 +309,15 @@ class MergePlan:
 
     def _respell(self) -> None:
         """Restore the names in files of modules that transformers renames in memory."""
+        tokens = [each for each in self.adapter.modules.values() if each.kind == "tokens"]
+        for module in tokens:
+            path = self.paths[module.path]
+            shared = re.sub(r"(en|de)coder\.embed_tokens$", "shared", path)
+            is_tied = path not in self.names.modules and shared in self.names.modules
+            rows = module.tensors["tokens"]
+            # In memory, the embeddings of encoder and decoder are tied to the shared embedding.
+            if is_tied and all(same_bytes(each.tensors["tokens"], rows) for each in tokens):
+                self.paths[module.path] = shared
         done: dict[str, None] = {}
         for path, name in self.paths.items():
             self.paths[path], renames = self.names.in_files(name)
@@ -559,7 +573,8 @@ class MergePlan:
         """Return the trained token embeddings, and the indices of the rows to replace."""
         named = self.options.get("trainable_token_indices", self.options.get("token_indices"))
         if isinstance(named, dict):
-            named = next((named[key] for key in named if module.path.endswith(str(key))), None)
+            own = [named[key] for key in named if module.path.endswith(str(key))]
+            named = next(iter(own or (named.values() if len(named) == 1 else ())), None)
         count = module.tensors["tokens"].shape[0]
         if not isinstance(named, list) or len(named) != count:
             what = f"{shown(module.path)} has {plural(count, 'trained token')}, but "
@@ -646,7 +661,9 @@ class MergePlan:
         """Return the name of a complete tensor of the adapter after the substitutions."""
         module, dot, end = own.rpartition(".")
         name = f"{self.paths[module]}{dot}{end}" if dot else self.paths[own]
-        return own if name not in self.new and own in self.new else name
+        if name in self.new or own in self.new:
+            return name if name in self.new else own
+        return self.names.in_files(name)[0]
 
     def _is_new_head(self, name: str) -> bool:
         """Return whether a complete tensor may belong to a module that the base does not have."""
@@ -670,9 +687,9 @@ class MergePlan:
         if embedding is None or setting is False:
             return None
         heads = (n for n, end in ends.items() if end in HEADS and n.endswith(".weight"))
-        default = "embed_out.weight" if "embed_in" in embedding else "lm_head.weight"
+        beside = (head for near, head in BESIDE_HEAD.items() if f"{near}.weight" in self.new)
         model = _MODEL.match(embedding)  # the head is next to the model without a head
-        default = f"{model[1]}{default}" if model else default
+        default = next(beside, f"{model[1] if model else ''}lm_head") + ".weight"
         head = next((name for name in heads if "." in name), default)
         pair = {name.removesuffix(".weight").rpartition(".")[2]: name for name in (embedding, head)}
         changed = {pair.get(path.removesuffix(".weight").rpartition(".")[2]) for path in paths}
@@ -682,6 +699,8 @@ class MergePlan:
         if two is None:
             if head in changed:
                 self.new[head] = _copy(one)
+            elif _HEADLESS.fullmatch(str(*(self.config.get("architectures") or ())[:1])):
+                return None
         elif one.storage is not two.storage and not (setting and same_bytes(one, two)):
             return None
         return embedding, head

@@ -34,8 +34,21 @@ ORIGINAL, DIFFUSERS = "original", "diffusers"
 UNET, FLUX, CLIP = "unet", "flux", "clip"
 IMAGES = "unet", "transformer", "transformer_2", "prior"  # pipeline components for images
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings")
-HEADS = ("lm_head", "embed_out", "output")
+EMBEDDINGS = (
+    "embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings", "embeddings",
+)  # fmt: skip
+# Maps a module beside the head to the head, which files lack if it is tied. The rest has lm_head.
+BESIDE_HEAD = {
+    "cls.predictions.transform.dense": "cls.predictions.decoder",
+    "predictions.dense": "predictions.decoder",
+    "lm_head.dense": "lm_head.decoder",
+    "generator_predictions.dense": "generator_lm_head",
+    "vocab_transform": "vocab_projector",
+    "head.dense": "decoder",
+    "model.encoder.conv1": "proj_out",
+    "gpt_neox.embed_in": "embed_out",
+}
+HEADS = (*{head.rpartition(".")[2] for head in BESIDE_HEAD.values()}, "lm_head", "output")
 
 # The original name of a module with rows for scale and shift. diffusers swaps scale and shift.
 _SWAPPED = "final_layer.adaLN_modulation.1"

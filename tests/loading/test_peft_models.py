@@ -77,6 +77,20 @@ def test_a_module_with_the_name_of_the_adapter(tmp_path: Path) -> None:
     assert len(ckptkit.load_into(model, adapter(tmp_path)).loaded) == 4
 
 
+def test_tied_tokens_have_several_names(tmp_path: Path) -> None:
+    model = PeftModel()
+    net, delta = model.base_model.model, nn.ParameterDict({"style": torch.zeros(1, 3)})
+    net.one, net.two = nn.Module(), nn.Module()
+    net.one.trainable_tokens_delta = net.two.trainable_tokens_delta = delta
+    file = adapter(tmp_path) / "adapter_model.safetensors"
+    rows = {
+        f"base_model.model.{n}.trainable_tokens_delta": torch.ones(1, 3) for n in ("one", "two")
+    }
+    save_file(ckptkit.load(file) | rows, file)
+    ckptkit.load_into(model, tmp_path)
+    assert torch.equal(delta["style"], torch.ones(1, 3))
+
+
 def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"missing in the file: .*lora_B\.style"):
         ckptkit.load_into(PeftModel(), adapter(tmp_path, without="fc.lora_B.weight"))

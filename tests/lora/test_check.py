@@ -293,6 +293,8 @@ ODD: dict[str, tuple[Array, Array]] = {
     "without elements": (np.ones((2, 0), "f4"), np.ones((0, 2), "f4")),
     "without elements, of one dimension": (np.ones(0, "f4"), np.ones(0, "f4")),
     "a number": (np.array(1, "f4"), np.ones((4, 2), "f4")),
+    "two numbers": (np.array(1, "f4"), np.array(1, "f4")),
+    "a factor of one dimension": (np.ones(2, "f4"), np.ones((4, 2), "f4")),
     "of one dimension": (np.ones(3, "f4"), np.ones((4, 2), "f4")),
     "of other ranks": (np.ones((3, 3), "f4"), np.ones((4, 2), "f4")),
     "integers": (np.ones((2, 3), "i8"), np.ones((4, 2), "f4")),
@@ -311,6 +313,16 @@ def test_odd_tensors(tmp_path: Path, kind: str) -> None:
         with pytest.raises(UnsupportedError, match="fc"):
             function(path, tmp_path / "out.safetensors", **words)  # type: ignore[operator]
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("role", ["diff_b", "dora_scale", "hada_t1"])
+def test_tensors_without_dimensions(role: str, tmp_path: Path) -> None:
+    loha = {f"hada_w{n}_{x}": np.ones((2, 2), "f4") for n in (1, 2) for x in "ab"}
+    tensors = {role: np.array(1, "f4"), **(loha if role != "diff_b" else {})}
+    path = tmp_path / "k.safetensors"
+    save_file({f"lora_unet_conv_in.{key}": each for key, each in tensors.items()}, path)
+    for options in ({}, {"base": base(tmp_path, "conv_in", shape=(2, 2))}):
+        assert "error" in codes(path, **options).values()
 
 
 @pytest.mark.parametrize("alpha", [np.ones(2, "f4"), np.ones(0, "f4"), np.array(np.nan, "f4")])

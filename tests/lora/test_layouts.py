@@ -6,6 +6,7 @@ The bases have the original names. Elements are small integers, so sums and prod
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,13 @@ def integers(*shape: int, least: int = -4) -> Array:
     return RANDOM.integers(least, 5, shape).astype("f4")
 
 
-def module(kind: str, shape: tuple[int, ...]) -> dict[str, Array]:
+def module(kind: str, shape: tuple[int, ...], rank: int = 2) -> dict[str, Array]:
     """Return the tensors of a module with the names and shapes of kohya."""
     rows, columns, *kernel = shape
     ones, most = [1 for _ in kernel], prod(shape[1:])
     found = {
-        "lora_down.weight": integers(2, columns, *kernel),
-        "lora_up.weight": integers(rows, 2, *ones),
+        "lora_down.weight": integers(rank, columns, *kernel),
+        "lora_up.weight": integers(rows, rank, *ones),
     }
     if kind == "bias":
         return found | {"diff_b": integers(rows)}
@@ -77,34 +78,35 @@ def module(kind: str, shape: tuple[int, ...]) -> dict[str, Array]:
     if kind == "diff":
         return {"diff": integers(*shape), "diff_b": integers(rows)}
     if kind == "tucker":
-        down = {"lora_down.weight": integers(2, columns, *ones)}
-        return {**found, **down, "lora_mid.weight": integers(2, 2, *kernel)}
+        down = {"lora_down.weight": integers(rank, columns, *ones)}
+        return {**found, **down, "lora_mid.weight": integers(rank, rank, *kernel)}
     if kind == "lokr":
-        parts = {"lokr_w2_a": integers(rows // 2, 2), "lokr_w2_b": integers(2, most // 2)}
+        parts = {"lokr_w2_a": integers(rows // 2, rank), "lokr_w2_b": integers(rank, most // 2)}
         return {"lokr_w1": integers(2, 2), **parts}
     if kind.startswith("loha"):
-        found = {f"hada_w{n}_a": integers(rows, 2) for n in (1, 2)}
-        found |= {f"hada_w{n}_b": integers(2, most) for n in (1, 2)}
+        found = {f"hada_w{n}_a": integers(rows, rank) for n in (1, 2)}
+        found |= {f"hada_w{n}_b": integers(rank, most) for n in (1, 2)}
         dora = {"dora_scale": integers(rows, 1, *ones, least=1)}
         return found | dora if "dora" in kind else found
     return found
 
 
 def adapter(folder: Path, family: str, names: Names, layout: str, kind: str) -> Path:
-    """Write an adapter with alpha 6 and rank 2, thus with the scale 3."""
+    """Write an adapter with alpha 6. Its modules have the ranks 2 and 3 in turn."""
     made: dict[str, Array] = {}
-    component = COMPONENTS[family]
+    component, ranks = COMPONENTS[family], {name: 2 + n % 2 for n, name in enumerate(names)}
     for name, shape in names.items():
         start = {"kohya": f"lora_unet_{name.replace('.', '_')}", "comfy": f"diffusion_model.{name}",
                  "peft": f"base_model.model.{name}", "diffusers": f"{component}.{name}"}  # fmt: skip
-        for role, array in module(kind, shape).items():
+        for role, array in module(kind, shape, ranks[name]).items():
             if layout not in ORIGINALS and role == "dora_scale":
                 array = array.reshape(1, -1, 1, 1) if shape[2:] else array.reshape(-1)
             end = role if layout in ORIGINALS else PEFT[role]
             made[f"{start[layout]}.{end}"] = array
         if layout in ORIGINALS and kind not in ("diff", "diff_b"):
             made[f"{start[layout]}.alpha"] = np.array(6, "f4")
-    config = {"r": 2, "lora_alpha": 6, "use_dora": kind == "dora", "lora_bias": kind == "bias"}
+    config = {"r": 2, "lora_alpha": 6, "use_dora": kind == "dora", "lora_bias": kind == "bias",
+              "rank_pattern": {f"^{re.escape(n)}": 3 for n in names if ranks[n] == 3}}  # fmt: skip
     if layout != "peft":
         path = folder / f"{layout}.safetensors"
         metadata = json.dumps({f"{component}.{key}": each for key, each in config.items()})

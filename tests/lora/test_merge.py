@@ -720,6 +720,54 @@ def test_two_equal_copies_stay_two(method: str, tmp_path: Path, in_process: Cli)
     assert not torch.equal(seen["lm_head.weight"], weight)
 
 
+@pytest.mark.parametrize(
+    ("embedding", "near", "head"),
+    [
+        ("bert.embeddings.word_embeddings", "cls.predictions.transform.dense",
+         "cls.predictions.decoder"),
+        ("roberta.embeddings.word_embeddings", "lm_head.dense", "lm_head.decoder"),
+        ("model.decoder.embed_tokens", "model.encoder.conv1", "proj_out"),
+        ("backbone.embeddings", "backbone.norm_f", "lm_head"),
+    ],
+)  # fmt: skip
+def test_names_of_tied_heads(tmp_path: Path, embedding: str, near: str, head: str) -> None:
+    """Files lack a tied head. Its bias is stored beside it."""
+    stem = head.removesuffix(".decoder")
+    weights = {f"{name}.weight": values(6, 4) for name in (embedding, near)}
+    weights[f"{stem}.bias"] = values(6)
+    path = base(tmp_path, weights, tie_word_embeddings=True)
+    tensors, bias = factors(head, 6, 4), {f"{head}.base_layer.bias": values(6)}
+    own = adapter(tmp_path, tensors | (bias if stem != head else {}))
+    with pytest.raises(UnsupportedError, match="tied to one matrix"):
+        ckptkit.merge_lora(path, own)
+    out = merged(tmp_path, path, own, tied="untie")
+    old = weights[f"{embedding}.weight"]
+    assert torch.equal(out[f"{head}.weight"], old + delta(tensors, head))
+    assert torch.equal(out[f"{embedding}.weight"], old)
+    if stem != head:
+        assert torch.equal(out[f"{stem}.bias"], bias[f"{head}.base_layer.bias"])
+    assert out.keys() == {*weights, f"{head}.weight"}
+
+
+def test_a_class_without_a_head_has_nothing_tied(tmp_path: Path) -> None:
+    weights = {"bert.embeddings.word_embeddings.weight": values(6, 4)}
+    tensors = {"bert.embeddings.word_embeddings.weight": values(6, 4)}
+    config = {"tie_word_embeddings": True, "architectures": ["BertForSequenceClassification"]}
+    out = merged(tmp_path, base(tmp_path, weights, **config), adapter(tmp_path, tensors))
+    assert out.keys() == weights.keys()
+
+
+def test_tokens_of_embeddings_tied_to_a_shared_embedding(tmp_path: Path) -> None:
+    """peft saves the trained rows under each name of the tied modules."""
+    names, rows = ("shared", "encoder.embed_tokens", "decoder.embed_tokens"), values(1, 4)
+    tensors = {f"{name}.trainable_tokens_delta": rows.clone() for name in names}
+    weights = {"shared.weight": values(6, 4)}
+    own = adapter(tmp_path, tensors, trainable_token_indices={"shared": [2]})
+    out = merged(tmp_path, base(tmp_path, weights, tie_word_embeddings=True), own)
+    weights["shared.weight"][2] = rows[0]
+    assert torch.equal(out["shared.weight"], weights["shared.weight"])
+
+
 def test_different_matrices_are_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
     weights = {"embed_tokens.weight": values(12, 8), "model.lm_head.weight": values(12, 8)}
     path = base(tmp_path, weights, tie_word_embeddings=True)

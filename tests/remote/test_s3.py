@@ -38,7 +38,7 @@ s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
 
 BUCKET = "models"
-SHARDS = Options(shard_size=9_000_000)
+SHARDS = Options(shard_size=6_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,9 @@ def endpoint() -> Iterator[str]:
     running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
+    s3fs.S3FileSystem.clear_instance_cache()
     yield f"http://{host}:{port}"
+    s3fs.S3FileSystem.clear_instance_cache()
     running.stop()
 
 
@@ -73,12 +75,12 @@ def store(account: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """The file system, with an empty bucket."""
     for name, value in account.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir(BUCKET)
     yield fs
+    fs.invalidate_cache()
     fs.rm(BUCKET, recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
+    fs.invalidate_cache()
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -286,7 +288,7 @@ class TestFolders:
     @pytest.fixture
     def shards(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr("ckptkit.publish.upload.SHARED", 5 << 20)  # the least that S3 takes
-        torch.save({f"layer.{i}": torch.randn(1 << 20) for i in range(6)}, tmp_path / "in.pth")
+        torch.save({f"layer.{i}": torch.randn(700_000) for i in range(6)}, tmp_path / "in.pth")
         return tmp_path / "in.pth"
 
     @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ class TestFolders:
 
     def test_the_command(self, shards: Path, store: Any, s3_run: Run) -> None:
         done = s3_run(
-            "convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--shard-size", "9MB"
+            "convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--shard-size", "6MB"
         )
         assert done.code == 0, done.stderr
         store.invalidate_cache()
@@ -488,7 +490,7 @@ class TestFolders:
             "--format",
             "sharded",
             "--shard-size",
-            "9MB",
+            "6MB",
         ]
         process = subprocess.Popen(
             [sys.executable, "-m", "ckptkit", *map(str, words)], env={**os.environ, **account}

@@ -71,7 +71,9 @@ def traced(arguments: Sequence[object], cwd: Path, *options: str) -> Done:
     """ckptkit in `cwd` under strace with `options`; the code of a process that was killed is minus
     its signal."""
     _compile_the_package()
-    strace = ["strace", "-f", "-qq", *options]  # with --seccomp-bpf it injects no signals
+    signals = any("signal=" in each for each in options)  # which --seccomp-bpf does not inject
+    quick = [] if signals else ["--seccomp-bpf"]
+    strace = ["strace", "-f", "-qq", *quick, *options]
     command = [*strace, *COMMAND, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=cwd, env=ALIKE, capture_output=True, encoding="utf-8", timeout=120
