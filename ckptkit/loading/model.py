@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from glob import escape
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -344,6 +345,9 @@ def _of_peft(
                 names[saved] = name
                 break
     found = {old: names[old] for old in ck.required.nodes if old in names}
+    # With `bias="all"`, peft saves the biases of modules_to_save under both names.
+    both = [escape(name) for name in found.values() if name in ck.required.nodes]
+    ck = keys.select(ck, drop=both) if both else ck
     # peft does not save the number of ranks of AdaLoRA
     filled = {name for old, name in names.items() if not old.endswith(".ranknum")}
     filled |= {*found.values(), *ck.required.nodes}

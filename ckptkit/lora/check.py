@@ -70,6 +70,7 @@ def check_lora(
     where = os.fspath(adapter) if isinstance(adapter, (str, os.PathLike)) else read.path
     under = None if base is None else opened(base)
     name = os.fspath(base) if isinstance(base, (str, os.PathLike)) else under and under.name
+    mends: dict[tuple[str, ...], None] = {}  # options that other findings require
 
     def command(*words: str, new: str = "merged") -> str | None:
         """Return a `lora merge` command, or a `convert` command that changes only the base.
@@ -82,13 +83,17 @@ def check_lora(
             names = (*argument(name), output_name(name, new))
             return shell_command(("ckptkit", "convert", *names, *words[1:]))
         names = (*argument(name), *argument(where), output_name(name, new))
-        return shell_command(("ckptkit", "lora", "merge", *words, *names))
+        given = {words: None} | mends
+        return shell_command(
+            ("ckptkit", "lora", "merge", *(w for each in given for w in each), *names)
+        )
 
     if under is None:
         found = [*alone(read)]
     else:
         refuse_base(under)
         plan = MergePlan(under.require_complete(), read)
+        mends = dict.fromkeys(each.mend for each in plan.problems)
         found = [*_of(plan.problems, command), *_of_elements(read)]
         found += _of_plan(plan, command, all(each.code != "nonfinite" for each in found))
         if under is not base:

@@ -91,6 +91,18 @@ def test_tied_tokens_have_several_names(tmp_path: Path) -> None:
     assert torch.equal(delta["style"], torch.ones(1, 3))
 
 
+def test_a_bias_under_two_names(tmp_path: Path) -> None:
+    """peft saves it twice with `bias="all"` and modules_to_save."""
+    model, file = PeftModel(), adapter(tmp_path) / "adapter_model.safetensors"
+    saved = ckptkit.load(file)
+    bias = saved["base_model.model.head.bias"]
+    inside = {f"base_model.model.head.{each}.bias": bias.clone()
+              for each in ("modules_to_save.style", "original_module")}  # fmt: skip
+    save_file(saved | inside, file)
+    ckptkit.load_into(model, tmp_path)
+    assert torch.equal(model.base_model.model.head.modules_to_save["style"].bias, bias)
+
+
 def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"missing in the file: .*lora_B\.style"):
         ckptkit.load_into(PeftModel(), adapter(tmp_path, without="fc.lora_B.weight"))

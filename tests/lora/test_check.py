@@ -206,6 +206,23 @@ def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
     assert codes(path, base=folder) == {"vocab": "warning"}
 
 
+def test_commands_with_the_options_of_all_findings(tmp_path: Path, run: Run) -> None:
+    """The base has another prefix, is the residual, and ties the two matrices."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    names = "language_model.model.fc", "language_model.model.embed_tokens"
+    ones = {f"{name}.weight": np.ones((4, 3), "f4") for name in names}
+    save_file(ones, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    tensors = factors("model.language_model.fc") | factors("lm_head")
+    path = adapter(tmp_path / "a", tensors, init_lora_weights="pissa")
+    found = {each.code: each.command for each in check_lora(path, base=folder).findings}
+    assert found.keys() == {"residual", "prefix", "tied"}
+    for code, command in found.items():
+        done = run(*shlex.split(command or "")[1:-1], tmp_path / code)
+        assert done.code == 0, (command, done.stderr)
+
+
 def test_factors_that_do_not_fit(tmp_path: Path) -> None:
     tensors = factors("fc")
     tensors["base_model.model.fc.lora_B.weight"] = np.ones((4, 5), "f4")
