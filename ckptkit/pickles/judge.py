@@ -634,13 +634,16 @@ def judge_call(
     return Judged(kind, row.gives, named(args[0]) if row.gives == NPDTYPE else None)
 
 
+@lru_cache(maxsize=4096)
 def by_sorts(made: Global) -> bool:
     """Return whether the verdict on a call depends only on the categories of the arguments.
 
     See `_by_sorts`.
     """
     row = allowlist().rows.get(key_of(made))
-    return row is not None and row.called and row.by_sorts and key_of(made) not in _SPECIAL
+    if row is None or not row.called or key_of(made) in _SPECIAL:
+        return False
+    return all(map(_by_sorts, row.takes))
 
 
 def is_final(made: Global) -> bool:
@@ -937,7 +940,6 @@ class Row(NamedTuple):
     called: bool  # If True, a pickle may call the class or function.
     state: str | None  # Name of the pattern of BUILD states. None forbids BUILD.
     fill: tuple[str, ...]  # Operations allowed after the call: append, set or add.
-    by_sorts: bool  # If True, the verdict depends only on the categories of the arguments.
     consumed: tuple[int, ...]  # Positions of arguments that are classes or functions.
     of_class: bool  # If True, the result is an object of the class in the first argument.
 
@@ -1072,7 +1074,6 @@ class Allowlist:
             called,
             state,
             tuple((found["fill"] or "").split()),
-            all(map(_by_sorts, shapes)),
             tuple(n for n, word in enumerate(words) if "%" in word or word == "tensor_class"),
             words[:1] == ["tensor_class"],
         )
