@@ -220,3 +220,9 @@ def test_nothing_is_left_out() -> None:
         "Options",
         "__version__",
     } == {*ckptkit.__all__}
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_a_path_to_edit_in_place(path: str) -> None:
+    with pytest.raises(ckptkit.CkptkitError, match=r"empty path|null character"):
+        ckptkit.convert(path, in_place=True)
