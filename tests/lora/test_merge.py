@@ -1094,7 +1094,7 @@ def test_merge_and_average_name_the_command(tmp_path: Path, in_process: Cli) -> 
     assert done.code == 3 and "ckptkit lora merge" in done.stderr
     command = done.stderr.split("`")[1].split()[1:]
     assert in_process(*command).code == 0
-    seen = load_file(Path(command[-1]) / "model.safetensors")
+    seen = load_file(command[-1])
     assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
 
 
