@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from itertools import product
@@ -32,6 +29,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.trainer.simulated import description
 from fixtures.make import FIXTURES, KEPT, NET, SHARDED, kept, versions
 from fixtures.making import reading, training
+from tests import forked
 from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
 from tests.matrix import ALL, ENTRIES, FOLDER, MANIFEST, NAMES, OBJECTS, Fixture, of_net
@@ -367,11 +365,9 @@ def test_making_them_again_gives_the_same(names: list[str], tmp_path: Path) -> N
     pytest.importorskip("sklearn")
     if versions() != MANIFEST["versions"]:
         pytest.skip(f"made with {MANIFEST['versions']}, here are {versions()}")
-    command = [sys.executable, "-m", "fixtures.make", str(tmp_path / "again"), *names]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
+    command = "import runpy; runpy.run_module('fixtures.make', run_name='__main__', alter_sys=True)"
+    done = forked.program(command, tmp_path / "again", *names, cwd=ROOT, seconds=300)
+    assert done.returncode == 0, done.output
     again = json.loads((tmp_path / "again/manifest.json").read_text())
     made = [
         name

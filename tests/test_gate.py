@@ -62,10 +62,12 @@ def forbidden(name: str) -> bool:
 
 
 def method_forbidden(method: str, alias: dict[str, str]) -> bool:
-    archive = any(name.split(".")[0] in ARCHIVES for name in alias.values())
-    return method in FORBIDDEN_METHODS or (archive and method == "extract")
+    if method == "extract":
+        return any(name.split(".")[0] in ARCHIVES for name in alias.values())
+    return method in FORBIDDEN_METHODS
 
 
+@cache
 def aliases(tree: ast.Module) -> dict[str, str]:
     """Local name -> what was imported under it."""
     names = {}

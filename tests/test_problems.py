@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fixtures.making.frameworks import lightning
+from tests import forked
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT
 
 HEADING = "## Sixteen problems"
@@ -240,9 +241,7 @@ def test_05_the_class_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         "    def __init__(self):\n        super().__init__()\n        self.fc = torch.nn.Linear(2, 2)\n"
     )
     script = "import torch, my_old_project; torch.save(my_old_project.Net(), 'run.pth')"
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": "."}
-    )
+    assert forked.program(script, cwd=Path.cwd()).returncode == 0
     Path("my_old_project.py").unlink()
     fails(5, lambda: torch.load("run.pth", weights_only=False), kind=ModuleNotFoundError)
     run(5)

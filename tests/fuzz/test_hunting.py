@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ENVIRONMENT
+from tests import forked
+from tests.conftest import ROOT
 from tests.fuzz.holes import HOLES
 from tests.fuzz.hunting import clean
 from tests.fuzz.material import COMMAND, EVIL, FIRE, NET, TENSOR, group, made, pair
@@ -208,7 +208,7 @@ GOOD = {
 }
 
 
-SCRIPT = "import sys; from tests.fuzz.__main__ import main; print([main(each.split()) for each in sys.argv[1:]])"
+SCRIPT = "import sys, warnings; warnings.simplefilter('ignore'); from tests.fuzz.__main__ import main; print([main(each.split()) for each in sys.argv[1:]])"
 # For each hole a file that it lets through.
 OPENED = {
     "memo_index": "disguised", "optimizer": "factory", "location": "legacy-location", "datetimes": "times", "endless": "endless",
@@ -223,9 +223,7 @@ def written(name: str, node: Node) -> bytes:
 
 def shown(*lines: str) -> list[str]:
     """What commands print, in a process of its own, which may fork, and then their codes."""
-    words = [sys.executable, "-W", "ignore", "-c", SCRIPT, *lines]
-    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    return (done.stderr[-2_000:] + done.stdout).splitlines()
+    return forked.program(SCRIPT, *lines, cwd=ROOT, seconds=600).output.splitlines()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="operator.call")

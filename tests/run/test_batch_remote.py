@@ -33,6 +33,7 @@ def account() -> Iterator[dict[str, str]]:
     running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
+    s3fs.S3FileSystem.clear_instance_cache()
     yield {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "nobody",
@@ -41,6 +42,7 @@ def account() -> Iterator[dict[str, str]]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
     }
+    s3fs.S3FileSystem.clear_instance_cache()
     running.stop()
 
 
@@ -51,7 +53,6 @@ def store(
     """The file system, with a bucket of 12 inputs."""
     for name, value in account.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()
     fs.mkdir(BUCKET)
     for path in make(tmp_path / "in", 12):
@@ -59,8 +60,9 @@ def store(
             f"{BUCKET}/in/{path.relative_to(tmp_path / 'in').as_posix()}", path.read_bytes()
         )
     yield fs
+    fs.invalidate_cache()
     fs.rm(BUCKET, recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
+    fs.invalidate_cache()
 
 
 def batch_json(run: Run, account: dict[str, str], *args: object, code: int = 0) -> dict[str, int]:

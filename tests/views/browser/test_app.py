@@ -42,6 +42,13 @@ def _open(node: Any) -> list[Any]:
     return [node, *below]
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """textual waits 20 ms, three times a key, to see that a process has nothing to do."""
+    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 1 / 200, raising=False)
+    monkeypatch.setattr("textual._wait.SLEEP_IDLE", 1 / 2_000, raising=False)
+
+
 def none() -> tuple[Cause, ...]:
     return ()
 
