@@ -304,3 +304,20 @@ def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F
     done = command("convert", tmp_path / "new.gguf", tmp_path / "new.safetensors")
     assert done.exit_code == 0, done.stderr
     assert_close(load_file(tmp_path / "new.safetensors"), case.file, computed)
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("key", ["ssm__group_count", "ssm__state_size", "ssm__inner_size"])
+def test_sizes_that_do_not_fit(
+    name: str,
+    key: str,
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Sizes that would cut q, k and v at other rows are refused."""
+    case = CASES[name]()
+    tensors = [floats(each, tensor) for each, tensor in case.file.items()]
+    source = model(tmp_path, name, tensors, **{**case.values, key: 1})
+    done = command("run", "gguf", source, tmp_path / "hf")
+    assert (done.exit_code, (tmp_path / "hf").exists()) == (3, False)
+    assert "attn_qkv" in done.stderr
