@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import (
     WRITTEN,
+    flatten,
     is_url,
     matcher,
     nearest,
@@ -89,10 +90,11 @@ SUBWORDS = {
     "lora subtract": "lora merge --weight -1", "lora svd": "lora extract",
     "lora unmerge": "lora merge --weight -1",
 }  # fmt: skip
-DST, ARGUMENT = "DST", "ARGUMENT"
+DST, ARGUMENT, MULTIPLE = "DST", "ARGUMENT", "MULTIPLE"
 # Maps option names of other tools to ckptkit options. A key may start with the command of the
 # option. `DST` means that the value of the option becomes the argument DST. `ARGUMENT` means that
-# the value becomes an argument at the same position.
+# the value becomes an argument at the same position. `MULTIPLE` means that the value divides the
+# number of rows.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -129,9 +131,11 @@ OPTIONS = {
     "remap --map": "--device", "remap --values": "--device-values",
     "rename --add-prefix": "add-module --prefix", "rename --from": "--sub",
     "rename --prefix": "--sub", "rename --rename": "--sub", "rename --replace": "--sub",
-    "rename --to": ARGUMENT, "resize --num-tokens": "--rows", "resize --rank": "lora resize --rank",
-    "resize --size": "--rows", "resize --to": "--rows", "resize --vocab": "--rows",
-    "resize --vocab-size": "--rows", "scan --fix": "convert --objects drop",
+    "rename --to": ARGUMENT, "resize --multiple": MULTIPLE, "resize --multiple-of": MULTIPLE,
+    "resize --num-tokens": "--rows", "resize --pad-to-multiple-of": MULTIPLE,
+    "resize --rank": "lora resize --rank", "resize --size": "--rows", "resize --to": "--rows",
+    "resize --vocab": "--rows", "resize --vocab-size": "--rows",
+    "scan --fix": "convert --objects drop",
 }  # fmt: skip
 # Commands that `convert` can replace, and the options of `convert` that do the same.
 AS_CONVERT = {
@@ -533,6 +537,9 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
         return see, None
     before, after = line.words[:at], line.words[at + 1 :]
     value = list(filter(None, [line.words[at].partition("=")[2]]))
+    if known == MULTIPLE:
+        value = value or ([after.pop(0)] if after else [])
+        return see, line.with_words([*before, *_rounded(line, value), *after])
     if not known:  # an argument of the model's constructor
         argument = "=".join((wrong.lstrip("-").replace("-", "_"), *(value or after[:1])))
         after = after if value else after[1:]
@@ -624,15 +631,28 @@ def _required(option: click.Option, line: Line, places: Words) -> Line | None:
             if isinstance(option.type, (click.Choice, click.types.IntParamType)):
                 option.type.convert(word, option, None)  # type: ignore[arg-type]
                 return line.replaced(word, option.opts[0], word)
-    if option.name == "keys" and line.name == "resize":  # the vocabulary
-        from ckptkit.analysis.config_check import vocabulary
-        from ckptkit.api import open_checkpoint
-
-        with suppress(CkptkitError), open_checkpoint(places[0]) as checkpoint:
-            named = [each for name in vocabulary(checkpoint.weights) for each in ("--keys", name)]
-            return line.with_words([*line.words, *named]) if named else None
+    if option.name == "keys" and line.name == "resize":
+        named = flatten(("--keys", name) for name in _vocabulary(places[0]))
+        return line.with_words([*line.words, *named])
     needed = NEEDED.get(line.path, ())
     return line.with_words([*line.words, *needed]) if needed[:1] == (option.opts[0],) else None
+
+
+def _vocabulary(place: str) -> dict[str, int]:
+    """Return the names of the embedding and the head in a file, with their numbers of rows."""
+    from ckptkit.analysis.config_check import vocabulary
+    from ckptkit.api import open_checkpoint
+
+    with suppress(CkptkitError), open_checkpoint(place) as checkpoint:
+        return {name: checkpoint.weights[name].shape[0] for name in vocabulary(checkpoint.weights)}
+    return {}
+
+
+def _rounded(line: Line, value: Words) -> Words:
+    """Return --rows with the size of the vocabulary, rounded up so that `value` divides it."""
+    step = int(value[0]) if value and value[0].isdigit() else 0
+    rows = next((rows for place in line.words for rows in _vocabulary(place).values()), 0)
+    return ["--rows", str(-(-rows // step) * step)] if step and rows else []
 
 
 def _in_file(name: str, line: Line, places: Words) -> Step:

@@ -80,7 +80,10 @@ def numbers(name: str, value: object) -> list[float]:
     """Return a list or tuple of numbers as a list."""
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
     if not all(isinstance(each, (int, float)) for each in listed):
-        raise wrong(name, "a list of numbers", value)
+        error = wrong(name, "a list of numbers", value)
+        if isinstance(value, (str, os.PathLike)):  # average(a, b) instead of average([a, b])
+            error.hint = "to name several checkpoints, pass one list of them"
+        raise error
     return listed
 
 
@@ -103,6 +106,8 @@ def path(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         error = wrong(name, _PATHS[name], value)
         error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
+        if hasattr(value, "checkpoint"):  # the result of `recover`
+            error.hint = "pass its attribute checkpoint"
         if name == "destination" and hasattr(value, "write"):
             error.hint = "only `ckptkit.save` can write to a file object"
         raise error
@@ -184,10 +189,14 @@ def settings(name: str, value: object) -> list[Any] | None:
     """
     if value is None:
         return None
-    listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
-    for each in listed:
-        numbers(name, list(mapping(name, each).values()) if isinstance(each, Mapping) else [each])
-    return listed
+    if not isinstance(value, (list, tuple)):
+        return numbers(name, value)  # raises an error
+    for each in value:
+        if isinstance(each, Mapping):
+            numbers(name, list(mapping(name, each).values()))
+        elif not isinstance(each, (int, float)):
+            raise wrong(name, "a list of numbers and mappings", each)
+    return [*value]
 
 
 def flag(name: str, value: object) -> object:

@@ -14,7 +14,14 @@ from ckptkit.core.errors import CkptkitError, UnknownNameError, UnsupportedError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, escape, plural, shell_command, size
 from ckptkit.core.tree import Global, Node, Object, children, find, join
-from ckptkit.core.weights import Weights, as_tensor, has_tensors, is_optimizer, locate
+from ckptkit.core.weights import (
+    Weights,
+    as_tensor,
+    has_tensors,
+    is_optimizer,
+    locate,
+    refuse_change,
+)
 
 if TYPE_CHECKING:
     from ckptkit.core.tensor import TypedStorage
@@ -260,6 +267,8 @@ class Checkpoint:
             return self.selection is not None and name in self.selection.nodes
         except CkptkitError:
             return False
+
+    __setitem__ = __delitem__ = refuse_change
 
     def __contains__(self, key: object) -> bool:
         """Return True if `ck[key]` exists."""

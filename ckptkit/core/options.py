@@ -133,9 +133,14 @@ class Options:
 # Hints for command-line options that have no Python argument of the same name.
 _OPTIONS_OF_COMMANDS = {
     "cast": "ckptkit.convert(source, destination, lambda ck: ckptkit.cast(ck, 'float16'))",
+    "dequantize": "ckptkit.convert(source, destination, ckptkit.dequantize)",
+    "drop": "ckptkit.convert(source, destination, lambda ck: ckptkit.select(ck, drop='head.*'))",
+    "keep": "ckptkit.convert(source, destination, lambda ck: ckptkit.select(ck, 'head.*'))",
     "no_check": "use check=False",
     "no_extras": "use extras=False",
     "no_sidecars": "use sidecars=False",
+    "strip": "ckptkit.convert(source, destination, ckptkit.strip_prefix)",
+    "to": "ckptkit.convert(source, destination, lambda ck: ckptkit.remap(ck, 'cpu'))",
 }
 _NAMES = tuple(field.name for field in fields(Options))
 _FLAGS = tuple(field.name for field in fields(Options) if isinstance(field.default, bool))

@@ -56,6 +56,14 @@ WELL_KNOWN = (
 )  # fmt: skip
 
 
+def refuse_change(*_: object, **__: object) -> NoReturn:
+    """Raise ArgumentError, because checkpoints are read-only."""
+    raise ArgumentError(
+        "cannot change a checkpoint in place",
+        hint="ck.with_value(path, tensor) and ck.without(path) return a changed checkpoint",
+    )
+
+
 class Tensors(dict[str, Tensor]):
     """A read-only dict of name -> Tensor.
 
@@ -67,14 +75,8 @@ class Tensors(dict[str, Tensor]):
     def __reduce__(self) -> tuple[object, ...]:
         return dict, (dict(self),)
 
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise ArgumentError(
-            "cannot change the weights of a checkpoint in place",
-            hint="ck.with_value(path, tensor) and ck.without(path) return a changed checkpoint",
-        )
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = _refuse
-    pop = popitem = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = refuse_change
+    pop = popitem = clear = refuse_change
 
 
 @dataclass(frozen=True, repr=False)

@@ -423,7 +423,9 @@ def _meaning(
             return PathError, "its host refuses the connection", _TYPED
     if passing(error):
         return InputError, f"the connection broke: {_text(error, url)}", "try again later"
-    return InputError, f"cannot be read: {_text(error, url)}", None
+    is_short = url.startswith("hf://") and "/" not in url.removeprefix("hf://").rstrip("/")
+    owned = "a repository has an owner: hf://OWNER/NAME" if is_short else None
+    return InputError, f"cannot be read: {_text(error, url)}", owned
 
 
 @contextmanager

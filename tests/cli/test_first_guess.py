@@ -221,6 +221,8 @@ WRONG = [
     ("resize llama.safetensors o.safetensors 9", "ckptkit resize llama.safetensors o.safetensors --rows 9 --keys lm_head.weight --keys model.embed_tokens.weight"),
     ("resize llama.safetensors 9 o.safetensors", "ckptkit resize llama.safetensors --rows 9 o.safetensors --keys lm_head.weight --keys model.embed_tokens.weight"),
     ("resize-vocab llama.safetensors o.safetensors --vocab-size 9", "ckptkit resize llama.safetensors o.safetensors --rows 9 --keys lm_head.weight --keys model.embed_tokens.weight"),
+    ("resize llama.safetensors o.safetensors --pad-to-multiple-of 6", "ckptkit resize llama.safetensors o.safetensors --rows 12 --keys lm_head.weight --keys model.embed_tokens.weight"),
+    ("pad llama.safetensors o.safetensors --multiple=6", "ckptkit resize llama.safetensors o.safetensors --rows 12 --keys lm_head.weight --keys model.embed_tokens.weight"),
     # adapters
     ("lora merge lora --base wide.safetensors -o o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors"),
     ("lora merge lora wide.safetensors o.safetensors", "ckptkit lora merge wide.safetensors lora o.safetensors"),

@@ -45,9 +45,30 @@ def test_sizes_as_text(net: ckptkit.Checkpoint, tmp_path: Path) -> None:
         ckptkit.save(net, tmp_path / "others", shard_size="many")
 
 
+def saved(net: ckptkit.Checkpoint) -> io.BytesIO:
+    torch.save(ckptkit.load(net), file := io.BytesIO())
+    return file
+
+
+def test_the_error_shows_the_value() -> None:
+    with pytest.raises(
+        ckptkit.CkptkitError, match=r"density: expected a list of numbers, got 0\.5"
+    ):
+        ckptkit.merge([{}, {}], method="ties", density=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ckptkit.CkptkitError, match="numbers and mappings, got 'many'"):
+        ckptkit.merge([{}, {}], method="ties", density=["many"])
+
+
 GUESSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda net: net.weights.__setitem__("conv.bias", 1), "ck.with_value(path, tensor)"),
     (lambda net: net.weights.__delitem__("conv.bias"), "ck.without(path)"),
+    (lambda net: net.__setitem__("epoch", 3), "ck.with_value(path, tensor)"),
+    (lambda net: net.__delitem__("conv.bias"), "ck.without(path)"),
+    (lambda net: ckptkit.average(net, "x.pth"), "pass one list of them"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.merge([net], method="task", density="x.pth"), "pass one list of them"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.save(ckptkit.recover(saved(net)), "x.pth"), "attribute checkpoint"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.convert(net, "x.pth", dequantize="bf16"), "ckptkit.dequantize)"),
+    (lambda net: ckptkit.convert(net, "x.pth", drop="conv.*"), "drop='head.*'"),
     (lambda net: ckptkit.save(net, io.StringIO()), "open(path, 'wb') returns one"),  # type: ignore[arg-type]
     (lambda net: ckptkit.open(net, "model"), "key='model'"),  # type: ignore[arg-type]
     (lambda net: ckptkit.save(net, "x.pth", no_extras=True), "extras=False"),

@@ -8,6 +8,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.text import behind_page, in_folder, is_url, shown_url, split_url
+from ckptkit.remote.transport import refused
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,9 @@ def test_a_root_may_contain_files(url: str, folder: str, other: str) -> None:
     found, name = split_url(url)
     assert (found.rstrip("/"), name) == (folder.rstrip("/"), "x.pth")
     assert in_folder(found, "y") == in_folder(folder, "y") == other
+
+
+def test_a_repository_without_its_owner() -> None:
+    error = ValueError("Repository id must be 'namespace/name', got 'gpt2'.")
+    assert refused(error, "hf://gpt2").hint == "a repository has an owner: hf://OWNER/NAME"
+    assert refused(error, "hf://org/gpt2").hint is None
