@@ -692,6 +692,7 @@ class MergePlan:
         default = next(beside, f"{model[1] if model else ''}lm_head") + ".weight"
         head = next((name for name in heads if "." in name), default)
         pair = {name.removesuffix(".weight").rpartition(".")[2]: name for name in (embedding, head)}
+        pair["lm_head"] = head  # the name in memory of some heads with other names in files
         changed = {pair.get(path.removesuffix(".weight").rpartition(".")[2]) for path in paths}
         if not changed & {embedding, head}:
             return None

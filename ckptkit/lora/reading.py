@@ -456,9 +456,11 @@ def _module(
 
 def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
     """Return a module with the scale from a peft configuration."""
-    rank = _number(config, "r", module.path, "rank_pattern")
+    is_inner = module.kind == "attention_out"  # peft compares patterns with the attention module
+    path = module.path.removesuffix(".out_proj") if is_inner else module.path
+    rank = _number(config, "r", path, "rank_pattern")
     word = "alpha" if "alpha" in config else "lora_alpha"
-    alpha = _number(config, word, module.path, "alpha_pattern")
+    alpha = _number(config, word, path, "alpha_pattern")
     if module.kind == "adalora":
         first = _number(config, "init_r", "", "")
         scale = alpha if alpha > 0 else first

@@ -274,6 +274,17 @@ def test_casts_are_part_of_the_pass(tmp_path: Path, in_process: Cli) -> None:
     assert torch.equal(load_file(out)["fc.weight"], weight.float() + delta(tensors, "fc"))
 
 
+def test_patterns_of_an_attention_module_apply_to_its_output(tmp_path: Path) -> None:
+    weights = {"mha.in_proj_weight": values(12, 4), "mha.out_proj.weight": values(4, 4)}
+    inner, outer = factors("mha.base_layer.out_proj", 4, 4), factors("mha", 12, 4)
+    own = adapter(tmp_path, inner | outer, alpha_pattern={"mha": 2, "out_proj": 9})
+    out, change = (
+        merged(tmp_path, base(tmp_path, weights), own),
+        delta(inner, "mha.base_layer.out_proj", 1),
+    )
+    assert torch.equal(out["mha.out_proj.weight"], weights["mha.out_proj.weight"] + change + change)
+
+
 # The base
 
 
@@ -728,6 +739,7 @@ def test_two_equal_copies_stay_two(method: str, tmp_path: Path, in_process: Cli)
         ("roberta.embeddings.word_embeddings", "lm_head.dense", "lm_head.decoder"),
         ("model.decoder.embed_tokens", "model.encoder.conv1", "proj_out"),
         ("backbone.embeddings", "backbone.norm_f", "lm_head"),
+        ("gpt_neox.embed_in", "gpt_neox.fc", "embed_out"),
     ],
 )  # fmt: skip
 def test_names_of_tied_heads(tmp_path: Path, embedding: str, near: str, head: str) -> None:
@@ -736,13 +748,14 @@ def test_names_of_tied_heads(tmp_path: Path, embedding: str, near: str, head: st
     weights = {f"{name}.weight": values(6, 4) for name in (embedding, near)}
     weights[f"{stem}.bias"] = values(6)
     path = base(tmp_path, weights, tie_word_embeddings=True)
-    tensors, bias = factors(head, 6, 4), {f"{head}.base_layer.bias": values(6)}
+    memory = head.replace("embed_out", "lm_head")
+    tensors, bias = factors(memory, 6, 4), {f"{head}.base_layer.bias": values(6)}
     own = adapter(tmp_path, tensors | (bias if stem != head else {}))
     with pytest.raises(UnsupportedError, match="tied to one matrix"):
         ckptkit.merge_lora(path, own)
     out = merged(tmp_path, path, own, tied="untie")
     old = weights[f"{embedding}.weight"]
-    assert torch.equal(out[f"{head}.weight"], old + delta(tensors, head))
+    assert torch.equal(out[f"{head}.weight"], old + delta(tensors, memory))
     assert torch.equal(out[f"{embedding}.weight"], old)
     if stem != head:
         assert torch.equal(out[f"{stem}.bias"], bias[f"{head}.base_layer.bias"])
