@@ -494,9 +494,9 @@ def test_PK_18_a_long_string_in_a_file_that_is_as_long(tmp_path: Path) -> None:
 
 def test_PK_19_memo_bombs(tmp_path: Path) -> None:
     assert machine(b"Nr\xff\xff\xff\xff.") is None
-    assert outcome(b"N" + b"\x94" * 5_000_001 + b".", tmp_path).read == "LimitError"
     far = b"".join(b"r" + struct.pack("<I", 1000 * i) for i in range(20_000))
-    assert outcome(b"N" + far + b".", tmp_path).read == "LimitError"
+    bombs = [b"N" + b"\x94" * 5_000_001 + b".", b"N" + far + b"."]
+    assert [each.read for each in outcomes(bombs, tmp_path)] == ["LimitError"] * 2
 
 
 @pytest.mark.parametrize("code", [b"N0", b"N", b"(", b"2", b"](", b"}", b")0", b"N1"])

@@ -139,8 +139,9 @@ def test_a_batch(cluster: Dask, tmp_path: Path, run: Run) -> None:
     assert len(found["one"]) == 59
 
 
-def test_a_worker_of_a_cluster_is_killed(tmp_path: Path) -> None:
+def test_a_worker_of_a_cluster_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
+    monkeypatch.setattr(workers, "FRESH", 0)
     make(tmp_path / "runs", 60)
     jobs = batch.plan(batch.find([str(tmp_path / "runs/**/*.pth")], str(tmp_path / "out")), "slow")
     with dask(tmp_path, workers=2) as cluster, workers.opened(scheduler=cluster.url) as pool:
