@@ -497,7 +497,7 @@ def _iq3_s(b: Array) -> Parts:
 
 @cache
 def _shifted_grid() -> Array:
-    """Return 8 times the grid of IQ1, first with 1 added, then with 1 subtracted.
+    """Return two grids in one array: 8 times the grid of IQ1 plus 1, and the same minus 1.
 
     The offsets of IQ1 are 0.125 and -0.125.
     """

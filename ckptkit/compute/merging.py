@@ -448,9 +448,9 @@ class _MagnitudeSearch:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # Interval of the codes of unrounded elements that may round into `interval`. Adjacent
-        # 16-bit floats differ by at most 2**-7 of their magnitude, or by 2**-24 for subnormal
-        # float16 numbers.
+        # An element before rounding may round into `interval` only if its code is in `candidates`,
+        # a wider interval. Adjacent 16-bit floats differ by at most 2**-7 of their magnitude, or by
+        # 2**-24 for subnormal float16 numbers.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)

@@ -383,7 +383,7 @@ class Block(NamedTuple):
 def blocks(extent: Extent, at: int = 0) -> list[Block]:
     """Split a large transpose into blocks. Return [] for other extents.
 
-    `at` is the offset of the target in its file.
+    `at` is the offset of the extent in the output file.
     """
     if not isinstance(extent, Derived) or not isinstance(extent.operation, Arrange):
         return []
@@ -433,7 +433,7 @@ def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matr
 
 
 def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
-    """Split a matrix into blocks of equal size. `at` is the offset of the target in its file."""
+    """Split a matrix into blocks of equal size. See `blocks` for `at`."""
     height, width = _block_shape(matrix)
     size = matrix.itemsize
     for row, end in pairwise(_ends(matrix, height, at)):

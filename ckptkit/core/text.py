@@ -365,7 +365,7 @@ class Item(NamedTuple):
 class Folded(NamedTuple):
     label: str
     columns: Any  # Hashable
-    nbytes: int  # number of bytes of all joined lines
+    nbytes: int  # sum of `nbytes` of the joined items
     rows: int
 
 
@@ -377,9 +377,10 @@ _Block = tuple[int, Indices, int, int]
 class Modules:
     """Classifies modules by their direct members, such as weight and bias with their shapes.
 
-    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. A call returns
-    the sum of the hashes of the members of one module. Two modules are similar if their sums are
-    equal. A set of members for each module would need more memory than the names of the tensors.
+    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. A call with
+    a tensor name returns the sum of the hashes of all members of the tensor's module. Two modules
+    are similar if their sums are equal. A set of members for each module would need more memory
+    than the names of the tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable]] = ()) -> None:

@@ -303,7 +303,7 @@ def apply_rules(
 ) -> Checkpoint:
     """Rename and rearrange the weights by `rules`: one line or several, each ``LEFT -> RIGHT``.
 
-    `keep` contains globs. If a key matches no rule but a glob of `keep`, the key stays unchanged.
+    `keep` contains globs. If a key matches a glob of `keep` and no rule, the key stays unchanged.
     With ``keep="rest"``, all keys that match no rule stay unchanged. If ckptkit cannot infer a size
     from the rules and shapes, it takes the size from `args`, `sizes` or `config`. `config` is the
     configuration of the model, by default the file config.json beside the checkpoint. With
@@ -444,8 +444,8 @@ class _DictBuilder:
     _mixed: list[str] = field(default_factory=list)
     _arrays: list[str] = field(default_factory=list)
     # The keys identify elements of source tensors. The values are the ids of the new nodes or
-    # storages with these elements. If a value contains several ids, the names of the source are no
-    # longer tied.
+    # storages with these elements. If a value contains several ids, the source names of these
+    # elements are no longer tied.
     _used: dict[object, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -460,7 +460,8 @@ class _DictBuilder:
                 new_name = self.following.get(name, name)
                 if new_name != name and new_name in self.outcome.targets:
                     raise CollisionError(
-                        f"{name} belongs to a renamed quantized weight, but {new_name} exists"
+                        f"{name} must be renamed to {new_name} with its quantized weight, but "
+                        f"{new_name} exists"
                     )
                 self.pairs.append((name, new_name))
                 self._note_use([name], id(self.target.entries[name]))

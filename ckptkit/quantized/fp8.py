@@ -109,8 +109,8 @@ def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
     form = str(settings.get("format"))
     if "convrot" in form or settings.get("convrot") or form not in {*_BLOCKS, *_FLAT}:
         return group.refused(
-            f"its format is {form}; ckptkit supports only {', '.join([*_BLOCKS, *_FLAT])}, and no "
-            f"rotation (convrot)"
+            f"its format is {form}; ckptkit supports only {', '.join([*_BLOCKS, *_FLAT])}, all "
+            f"without rotation (convrot)"
         )
     if scale is None:
         return group.refused(f"{name}_scale is missing")
