@@ -21,7 +21,7 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
+from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, shell_word, shown, typed, without_query
 from ckptkit.formats import strict_json
@@ -401,6 +401,10 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         groups, whole, ignored, unknown = _groups(tensors, layout, config, is_named)
         if not unknown and all(map(_kind, groups.values())):
             break
+    root = checkpoint.root
+    if not groups and isinstance(root, dict) and root.get("general.type") == "adapter":
+        what = "is an adapter in the GGUF layout, which `lora` does not read"
+        raise UnsupportedError(what, hint="llama-export-lora of llama.cpp merges it into a model")
     if not groups and not configs and not unknown:
         hint = "`ckptkit inspect {where}` lists the content"
         raise UsageError("is not an adapter, because it has no adapter tensors", hint=hint)

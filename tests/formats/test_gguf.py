@@ -486,6 +486,14 @@ class TestCommands:
             assert first.startswith(f"model.gguf: {words} ") and first.endswith(end)
             assert lines.count("metadata") == 1 and "values" not in lines
 
+    def test_an_adapter_is_named(self, tmp_path: Path, run: Run) -> None:
+        values = [("general.architecture", "llama"), ("general.type", "adapter")]
+        tensors = [PLAIN._replace(name=f"blk.0.attn_q.weight.lora_{part}") for part in "ab"]
+        written(tmp_path, made(values, tensors))
+        done = run("lora", "check", "model.gguf", cwd=tmp_path)
+        assert done.code == 3
+        assert "is an adapter in the GGUF layout" in done.stderr
+
     def test_show_prints_the_warnings(self, tmp_path: Path, run: Run) -> None:
         written(tmp_path, made(tensors=[Q4_0, PLAIN._replace(offset=128)]))
         for words in (("a.weight",), ("a.weight", "--json"), ("--nan",)):
@@ -498,7 +506,7 @@ class TestCommands:
         done = run("convert", "model.gguf", "out.safetensors", cwd=tmp_path)
         assert done.code == 3
         assert (
-            "hint: `ckptkit convert model.gguf model.safetensors --dequantize bfloat16`"
+            "hint: `ckptkit convert model.gguf out.safetensors --dequantize bfloat16`"
             in done.stderr
         )
 
