@@ -818,6 +818,8 @@ def _of_output(place: str, line: Line, sources: Words) -> Iterator[Line]:
 
 def _of_options(line: Line, sources: Words) -> Iterator[Line]:
     """Yield command lines with another option for the same value, or without SRC:WEIGHT."""
+    is_linear = line.name == "merge" and "--method" not in line.words
+    method = NEEDED["merge"] if is_linear else ()
     for option, value in pairwise(line.words):
         new = line.without(option, value)
         if option == "--to" and _is_dtype(value):
@@ -827,6 +829,10 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line]:
             yield from filter(None, [line.replaced("convert", "lora", "convert")])
             if (gguf := new.replaced("convert", "run", "gguf")) is not None:
                 yield gguf.with_words([*gguf.words, "--dequantize", "bfloat16"])
+        elif option == "--scale" and len(sources) == 3 and _NUMBER.fullmatch(value):
+            shares = f"{1 - float(value):g}", f"{float(value):g}"  # linear interpolation
+            numbers = flatten(("--weight", each) for each in shares)
+            yield new.with_words([*new.words, *method, *numbers])
         elif option == "--cast":  # a quantized weight
             yield from filter(None, [line.replaced(option, "--dequantize")])
         elif option == "--format":
@@ -847,7 +853,6 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line]:
     if any(pairs):
         words = [_WEIGHTED.sub(r"\1", each) if each in sources else each for each in line.words]
         weights = [each for pair in pairs if pair for each in ("--weight", pair[2])]
-        method = () if "--method" in words else NEEDED.get(line.name, ())
         yield line.with_words([*words, *weights, *method])
 
 

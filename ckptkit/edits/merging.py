@@ -148,6 +148,13 @@ def merge(
     first = None if base is None else model(opened(base))
     if method == SLERP and first is not None:
         models, first = [first, *models], None
+    for name, value, users in (
+        ("scale", scale, (*OF_DIFFERENCES, SLERP, PASSTHROUGH)),
+        ("normalize", normalize, (*OF_DIFFERENCES, LINEAR)),
+        ("rescale", rescale, SPARSE),
+    ):
+        if value is not None and method not in users:
+            raise UsageError(f"{method} does not use {name}")
     _check_numbers(method, models, first, weight, density, ranges)
     share = scale
     if share is None:

@@ -205,6 +205,7 @@ WRONG = [
     ("merge math.safetensors code.safetensors o.safetensors --weights 0.7 0.3", "ckptkit merge math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3 --method linear"),
     ("average math.safetensors code.safetensors o.safetensors --weights 0.7,0.3", "ckptkit average math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3"),
     ("average math.safetensors:0.7 code.safetensors:0.3 o.safetensors", "ckptkit average math.safetensors code.safetensors o.safetensors --weight 0.7 --weight 0.3"),
+    ("merge math.safetensors code.safetensors o.safetensors --alpha 0.3", "ckptkit merge math.safetensors code.safetensors o.safetensors --method linear --weight 0.7 --weight 0.3"),
     ("merge merge.yml outd", "ckptkit run merge.yml . outd"),
     ("run merge.yml outd", "ckptkit run merge.yml . outd"),
     ("run", "ckptkit run --list"),
