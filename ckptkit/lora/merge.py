@@ -58,6 +58,7 @@ from ckptkit.lora.naming import (
     BaseNames,
     Placed,
     Rename,
+    end_of,
     is_fused,
     renamed,
 )
@@ -74,11 +75,11 @@ from ckptkit.lora.reading import (
 # Models for which transformers sets `is_transposed`: expert matrices have the shape [in, out]
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
-# Maps task types to the names of the modules that peft adds to modules_to_save
 # Classes of transformers without a language model head
 _HEADLESS = re.compile(
     r".*(?<!LMHead)(?<!MT)(?<!DoubleHeads)Model|.*For(.*Classification|QuestionAnswering|MultipleChoice)"
 )
+# Maps task types to the names of the modules that peft adds to modules_to_save
 _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
 # Models with Conv1D of transformers, and the modules of this class in these models
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
@@ -229,6 +230,8 @@ class MergePlan:
         self.adapter, self.weight, self.tied = adapter, weight, tied
         self.base = bare(base) if base.required.is_module else base
         self.config, self.options = config_of(base), adapter.config or {}
+        both = self.config, self.config.get("text_config")
+        self.parts = [each for each in both if isinstance(each, dict)]
         self.problems = list(problems(adapter, base_is))
         self.notes: list[str] = []
         self.warnings: list[str] = []
@@ -243,6 +246,7 @@ class MergePlan:
         self.pair: tuple[str, str] | None = None
         self.renames: list[Rename] = []
         self.renamed: dict[str, str] = {}
+        self.whole: dict[str, str] = {}  # names of complete tensors after the substitutions
         group = next(iter(quantized.find(base).groups), None)
         if group is not None:
             what = f"{group.name} of the base is quantized as {group.label} ({group.family})"
@@ -267,8 +271,8 @@ class MergePlan:
         if adapter.layout == "peft":
             self._restore_wrappers()
             self._respell()
-        self.whole = {own: self._whole(own) for own in adapter.replaced}
-        self._rename([*(paths[name] for name in names), *self.whole.values()])
+            self.whole = {own: self._whole(own) for own in adapter.replaced}
+            self._rename([*(paths[name] for name in names), *self.whole.values()])
         for own in adapter.replaced:
             self._replace(own)
         missing = [key for key, module in adapter.modules.items() if not self._place(key, module)]
@@ -326,8 +330,6 @@ class MergePlan:
 
     def _rename(self, paths: Sequence[str]) -> None:
         """Find the modules of a peft adapter in the base, where they may have another prefix."""
-        if self.adapter.layout != "peft":
-            return
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
         whole = {*self.whole.values()}
         missing = [each for each in missing if each not in whole or not self._is_new_head(each)]
@@ -361,16 +363,15 @@ class MergePlan:
         mend = f"--component {parts[0]}" if parts else ""
         self._refuse(_lacking(keys, modules), title, hint, *keys, mend=mend)
 
-    def _path(self, path: str) -> str:
-        """Return the name in the base for a name in the adapter."""
-        path = self.paths.get(path, path)
+    def _renamed(self, path: str) -> str:
+        """Return the name in the base for a name in the adapter after the substitutions."""
         return self.renamed.get(path) or renamed(path, self.renames)
 
     def _place(self, key: str, module: Module) -> bool:
         """Find the tensors that a module changes. Return False if the base lacks these tensors."""
         if any(key in each.modules and each.code != "rank" for each in self.problems):
             return True  # the module already has a problem
-        path = self._path(module.path)
+        path = self._renamed(self.paths[module.path])
         try:
             place = self._place_experts if module.parameter else self._place_module
             return place(key, module, path)
@@ -475,7 +476,6 @@ class MergePlan:
         fits = (rows, columns) == (place.rows, change.columns)
         if change.kernel and len(shape) > 2:
             fits = fits and (change.kernel == shape[2:] or prod(change.kernel) == 1)
-            fits = fits and prod(change.kernel) in (1, prod(shape[2:]))
         formula, is_part = change.formula, place.stop - place.start < change.rows
         if is_part and formula.by == "columns" and formula.norm.startswith("norm"):
             what = f"{shown(module.path)} has a magnitude for each column"
@@ -601,8 +601,7 @@ class MergePlan:
 
     def _replace(self, own: str) -> None:
         """Replace a tensor of the base by a complete tensor of the adapter."""
-        tensor, full = self.adapter.replaced[own], self.whole[own]
-        name = self.renamed.get(full) or renamed(full, self.renames)
+        tensor, name = self.adapter.replaced[own], self._renamed(self.whole[own])
         old = self.new.get(name)
         target = old.dtype if old is not None else tensor.dtype
         if old is None and tensor.dtype.name in FLOATS:
@@ -620,7 +619,7 @@ class MergePlan:
                 return
             if made.ndim == 2:
                 self.unlike.append((own, made.shape[0], old.shape[0]))
-            if name.removesuffix(".weight").rpartition(".")[2] in (*EMBEDDINGS, *HEADS):
+            if end_of(name) in (*EMBEDDINGS, *HEADS):
                 self._configure("vocab_size", made.shape[0])
         if made.ndim == 2 and _LABELS.fullmatch(name) and (old is None or old.shape != made.shape):
             self._count_labels(made.shape[0])
@@ -678,11 +677,9 @@ class MergePlan:
         Return None if the two are not tied, or if the adapter changes neither of the two. If the
         base has no head, create a head as a copy of the embedding, with the name in transformers.
         """
-        ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in self.new}
-        text = self.config.get("text_config")
-        setting = self.config.get("tie_word_embeddings")
-        if setting is None and isinstance(text, dict):
-            setting = text.get("tie_word_embeddings")
+        ends = {name: end_of(name) for name in self.new}
+        given = (part.get("tie_word_embeddings") for part in self.parts)
+        setting = next((each for each in given if each is not None), None)
         embedding = next((name for name, end in ends.items() if end in EMBEDDINGS), None)
         if embedding is None or setting is False:
             return None
@@ -691,9 +688,9 @@ class MergePlan:
         model = _MODEL.match(embedding)  # the head is next to the model without a head
         default = next(beside, f"{model[1] if model else ''}lm_head") + ".weight"
         head = next((name for name in heads if "." in name), default)
-        pair = {name.removesuffix(".weight").rpartition(".")[2]: name for name in (embedding, head)}
-        pair["lm_head"] = head  # the name in memory of some heads with other names in files
-        changed = {pair.get(path.removesuffix(".weight").rpartition(".")[2]) for path in paths}
+        # In memory, some heads have the name lm_head, and another name in files.
+        pair = {ends[embedding]: embedding, end_of(head): head, "lm_head": head}
+        changed = {pair.get(end_of(path)) for path in paths}
         if not changed & {embedding, head}:
             return None
         one, two = self.new[embedding], self.new.get(head)
@@ -773,14 +770,12 @@ class MergePlan:
         made = {name: each for name, each in self.old.items() if not own.match(name)}
         for number, old in enumerate(order):
             made |= {f"{stem}.{number}{end}": _copy(tensor) for end, tensor in layers[old]}
-        both = self.config, self.config.get("text_config")
-        parts = [each for each in both if isinstance(each, dict)]
-        words = [word for word in _COUNTS for part in parts if word in part]
+        words = [word for word in _COUNTS for part in self.parts if word in part]
         if words:
             self._configure(words[0], len(order))
         else:
             self.new_config[_COUNTS[0]] = len(order)
-        for part in parts:
+        for part in self.parts:
             types = part.get("layer_types")
             if isinstance(types, list) and len(types) == len(layers):
                 self._configure("layer_types", [types[number] for number in order])
@@ -852,8 +847,7 @@ def _lacking(found: Collection[str], modules: Collection[str]) -> str:
 
 def _class_of(name: str) -> str:
     """Return the last component of a module name, or ``Conv1D`` for the modules in `_CONV1D`."""
-    end = name.removesuffix(".weight").rpartition(".")[2]
-    return "Conv1D" if end in _CONV1D else end
+    return "Conv1D" if end_of(name) in _CONV1D else end_of(name)
 
 
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:

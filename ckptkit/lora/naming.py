@@ -400,7 +400,9 @@ class BaseNames:
         module, except a head, under its name in the adapter, and the first component is the same.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
-        exact = [path for path, found in ways.items() if _EXACT in found and not _is_head(path)]
+        exact = [
+            path for path, found in ways.items() if _EXACT in found and end_of(path) not in HEADS
+        ]
         all_ways = {each for found in ways.values() for each in found} - {_EXACT}
         tops = {each: each.old[: each.old.find(".") + 1] for each in all_ways}
         wrong = {each for each, top in tops.items() if any(path.startswith(top) for path in exact)}
@@ -470,8 +472,9 @@ def _end(path: str) -> str:
     return ".".join(path.split(".")[-2 if path.endswith((".weight", ".bias")) else -1 :])
 
 
-def _is_head(path: str) -> bool:
-    return path.removesuffix(".weight").rpartition(".")[2] in HEADS
+def end_of(name: str) -> str:
+    """Return the last component of the name of a module, or of the module of a weight."""
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:

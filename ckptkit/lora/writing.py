@@ -217,13 +217,11 @@ def _check(read: Adapter, to: str) -> None:
     refuse_damaged(read)
     if read.layout == "peft" and read.method != "LORA":
         raise UnsupportedError(f"has the method {read.method}; ckptkit converts only LORA")
-    known = ("alpha", *table("written")["original" if to in _ORIGINALS else "peft"])
-    more = ("B_bias", "diff", "diff_b", "embedding_A", "embedding_B", "hada", "lokr")
-    known = (*known, *more) if to in _ORIGINALS else known
+    known = table("stored")["original" if to in _ORIGINALS else "peft"]
     odd = [n for n in _KEPT[1:] if to != "peft" and (read.config or {}).get(n)]
     for name, module in read.modules.items():
         kind = "of experts" if module.parameter else module.kind
-        roles = [r for r in module.tensors if r not in known and r[:4] not in known]
+        roles = [r for r in module.tensors if r not in known]
         if roles or kind in ("of experts", "attention_out"):
             odd.append(f"{name} ({some(roles) if kind == 'lora' else kind})")
     if odd := [*odd, *read.replaced]:
@@ -586,7 +584,8 @@ def config_of(modules: Iterable[Module], **others: Any) -> dict[str, Any]:
     ranks = {name: each.rank or 0 for name, each in found.items()}
     numbers = {name: _number(each) for name, each in found.items()}
     alphas = {name: int(each) if each == int(each) else each for name, each in numbers.items()}
-    rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
+    counts = [Counter[float](each.values()) for each in (ranks, alphas)]
+    rank, alpha = (max(each, key=each.__getitem__, default=1) for each in counts)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -611,11 +610,6 @@ def config_of(modules: Iterable[Module], **others: Any) -> dict[str, Any]:
 def _exactly(name: str) -> str:
     """Return a pattern that matches only this module."""
     return f"^{re.escape(name)}"
-
-
-def _most(values: Any, default: float) -> Any:
-    found = list(values)
-    return max(dict.fromkeys(found), key=found.count, default=default)
 
 
 def tensor_of(values: Any, dtype: DType) -> Tensor:
@@ -727,9 +721,8 @@ class _Difference:
         sizes = as_matrix(self.new.shape)
         if min(sizes) <= max(_COMPLETE, rank * 8):
             whole = np.concatenate([block for _, block in self.blocks()])
-            left, values, right = np.linalg.svd(
-                whole.T if self.is_turned else whole, full_matrices=False
-            )
+            whole = whole.T if self.is_turned else whole
+            left, values, right = np.linalg.svd(whole, full_matrices=False)
             return left, values, right
         width = sizes[0] if self.is_turned else sizes[1]
         random = np.random.default_rng(0).standard_normal((width, rank + _EXTRA))
@@ -835,7 +828,7 @@ def _differences(
         raise UsageError(what, where=after.name)
     seen: set[object] = set()
     embedding: _Difference | None = None
-    ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in news}
+    ends = {name: naming.end_of(name) for name in news}
     for name, new in sorted(news.items(), key=lambda each: ends[each[0]] not in _EMBEDDINGS):
         old, module = olds.get(name), name.removesuffix(".weight")
         if any(_is_in(name, each) for each in save):
