@@ -72,7 +72,7 @@ def check_lora(
     name = os.fspath(base) if isinstance(base, (str, os.PathLike)) else under and under.name
     mends: dict[tuple[str, ...], None] = {}  # options that other findings require
 
-    def command(*words: str, new: str = "merged") -> str | None:
+    def command(*words: str) -> str | None:
         """Return a `lora merge` command, or a `convert` command that changes only the base.
 
         If the base is not a file, return None.
@@ -80,13 +80,11 @@ def check_lora(
         if not name:
             return None
         if words[:1] == ("convert",):
-            names = (*argument(name), output_name(name, new))
+            names = (*argument(name), output_name(name, "new"))
             return shell_command(("ckptkit", "convert", *names, *words[1:]))
-        names = (*argument(name), *argument(where), output_name(name, new))
-        given = {words: None} | mends
-        return shell_command(
-            ("ckptkit", "lora", "merge", *(w for each in given for w in each), *names)
-        )
+        names = (*argument(name), *argument(where), output_name(name, "merged"))
+        given = [word for each in {words: None} | mends for word in each]
+        return shell_command(("ckptkit", "lora", "merge", *given, *names))
 
     if under is None:
         found = [*alone(read)]
@@ -119,9 +117,9 @@ def _of(found: Iterable[Finding], command: Callable[..., str | None]) -> Iterato
     for first, *others in kinds.values():
         title = f"{first.title}, and {len(others):,} more" if others else first.title
         modules = tuple(dict.fromkeys(name for each in (first, *others) for name in each.modules))
-        mends = command(*first.mend) if first.mend else None
-        if first.code == "quantized":
-            mends = command("convert", "--dequantize", "bfloat16", new="new")
+        is_quantized = first.code == "quantized"
+        words = ("convert", "--dequantize", "bfloat16") if is_quantized else first.mend
+        mends = command(*words) if words else None
         yield first._replace(title=title, modules=modules, command=mends)
 
 

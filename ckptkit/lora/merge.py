@@ -232,6 +232,7 @@ class MergePlan:
         self.config, self.options = config_of(base), adapter.config or {}
         both = self.config, self.config.get("text_config")
         self.parts = [each for each in both if isinstance(each, dict)]
+        self.is_transposed = self.config.get("model_type") in _TRANSPOSED
         self.problems = list(problems(adapter, base_is))
         self.notes: list[str] = []
         self.warnings: list[str] = []
@@ -426,8 +427,7 @@ class MergePlan:
         if is_expert or name.endswith("in_proj_weight"):
             change = replace(change, formula=replace(change.formula, rounding="twice"))
         if is_expert:
-            is_marked = self.config.get("model_type") in _TRANSPOSED
-            is_turned = is_marked or sizes[::-1] == shape[1:] != sizes
+            is_turned = self.is_transposed or sizes[::-1] == shape[1:] != sizes
         else:
             is_turned = sizes[::-1] == shape and module.kind not in ("embedding", "ia3")
             is_turned = is_turned and self._is_conv1d(name)
@@ -543,8 +543,7 @@ class MergePlan:
                 f"{shown(module.path)}, because adapter_config.json has no peft_version"
             )
         numbers = tuple(map(int, version.groups()))
-        is_marked = self.config.get("model_type") in _TRANSPOSED
-        return numbers < (0, 19) or (not is_marked if numbers < (0, 19, 1) else is_marked)
+        return numbers < (0, 19) or self.is_transposed == (numbers >= (0, 19, 1))
 
     def _add(self, name: str, piece: _Piece) -> None:
         tensor = self.new[name]

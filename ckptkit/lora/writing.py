@@ -672,14 +672,11 @@ class ExtractReport:
             # peft loads the bias or weight of a LoRA module only under the name of its base layer
             inside = ".base_layer" if f"{PEFT}{module}" in modules else ""
             tensors[f"{before}{module}{inside}.{end}" if module else f"{before}{end}"] = each
-        self.conversion = written(tensors, *given, notes=(self.note,), **more)
+        note = plural(len(self.modules), "module")
+        note += f", {plural(len(self.saved), 'tensor')} stored completely" if self.saved else ""
+        note += f", relative error {self.error:.3g}"
+        self.conversion = written(tensors, *given, notes=(note,), **more)
         return self
-
-    @property
-    def note(self) -> str:
-        whole = f", {plural(len(self.saved), 'tensor')} stored completely" if self.saved else ""
-        count = plural(len(self.modules), "module")
-        return f"{count}{whole}, relative error {self.error:.3g}"
 
 
 @dataclass
