@@ -346,8 +346,10 @@ def _of_peft(
                 break
     found = {old: names[old] for old in ck.required.nodes if old in names}
     # With `bias="all"`, peft saves the biases of modules_to_save under both names.
-    both = [escape(name) for name in found.values() if name in ck.required.nodes]
-    ck = keys.select(ck, drop=both) if both else ck
+    plain = {name: name.replace(".modules_to_save.", ".") for name in ck.required.nodes}
+    both = [name for name in found.values() if name in plain]
+    both += [name for name, own in plain.items() if name != own in found and name not in both]
+    ck = keys.select(ck, drop=[*map(escape, both)]) if both else ck
     # peft does not save the number of ranks of AdaLoRA
     filled = {name for old, name in names.items() if not old.endswith(".ranknum")}
     filled |= {*found.values(), *ck.required.nodes}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit import quantized
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.compare import equal
 from ckptkit.compute.numbers import FLOATS, cast_record
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, wrong
@@ -69,6 +68,7 @@ from ckptkit.lora.reading import (
     folder_of,
     is_adapter,
     read_adapter,
+    same_bytes,
     unwrapped,
 )
 
@@ -866,13 +866,6 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     if tensor.dtype != dtype:
         record = cast_record(record, tensor.dtype, dtype, big_endian=False)
     return made_of(record, dtype, tensor.shape)
-
-
-def same_bytes(one: Tensor, two: Tensor) -> bool:
-    """Return whether two tensors have equal dtypes, shapes and bytes."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return equal(contiguous(one).locate(), contiguous(two).locate())
 
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:

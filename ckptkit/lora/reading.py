@@ -18,6 +18,8 @@ from typing import Any
 
 from ckptkit import formats
 from ckptkit.api import open_checkpoint
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.compare import equal
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
@@ -304,6 +306,13 @@ def _checked(config: Any, what: str) -> dict[str, Any]:
     return config
 
 
+def same_bytes(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors have equal dtypes, shapes and bytes."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    return equal(contiguous(one).locate(), contiguous(two).locate())
+
+
 def unwrapped(name: str) -> str:
     """Remove the names of wrappers, such as ``_orig_mod`` of torch.compile, from a peft name."""
     while wrapper := next((each for each in WRAPPERS if name.startswith(each)), None):
@@ -369,7 +378,8 @@ def _groups(
                 raise UsageError(f"contains {role} of {shown(path)} twice")
         elif layout == "peft" and not expression("factor").search(plain):
             own = expression("inside").sub("", plain)
-            if whole.setdefault(own, tensor) is not tensor:
+            first = whole.setdefault(own, tensor)
+            if first is not tensor and not same_bytes(first, tensor):
                 raise UsageError(f"contains {shown(own)} twice")
         else:
             unknown.append(name)

@@ -65,9 +65,17 @@ from ckptkit.lora.changes import (
     turn,
     zeros,
 )
-from ckptkit.lora.merge import same_bytes
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
-from ckptkit.lora.reading import CONFIG, METADATA, WEIGHTS, Adapter, Module, read_adapter, table
+from ckptkit.lora.reading import (
+    CONFIG,
+    METADATA,
+    WEIGHTS,
+    Adapter,
+    Module,
+    read_adapter,
+    same_bytes,
+    table,
+)
 from ckptkit.publish.publish import publish
 
 if TYPE_CHECKING:

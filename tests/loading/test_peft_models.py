@@ -97,7 +97,7 @@ def test_a_bias_under_two_names(tmp_path: Path) -> None:
     saved = ckptkit.load(file)
     bias = saved["base_model.model.head.bias"]
     inside = {f"base_model.model.head.{each}.bias": bias.clone()
-              for each in ("modules_to_save.style", "original_module")}  # fmt: skip
+              for each in ("modules_to_save.style", "modules_to_save")}  # fmt: skip
     save_file(saved | inside, file)
     ckptkit.load_into(model, tmp_path)
     assert torch.equal(model.base_model.model.head.modules_to_save["style"].bias, bias)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
 from ckptkit.lora.changes import problems
@@ -243,8 +243,13 @@ def test_components(tmp_path: Path) -> None:
         read_adapter(file, component="vae")
 
 
-def test_two_tensors_for_one_tensor_of_the_base_are_refused(tmp_path: Path) -> None:
-    names = ("fc.lora_A.weight", "fc.lora_B.weight", "x.weight", "x.base_layer.weight")
-    tensors = {f"base_model.model.{name}": (2, 2) for name in names}
-    with pytest.raises(UsageError, match=r"contains 'x\.weight' twice"):
-        read_adapter(folder(tmp_path / "adapter", tensors, CONFIG))
+@pytest.mark.parametrize("other", ["base_layer", "modules_to_save", "modules_to_save.default"])
+def test_two_tensors_for_one_tensor_of_the_base(tmp_path: Path, other: str) -> None:
+    """peft saves biases of modules_to_save twice with `bias="all"`. Different tensors are refused."""
+    names = ("fc.lora_A.weight", "fc.lora_B.weight", "x.bias", f"x.{other}.bias")
+    path = folder(tmp_path / "a", {f"base_model.model.{name}": (2, 2) for name in names}, CONFIG)
+    assert read_adapter(path).replaced.keys() == {"x.bias"}
+    file = path / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.x.bias": torch.zeros(2, 2)}, file)
+    with pytest.raises(UsageError, match=r"contains 'x\.bias' twice"):
+        read_adapter(path)
