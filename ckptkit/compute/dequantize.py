@@ -54,7 +54,7 @@ TALL = {"columns": 16, "interleaved": 128, "turned": 128}
 # The dtypes with at most four significant bits. Each value is the lowest code of an infinity or
 # NaN, without the sign bit.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
-# Maximum and minimum of scales for which every product with a code is a normal float32 number.
+# The largest and the smallest scale whose product with any code is a normal float32 number.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 

@@ -445,7 +445,8 @@ def _iq2_xxs(b: Array) -> Parts:
 def _with_seven(words: Array, field: Array, count: int) -> tuple[Array, Array]:
     """Return the codes of `words` with their signs, and ``0.5 + scale``.
 
-    Each field contains `count` groups of 7 sign bits. The top 4 bits of a field are the scale.
+    Each number in `field` contains `count` groups of 7 sign bits. The top 4 bits of the number are
+    the scale.
     """
     import numpy as np
 
@@ -497,7 +498,7 @@ def _iq3_s(b: Array) -> Parts:
 
 @cache
 def _shifted_grid() -> Array:
-    """Return two grids in one array: 8 times the grid of IQ1 plus 1, and the same minus 1.
+    """Return two grids in one array: ``8 * grid + 1``, then ``8 * grid - 1``, for the grid of IQ1.
 
     The offsets of IQ1 are 0.125 and -0.125.
     """

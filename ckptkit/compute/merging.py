@@ -35,7 +35,7 @@ METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
 OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
 SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (see `densities`)
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
-_COLLINEAR = 0.9995  # for a larger cosine, slerp interpolates linearly
+_COLLINEAR = 0.9995  # if the cosine exceeds this number, slerp interpolates linearly
 _SMALLEST = 1e-7  # if the sum of the magnitudes is below this number, differences are not rescaled
 # Number of elements per step. The elements fit the caches. The numpy calls are long enough that
 # threads rarely wait for the interpreter lock.
@@ -77,7 +77,7 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    # If only some of several equal differences are kept, the operation keeps the first of these.
+    # If the operation keeps only some of several equal differences, it keeps the first ones.
     # Therefore the operation must read the elements in order.
     seekable: ClassVar[bool] = False
 
@@ -268,9 +268,10 @@ class Merge(Operation):
         sign = bits & np.iinfo(bits.dtype).min
         flipped = changes.view(bits.dtype)
         flipped ^= sign
-        # np.maximum compares floats as integers, because a negative float is also a negative
-        # integer. If a total is NaN or infinite, np.maximum compares floats, because this keeps
-        # NaN. An array of zeros makes np.maximum twice as fast as the number 0.
+        # np.maximum compares the bits of floats as integers, because the bits of a negative float
+        # are a negative integer. If a total is NaN or infinite, np.maximum compares the floats
+        # themselves, and NaN remains NaN. An array of zeros makes np.maximum twice as fast as the
+        # number 0.
         zeros = np.zeros_like(total)
         positive = flipped if np.dot(total, zeros) == 0 else changes
         np.maximum(positive, zeros.view(positive.dtype), out=positive)
@@ -448,8 +449,8 @@ class _MagnitudeSearch:
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
         self.waiting: list[Array] = []  # codes in the interval that are not counted yet
-        # An element before rounding may round into `interval` only if its code is in `candidates`,
-        # a wider interval. Adjacent 16-bit floats differ by at most 2**-7 of their magnitude, or by
+        # An unrounded element may round into `interval` only if its code is in `candidates`, a
+        # wider interval. Adjacent 16-bit floats differ by at most 2**-7 of their magnitude, or by
         # 2**-24 for subnormal float16 numbers.
         self.candidates = self.interval
         if self.unused and high < self.top:

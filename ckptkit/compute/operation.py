@@ -417,7 +417,7 @@ class Rows(Operation):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Number of bytes per row: the first number for the output, the others for the inputs."""
+        """Number of bytes per row of the output, then of each input."""
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:

@@ -225,7 +225,8 @@ class Codes:
     def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
         self.blocks, self.packing, self.size = blocks, blocks.packing, size
         self._read, self._room = read, ScratchBuffer()
-        stop = -(-last // max(1, blocks.columns))  # end row, counted over all batches
+        # Number of rows up to element `last`, in all batches.
+        stop = -(-last // max(1, blocks.columns))
         kind, stride, rows, columns = (
             self.packing.kind,
             self.packing.stride,
@@ -262,7 +263,7 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """Return the bytes with the codes of a rectangle, and the number of codes to skip first."""
+        """Return the bytes with a rectangle's codes, and the number of other codes before them."""
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right

@@ -81,7 +81,8 @@ def numbers(name: str, value: object) -> list[float]:
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
     if not all(isinstance(each, (int, float)) for each in listed):
         error = wrong(name, "a list of numbers", value)
-        if isinstance(value, (str, os.PathLike)):  # average(a, b) instead of average([a, b])
+        # If `value` is a path, the caller probably wrote average(a, b) instead of average([a, b]).
+        if isinstance(value, (str, os.PathLike)):
             error.hint = "to name several checkpoints, pass one list of them"
         raise error
     return listed
@@ -106,7 +107,7 @@ def path(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         error = wrong(name, _PATHS[name], value)
         error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
-        if hasattr(value, "checkpoint"):  # the result of `recover`
+        if hasattr(value, "checkpoint"):  # `value` is the result of `recover`
             error.hint = "pass its attribute checkpoint"
         if name == "destination" and hasattr(value, "write"):
             error.hint = "only `ckptkit.save` can write to a file object"

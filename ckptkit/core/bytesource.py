@@ -360,7 +360,7 @@ class LocalFile(ByteSource):
             )
 
     def _only_moved(self, now: os.stat_result) -> bool:
-        """Return True if links, mode, owner or name of the file changed, but not its bytes.
+        """Return True if link count, mode, owner, group or name changed, but not the bytes.
 
         Such a change sets a new ctime. If another file replaced this file by a rename, the link
         count of this file is lower. If only ctime changed, return False: a program may have written

@@ -118,7 +118,8 @@ class Checkpoint:
     * ``about``: a description of the layout of a folder.
     * ``version``: the version of the file format, if `inspect` shows it.
     * ``model``: the architecture of the model, if the file names it.
-    * ``words``: the command-line options that a command needs to read the same folder.
+    * ``words``: the options ``--parts`` and ``--copies`` that a command in a message needs to read
+      the folder as before.
 
     Messages:
 

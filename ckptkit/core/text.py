@@ -377,10 +377,10 @@ _Block = tuple[int, Indices, int, int]
 class Modules:
     """Classifies modules by their direct members, such as weight and bias with their shapes.
 
-    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. A call with
-    a tensor name returns the sum of the hashes of all members of the tensor's module. Two modules
-    are similar if their sums are equal. A set of members for each module would need more memory
-    than the names of the tensors.
+    `tensors` contains each tensor name of a checkpoint, with its dtype and shape. Calling a
+    `Modules` object with a tensor name returns the sum of the hashes of all members of the tensor's
+    module. Two modules are similar if these sums are equal. A set of members for each module would
+    need more memory than the names of the tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable]] = ()) -> None:
@@ -405,7 +405,7 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join lines that differ only in an index. The joined line takes the place of its first line.
+    """Join lines that differ only in an index, at the position of the first of these lines.
 
     If `part` is given, all items are tensors. Then two lines join only if their modules are similar
     (see `Modules`). `part` maps the columns of a tensor to its dtype and shape.

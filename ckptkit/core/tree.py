@@ -428,7 +428,7 @@ _PYTHON_NAMES = {
 
 
 def type_name(node: Node) -> str:
-    """Return the name of the Python type of a node. For an Object, return its class."""
+    """Return the name of the Python type of a node. For an Object, return the name of its class."""
     if isinstance(node, Object):
         return str(node.global_ or "object")
     if isinstance(node, Global):

@@ -106,7 +106,7 @@ class Weights:
 
     @cached_property
     def hold_tensors(self) -> bool:
-        """True if the state_dict contains a tensor, also inside an ``_extra_state``."""
+        """True if the state_dict, or an ``_extra_state`` in it, contains a tensor."""
         return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
 
     @cached_property

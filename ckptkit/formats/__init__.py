@@ -101,7 +101,7 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         checkpoint = identify(probe).read(probe)
         source = checkpoint.source
         if probe.is_folder and isinstance(source, ByteSource) and checkpoint.folder is None:
-            inside = source.folder_and_name()  # the only file that was read
+            inside = source.folder_and_name()  # `source` is the only file that was read
             folder = None if inside is None else inside[0]
             checkpoint = replace(checkpoint, folder=folder)
         checkpoint = _with_part(checkpoint)

@@ -132,8 +132,8 @@ HEADS = {
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
-# First bytes that are weaker evidence of compression. Uncompressed data, such as small integers,
-# may begin with these bytes too.
+# First bytes that do not prove compression. Uncompressed data, such as small integers, may begin
+# with these bytes too.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
     b"\x78\x01": "zlib",

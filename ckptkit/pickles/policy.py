@@ -141,7 +141,7 @@ def _judge_object(node: Object) -> tuple[str, str]:
 
 
 def is_harmful(node: Object) -> bool:
-    """Return whether the object must not be written because loading it may be harmful."""
+    """Return True if ckptkit must not write the object, because loading it may be harmful."""
     return _judge_object(node)[0] not in judge.WRITTEN
 
 

@@ -248,7 +248,7 @@ _HEADER = 4 << 10  # maximum bytes of the header of an array
 
 
 class Check(NamedTuple):
-    """A member of a zip file that is read completely, with the CRC-32 in the file."""
+    """A zip member that is read completely, and its CRC-32 in the file."""
 
     source: ByteSource
     offset: int

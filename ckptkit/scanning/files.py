@@ -133,7 +133,8 @@ def _spread(
 
     The workers scan a few files before the caller requests their results.
     """
-    from concurrent.futures import ProcessPoolExecutor  # slow: this module imports pickle
+    # Imported only here, because the import is slow: it also imports pickle.
+    from concurrent.futures import ProcessPoolExecutor
 
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)

@@ -68,7 +68,7 @@ class Copies:
     def add(self, copy: Replica) -> None:
         """Compare two replicas.
 
-        Unless the policy is ``first``, raises CorruptError if the replicas differ.
+        Raises CorruptError if the replicas differ, except with the policy ``first``.
         """
         same = self.same(copy, always=False)
         if same is None:

@@ -112,7 +112,7 @@ def alone(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def folder_beside(path: str, up: int = 0) -> str | None:
-    """Return the folder of a file, or the folder `up` levels above. Return None for a URL."""
+    """Return the folder `up` levels above the folder of a file. Return None for a URL."""
     folder = os.path.normpath(os.path.join(os.path.dirname(path) or ".", *[".."] * up))
     return folder if path and "://" not in path else None
 

@@ -373,7 +373,8 @@ def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRo
     """Return the row of a tensor. Return None if the tensor has a single shard and needs no row.
 
     `count` is the number of ranks. `held` is the number of files of rank 0 that contain the tensor.
-    Raises UnsupportedError if a tensor with several shards has no row, or a row with ``refuse``.
+    Raises UnsupportedError if a tensor with several shards has no row, or has a row with
+    ``refuse``.
     """
     try:
         row = table.row(name)
