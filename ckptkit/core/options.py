@@ -45,9 +45,9 @@ class Options:
     * ``in_place``: overwrite the source.
     * ``objects``: treatment of Python objects other than tensors and plain values. The value is
       ``keep``, ``drop`` or ``error``.
-    * ``ties``: treatment of tensors that share memory, if the output format cannot share memory.
-      The value ``alias`` stores one tensor and records the other names. The value ``duplicate``
-      stores a copy for each name.
+    * ``ties``: treatment of tensors that share memory, if the output format cannot store shared
+      memory. The value ``alias`` stores one tensor and records the other names. The value
+      ``duplicate`` stores a copy for each name.
     * ``all``: write the complete tree, not only the weights.
     * ``shard_size``: maximum size of a shard, in bytes or as "5GB". A larger tensor gets a separate
       shard. If None, the format selects the size.
@@ -68,8 +68,8 @@ class Options:
       final name.
     * ``durable``: flush the output to disk.
     * ``allow_expand``: allow an output that is many times larger than its source.
-    * ``executor``: a concurrent.futures.Executor for the tasks. The workers of the executor must
-      have access to the same files.
+    * ``executor``: a concurrent.futures.Executor that runs the parts into which ckptkit splits the
+      work. The workers of the executor must have access to the same files.
     * ``fork``: allow ckptkit to compute bytes in forked processes.
     * ``progress``: a function with two arguments: the number of bytes written since the last call,
       and the total number of bytes.

@@ -302,7 +302,7 @@ def on(
 def compact(ck: Checkpoint) -> Checkpoint:
     """Remove unused bytes from storages: the bytes that belong to no tensor.
 
-    If tensors overlap or are adjacent, they stay on one storage, so views and tied weights are
+    If tensors overlap or are adjacent, they stay in one storage, so views and tied weights are
     kept. A storage stays unchanged if tensors use all its bytes, or if the checkpoint contains the
     storage itself as a value.
     """
