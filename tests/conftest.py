@@ -56,7 +56,6 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture
 def own_heap() -> Generator[None, None, None]:
     """Keep the garbage collector from looking at what other tests left: it counts as their time."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import ckptkit
-from tests.readme import sandbox, shell
+from tests.conftest import Run
+from tests.readme import sandbox
 
 FILES = ("torch-zip/dp_wrapped_cuda1.pth", "safetensors/net.safetensors", "torch-zip/namespace_and_numpy.pth")  # fmt: skip
 
@@ -22,8 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sandbox(tmp_path_factory.mktemp("reports"))
 
 
-def printed(folder: Path, command: str) -> Any:
-    return json.loads(shell(f"ckptkit {command}", folder, strict=False).stdout)
+@pytest.fixture
+def printed(folder: Path, run: Run) -> Callable[[str], Any]:
+    return lambda command: json.loads(run(*command.split(), cwd=folder).stdout)
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -31,20 +34,25 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_they_are_what_is_printed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_what_is_printed(
+    name: str,
+    folder: Path,
+    printed: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(folder)
     path = f"fixtures/{name}"
-    shown = printed(folder, f"inspect --json {path}")["files"][0]
+    shown = printed(f"inspect --json {path}")["files"][0]
     assert same(ckptkit.inspect(path), shown)
     assert same(ckptkit.inspect(path, digest=True)["tensors"],
-                printed(folder, f"inspect --json --digest {path}")["files"][0]["tensors"])  # fmt: skip
-    assert same(ckptkit.verify(path), printed(folder, f"verify --json {path}")["files"][0])
-    assert same(ckptkit.scan(path), printed(folder, f"scan --json {path}")["files"])
-    causes = printed(folder, f"doctor --json {path}")
+                printed(f"inspect --json --digest {path}")["files"][0]["tensors"])  # fmt: skip
+    assert same(ckptkit.verify(path), printed(f"verify --json {path}")["files"][0])
+    assert same(ckptkit.scan(path), printed(f"scan --json {path}")["files"])
+    causes = printed(f"doctor --json {path}")
     del causes["schema"]
     assert same(ckptkit.doctor(path), causes)
-    assert same(ckptkit.digest(path), printed(folder, f"digest --json {path}")["files"][0])
-    stats = printed(folder, f"stats --json {path}")
+    assert same(ckptkit.digest(path), printed(f"digest --json {path}")["files"][0])
+    stats = printed(f"stats --json {path}")
     del stats["schema"]
     assert same(ckptkit.stats(path), stats)
 
@@ -55,10 +63,12 @@ def test_names_are_not_those_of_modules() -> None:
     assert rooms & {*ckptkit.__all__} == set()
 
 
-def test_diff_is_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_is_what_is_printed(
+    folder: Path, printed: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     paths = [f"fixtures/{name}" for name in FILES[:2]]
-    shown = printed(folder, f"diff --json --values {' '.join(paths)}")
+    shown = printed(f"diff --json --values {' '.join(paths)}")
     names = ("schema", "a", "b", "model")
     expected = {name: value for name, value in shown.items() if name not in names}
     assert same(ckptkit.diff(*paths, values=True).as_json(), expected)
