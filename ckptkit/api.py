@@ -125,7 +125,7 @@ def reading(source: Source, options: Options | None = None, **changes: Any) -> I
 def _read(source: object, read: Callable[[ByteSource | Folder], T], *, undo: bool = False) -> T:
     """Open a file or folder, and return the result of `read`. If `read` fails, close the files.
 
-    If an in-place edit of the file was interrupted, `undo` restores the original.
+    With `undo`, restore the original file first if an in-place edit of the file was interrupted.
     """
     place: ByteSource | Folder
     if isinstance(source, (bytes, bytearray, memoryview)):

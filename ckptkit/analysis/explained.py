@@ -135,8 +135,8 @@ def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorErro
     If the tensors are equal, return None. If they cannot be compared, return a TensorError.
 
     If `a` is not quantized, `b` is first rounded to the dtype of `a`. If llama.cpp computed `a`
-    during the conversion, the computation was in float16 or float32. In this case, `a` may equal
-    either result.
+    during the conversion, the computation was in float16 or float32. In this case, `a` is compared
+    with the results of both computations.
     """
     try:
         if origin.limit > COMPUTED:

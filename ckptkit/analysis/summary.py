@@ -287,7 +287,7 @@ class Summary:
     others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # True if the weights belong to a pickled module
-    part: PartOf | None = None  # None unless the file belongs to a single rank
+    part: PartOf | None = None  # set if the file is a single rank or shard
     about: str = ""  # sentence about how ckptkit read a folder
     version: str = ""  # version of the file format, or ""
     model: str = ""  # architecture of the model, or ""

@@ -52,8 +52,8 @@ def command(
     Runs no code of a file. Examines every pickle in files and folders, also in places that loaders
     ignore. For a folder, prints the findings, the chat templates of GGUF files and a summary.
 
-    Exit code 0: every pickle is "safe for weights_only" or "harmless". In a harmless pickle, each
-    class, function and call is allowlisted, and so is the form of its arguments and states.
+    Exit code 0: every pickle is "safe for weights_only" or "harmless". In a harmless pickle, all
+    classes, functions and calls are allowlisted, including the form of arguments and states.
     Therefore Python, torch and numpy run no callable that the file chooses.
 
     Exit code 1: a pickle would run code, ckptkit cannot judge a pickle, or a pickle "needs these

@@ -82,7 +82,7 @@ WORDS = {
     "tree": "inspect --tree", "union": "join", "unshard": "convert", "unwrap": "strip-module",
     "validate": "verify", "version": "env", "view": "inspect", "zero-to-fp32": "convert",
 }  # fmt: skip
-# Maps wrong words after the name of a group of commands to the command that does the same.
+# Maps a group of commands and a wrong word to the command that the user probably means.
 SUBWORDS = {
     "delta build": "delta make", "delta check": "delta verify", "delta compare": "delta make",
     "delta create": "delta make", "delta diff": "delta make", "delta merge": "delta squash",
@@ -137,7 +137,7 @@ OPTIONS = {
     "resize --vocab": "--rows", "resize --vocab-size": "--rows",
     "scan --fix": "convert --objects drop",
 }  # fmt: skip
-# Commands that `convert` can replace, and the options of `convert` that do the same.
+# Maps commands that `convert` can replace to the options of `convert` with the same effect.
 AS_CONVERT = {
     "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
     "extract": "",
@@ -604,7 +604,8 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
 
 
 def _into(line: Line) -> Line:
-    """Add --into. Its value is the last argument if it does not exist."""
+    """Add --into. If no file has the name of the last argument, this argument becomes the value of
+    --into. Otherwise, the value is INTO."""
     for option, value in pairwise(line.words):
         if option == "--to" and f".{value}" in WRITTEN:
             line = line.replaced(option, "--format") or line

@@ -309,11 +309,11 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
 
 
 def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[int, ...]:
-    """Return the versions in which a tensor has its current bytes."""
+    """Return the versions in which the tensor `name` has the bytes of `tensor`."""
     digests: dict[str, str] = {}
     found: list[int] = []
-    # `latest` is True if the tensor's last change results in its current bytes. Before the first
-    # change, `latest` is None.
+    # `latest` is True if the latest change of the tensor results in the bytes of `tensor`. Before
+    # the first change, `latest` is None.
     latest: bool | None = None
     for delta in deltas:
         change = delta.changes.get(name)

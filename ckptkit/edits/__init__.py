@@ -24,8 +24,8 @@ class Option:
 
     - ``kind`` selects two parsers: the parser of command line words (`cli.options.KINDS`) and the
       parser of recipe values (`run.recipes.KINDS`).
-    - ``convert`` is the name of the option in `convert`, or None if this name is ``flag``. If
-      `convert` has no such option, ``convert`` is "".
+    - ``convert`` is the name of the option in `convert`. None means that the name is the value of
+      ``flag``, and "" means that `convert` has no option for this argument.
     - ``convert_help`` is the help of the option in `convert`.
     - ``recipe`` is the key in the dict of a recipe step. If the value of the step is this argument
       itself, ``recipe`` is "". If recipes cannot set the argument, ``recipe`` is None.

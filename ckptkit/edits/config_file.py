@@ -38,8 +38,8 @@ def changes_of(
 ) -> dict[str, Any]:
     """Return the changes that set `word` to `value` at the top and in ``text_config``.
 
-    The field `word` must exist in the part that changes. If `instead_of` is given, it must contain
-    the old value.
+    A part changes only if it contains the field `word`. If `instead_of` is given, a part changes
+    only if `instead_of` contains the old value of the field.
     """
     old = None if instead_of is None else [*instead_of]
 

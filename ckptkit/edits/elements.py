@@ -411,7 +411,7 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
                 error.message = f"{name}: {error.message}"
                 raise
         swap[id(node)] = views[view]
-    skipped = "function not applied to sparse or quantized tensors and subclasses"
+    skipped = "function not applied to sparse tensors, quantized tensors and tensor subclasses"
     warnings = [f"{skipped}: {quoted(left)}"] if left else []
     root = rebuild(ck.root, swap=swap)
     notes = [f"mapped {plural(len(names) - len(left), 'weight')}"]

@@ -27,9 +27,10 @@ _DEFAULTS = {"weight": 1.0, "density": 1.0, "scale": 1.0}
 def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> Checkpoint:
     """Return the merged model that a configuration describes. Read only the headers of the inputs.
 
-    A model in the configuration is a path, or a path below `folder`. A model ``org/name`` can also
-    be at ``folder/name``. Raises UsageError for an invalid configuration. Raises UnsupportedError
-    for a method, a setting or a ``tokenizer_source`` that ckptkit does not support.
+    The configuration names each model by a path, relative to the working directory or to `folder`.
+    A model ``org/name`` can also be at ``folder/name``. Raises UsageError for an invalid
+    configuration. Raises UnsupportedError for a method, a setting or a ``tokenizer_source`` that
+    ckptkit does not support.
     """
     _check_keys(config, _TOP, "a merge")
     method = _NAMES.get(str(config.get("merge_method")))
@@ -123,8 +124,8 @@ def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]])
 
 
 def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Return a function that looks up a setting for a tensor name. If several tables contain the
-    setting, the first table applies."""
+    """Return a function that looks up a setting for a tensor name in `tables`. If several tables
+    give a value, the first of these tables applies."""
     for table in tables:
         _check_keys(table, {*_WORDS, *_SWITCHES}, "parameters")
 

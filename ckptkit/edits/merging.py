@@ -82,8 +82,8 @@ class Method:
 
 
 class Use(NamedTuple):
-    """An input of a merge: a model or a range of its layers, and a function that returns its
-    settings."""
+    """An input of a merge: a model or a range of its layers, and a function that returns the
+    settings for this input."""
 
     model: Checkpoint
     numbers: Numbers
@@ -219,7 +219,8 @@ def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoi
 def _settings(
     what: str, given: Sequence[Setting] | None, models: Sequence[Checkpoint]
 ) -> list[Callable[[str], float]]:
-    """Return a function for each model. The function takes a tensor name and returns a number."""
+    """Return a function for each model. The function takes a tensor name, and returns the value of
+    the setting `what` for this tensor."""
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
@@ -276,7 +277,7 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
 
 
 class _Merged:
-    """A builder that merges the tensors of the output and collects them."""
+    """A builder that merges tensors of the inputs, and collects the merged tensors."""
 
     def __init__(self, how: Method) -> None:
         self.how = how

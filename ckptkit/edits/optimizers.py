@@ -37,9 +37,9 @@ def rename_parameters(
     Return a dict from ids of old nodes to new nodes, and a list of notes. `names` maps old to new
     names of weights. `edited` contains the dicts of the renamed weights.
 
-    If several optimizers contain old names, one of them may belong to other weights. Therefore, if
-    a dict outside `edited` also contains an old name, no optimizer changes. Raises CollisionError
-    if two parameters get the same name.
+    If several optimizers contain old names, one of these optimizers may belong to weights outside
+    `edited`. In this case, no optimizer changes if a dict outside `edited` also contains an old
+    name. Raises CollisionError if two parameters get the same name.
     """
     found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, optimizer, renamed)
     for path, node in walk(root):

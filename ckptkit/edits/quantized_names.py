@@ -46,7 +46,7 @@ def dequantize_hint(ck: Checkpoint) -> str:
         ("--dequantize", "bfloat16", *flatten(("--drop", each) for each in names))
     )
     new = "{new}"
-    if ck.format == "gguf" and ck.name:  # the output is one file, also for a folder
+    if ck.format == "gguf" and ck.name:  # one output file, even if `ck` is a folder
         new = shell_word(output_name(ck.name, "new", ".safetensors"))
     command = f"`ckptkit convert {{where}} {new} {drops}`"
     if unread:

@@ -444,8 +444,8 @@ class _DictBuilder:
     _mixed: list[str] = field(default_factory=list)
     _arrays: list[str] = field(default_factory=list)
     # The keys identify elements of source tensors. The values are the ids of the new nodes or
-    # storages with these elements. If a value contains several ids, the source names of these
-    # elements are no longer tied.
+    # storages with these elements. If several source keys share the elements, and the value
+    # contains several ids, these source keys are no longer tied.
     _used: dict[object, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -460,8 +460,8 @@ class _DictBuilder:
                 new_name = self.following.get(name, name)
                 if new_name != name and new_name in self.outcome.targets:
                     raise CollisionError(
-                        f"{name} must be renamed to {new_name} with its quantized weight, but "
-                        f"{new_name} exists"
+                        f"{name} must be renamed to {new_name}, because its quantized weight is "
+                        f"renamed, but {new_name} already exists"
                     )
                 self.pairs.append((name, new_name))
                 self._note_use([name], id(self.target.entries[name]))

@@ -156,7 +156,8 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
 def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return whether ckptkit can copy the elements of a tensor to a parameter or buffer.
 
-    The parameter must be a contiguous torch.Tensor or Parameter with the same shape.
+    The parameter or buffer must be a contiguous torch.Tensor or Parameter with the same shape as
+    the tensor.
     """
     import torch
     from torch.nn import Parameter

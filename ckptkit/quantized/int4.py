@@ -19,8 +19,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-# For files without a configuration. The key is the byte that fills a tensor of zero points. The
-# value is the number that must be added to each stored zero point.
+# ckptkit uses this table for files without a configuration. The key is the byte that fills a tensor
+# of zero points. The value is the number that must be added to each stored zero point.
 _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 

@@ -98,8 +98,8 @@ class Quantization:
         """Return the groups whose codes and scales do not exist in a model with these tensor names.
 
         Codes and scales count as existing in the model if tensors of the model have the same last
-        components in their names, such as ``weight_scale``. A part with the name of the weight is
-        not compared.
+        components in their names, such as ``weight_scale``. If a group contains a tensor with the
+        name of the weight, this tensor is not compared.
         """
         endings = set(map(last_component, names))
         groups = (each for each in self.groups if not _holds(endings, each))

@@ -308,8 +308,8 @@ def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
 class _Anything(dict[str, Any]):
     """A configuration in which each entry is 1.
 
-    To compute names and shapes, any entries are sufficient, because the number of heads changes
-    neither names nor shapes.
+    Names and shapes do not depend on the number of heads, so any configuration is sufficient to
+    compute names and shapes.
     """
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -508,8 +508,8 @@ def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | Non
     """Find the numbers that every new name has in common with its old name.
 
     Each row of `old` and `new` contains the numbers of one name. Return a dict that maps the column
-    of each common number in `new` to its column in `old`. Return None if another column contains
-    different numbers.
+    of each common number in `new` to its column in `old`. All other columns must be constant: if
+    the numbers in such a column differ, return None.
     """
     carried: dict[int, int] = {}
     for n in range(len(new[0])):

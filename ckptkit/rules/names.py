@@ -604,7 +604,8 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError for a size of 0. Only the size for the label `-` may be 0 (no padding)."""
+    """Raise RuleError for a size of 0. Only the size for the label `-` may be 0: `-` is the label
+    of padding, and the size 0 means that there is no padding."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))

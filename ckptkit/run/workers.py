@@ -94,7 +94,7 @@ class _Slot:
     """One worker process, started when needed and restarted after it died."""
 
     def __init__(self) -> None:
-        self.waiting = 0  # calls that have not ended
+        self.waiting = 0  # number of calls that have not ended
         self._pool: ProcessPoolExecutor | None = None
         self._lifeline: Connection | None = None
 

@@ -330,7 +330,7 @@ CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     (apply(TURN, of={"model": {"a": A}, "optimizer": MOMENTS}), "the optimizer state fits only"),
     (
         quantized(f"{L}.weight -> fc.weight", of={**FP8, "fc.weight_scale_inv": ones([2, 2])}),
-        "with its quantized weight, but fc.weight_scale_inv exists",
+        "but fc.weight_scale_inv already exists",
     ),
     (quantized(*test_grouped.STACK, of=test_grouped.experts(200)), "rule 1 would cut its blocks"),
     (

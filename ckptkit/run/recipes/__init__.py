@@ -428,7 +428,8 @@ class ArgumentTable(NamedTuple):
     - ``fixed``: fields with constant values
     - ``copied``: fields with the value of an argument, as a dict from field to argument
     - ``derived``: fields that functions compute, as a dict from field to function of the arguments
-    - ``required``: values of each argument that the target architecture supports
+    - ``required``: the supported values of arguments, as a dict from argument to the values that
+      the target architecture supports
     - ``defaults``: defaults of the framework, for versions that did not save the argument
     """
 
@@ -589,7 +590,7 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return WrittenStep(
             word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
         )
-    if word == "strip":  # with several prefixes, the recipe does not tell the prefix of each key
+    if word == "strip":  # after several prefixes, it is unknown which key had which prefix
         return WrittenStep("add", given, {}) if isinstance(given, str) else None
     if word == "rename":
         mapping = given.get("map", {}) if isinstance(given, dict) else {}

@@ -1,4 +1,4 @@
-"""Load YAML recipes. Only plain values are allowed, and no aliases."""
+"""Load YAML recipes. Recipes may contain only plain values, without aliases."""
 
 from __future__ import annotations
 
