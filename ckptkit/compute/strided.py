@@ -122,7 +122,10 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The range of a box along one axis, and the copy's stride for this axis in the other array."""
+    """The range of a box along one axis of an array.
+
+    `stride` is the copy's stride along this axis in the other array: the source or the target.
+    """
 
     offset: int
     size: int
@@ -150,8 +153,9 @@ class Axes:
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
         """Return the box that consists of the elements of a copy.
 
-        `first` is the position of the first element. `dims` contains a triple for each dimension:
-        size, stride, stride in the other array. Return None if the elements do not form a box.
+        `first` is the position of the first element. `dims` contains a triple for each dimension of
+        the copy: size, stride in this array, and stride in the other array. Return None if the
+        elements do not form a box.
         """
         offsets, rest = [], first
         for stride in self.strides:

@@ -34,8 +34,8 @@ class PartOf:
 
     ``name`` describes the file ("rank 0 of 2 of an FSDP checkpoint"). ``detail`` describes the
     tensors in the file. ``folder`` is the folder with all files of the checkpoint, or None if this
-    folder is unknown. ``alone`` is True if the option `part_only` can read the file without the
-    other files.
+    folder is unknown. ``alone`` is True if ckptkit can read the file without the other files
+    (option `part_only`).
     """
 
     kind: str

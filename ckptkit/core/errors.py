@@ -304,7 +304,7 @@ def foreseen(error: BaseException) -> BaseException:
 
 # Stable codes of warnings. Other modules look for warnings with these codes.
 ADAPTER = "adapter"  # a note that names the merged adapter
-DELTA = "delta"  # the file contains only a delta, but no weights
+DELTA = "delta"  # the file contains a delta instead of weights
 LLAMA_CPP = "llama-cpp"  # llama.cpp rejects this GGUF file, or reads wrong values
 NO_CHECKSUM = "no-checksum"  # ckptkit cannot verify some storages, because they have no checksum
 NO_VERSION = "no-version"  # torch rejects the zip file, because it contains no version

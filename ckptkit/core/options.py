@@ -32,9 +32,10 @@ class Options:
     * ``key``: path of the entry that contains the weights.
     * ``part_only``: accept a single rank's file.
     * ``parts``: path of a file that describes how the tensors of a folder are sharded.
-    * ``copies``: treatment of replicated tensors. The value ``compare`` compares the checksums of
-      all copies. The value ``check`` reads and compares the bytes of all copies. The value
-      ``first`` uses the first copy, even if the copies differ.
+    * ``copies``: treatment of replicated tensors. The values ``compare`` and ``check`` compare the
+      checksums of all copies. If checksums are missing, ``compare`` compares up to 16 MiB of bytes,
+      and ``check`` compares all bytes. The value ``first`` uses the first copy, even if the copies
+      differ.
 
     Options for the output:
 

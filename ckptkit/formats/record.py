@@ -121,8 +121,8 @@ def restore_ties(
 ) -> Restored:
     """Restore ties that follow the convention of the hub. Tied names come after all other names.
 
-    In the metadata of an index (`index` is true), every entry that maps a new name to the name of a
-    tensor is a tie. The metadata of a single file may contain other notes of its author. In a
+    In the metadata of an index (`index` is true), every entry that maps an unused name to the name
+    of a tensor is a tie. The metadata of a single file may contain other notes of its author. In a
     single file, an entry is a tie only if both names look like parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
