@@ -105,7 +105,7 @@ PROBLEMS = (
         "ckptkit convert step_100 net.pth",
     ),
     Problem(
-        "the model has another number of classes than the checkpoint, and `strict=False` does not help",
+        "the model and the checkpoint have different numbers of classes, and `strict=False` does not help",
         "size mismatch for head.weight: copying a param with shape torch.Size([10, 4]) from checkpoint",
         "ckptkit convert run.pth body.pth --drop 'head.*'",
     ),
