@@ -151,10 +151,11 @@ def merge_lora(
     origin = checkpoint.required.tensors
     for adapter, factor in zip(found, factors, strict=True):
         try:
-            plan = MergePlan(checkpoint, adapter, factor, tied, base_is, sub, strict)
+            before = {} if adapter is found[0] else origin
+            plan = MergePlan(checkpoint, adapter, factor, tied, base_is, sub, strict, before)
             for each in plan.problems:
                 raise each.error
-            checkpoint = plan.merged({} if adapter is found[0] else origin)
+            checkpoint = plan.merged()
         except CkptkitError as error:
             error.hint = error.hint or HELP
             raise error.at(adapter.path) from error.__cause__
@@ -213,8 +214,9 @@ class MergePlan:
 
     ``pieces`` maps each tensor to its updates. ``problems`` lists the reasons why the merge is
     impossible. ``renames`` lists prefixes of names that differ between the adapter and the base.
-    ``unlike`` contains (tensor, rows in the adapter, rows in the base) for each embedding or head
-    with different numbers of rows.
+    ``origin`` contains the tensors of the base before merging earlier adapters. peft computes the
+    norms of DoRA from these tensors. ``unlike`` contains (tensor, rows in the adapter, rows in the
+    base) for each embedding or head with different numbers of rows.
     """
 
     def __init__(
@@ -226,8 +228,9 @@ class MergePlan:
         base_is: str | None = None,
         sub: Sequence[tuple[str, str]] = (),
         strict: bool = False,
+        origin: Mapping[str, Tensor] = {},
     ) -> None:
-        self.adapter, self.weight, self.tied = adapter, weight, tied
+        self.adapter, self.weight, self.tied, self.origin = adapter, weight, tied, origin
         self.base = bare(base) if base.required.is_module else base
         self.config, self.options = config_of(base), adapter.config or {}
         both = self.config, self.config.get("text_config")
@@ -606,7 +609,10 @@ class MergePlan:
         if old is None and tensor.dtype.name in FLOATS:
             target = BY_NAME[of_weights(self.base) or tensor.dtype.name]
         made = _cast(tensor, target)
-        if old is not None and made.shape == old.shape and same_bytes(made, old):
+        # peft stores copies of embeddings and heads. After an earlier adapter, a copy of the tensor
+        # of the base must not undo the update of that adapter.
+        known = [each for each in (old, self.origin.get(name)) if each is not None]
+        if any(same_bytes(made, each) for each in known):
             return
         if self.weight != 1:
             raise self._unweighted(own, "the adapter contains the complete tensor")
@@ -795,14 +801,10 @@ class MergePlan:
         """Return a tensor of the base after adding the updates. See `merged` for `origin`."""
         return _changed(self.new[name], self.pieces[name], origin)
 
-    def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
-        """Return the base with the adapter merged.
-
-        `origin` contains the tensors of the base before merging earlier adapters. peft computes the
-        norms of DoRA from these tensors.
-        """
+    def merged(self) -> Checkpoint:
+        """Return the base with the adapter merged."""
         base, adapter, new = self.base, self.adapter, dict(self.new)
-        new |= {name: self.changed(name, origin.get(name)) for name in self.pieces}
+        new |= {name: self.changed(name, self.origin.get(name)) for name in self.pieces}
         for name, rows in self.rows.items():
             for tensor, numbers in rows:
                 new[name] = _with_rows(new[name], tensor, numbers)

@@ -274,6 +274,18 @@ def test_casts_are_part_of_the_pass(tmp_path: Path, in_process: Cli) -> None:
     assert torch.equal(load_file(out)["fc.weight"], weight.float() + delta(tensors, "fc"))
 
 
+def test_a_copy_of_the_base_does_not_undo_an_earlier_adapter(tmp_path: Path) -> None:
+    """peft stores a copy of an embedding or head if the adapter has an update for it."""
+    weights = {"lm_head.weight": values(6, 4)}
+    copy = {"lm_head.base_layer.weight": weights["lm_head.weight"]}
+    one, two = factors("lm_head", 6, 4), factors("lm_head", 6, 4)
+    paths = [adapter(tmp_path, each | copy, name) for each, name in ((one, "a"), (two, "b"))]
+    out = merged(tmp_path, base(tmp_path, weights), *paths)["lm_head.weight"]
+    assert torch.equal(
+        out, weights["lm_head.weight"] + delta(one, "lm_head") + delta(two, "lm_head")
+    )
+
+
 def test_patterns_of_an_attention_module_apply_to_its_output(tmp_path: Path) -> None:
     weights = {"mha.in_proj_weight": values(12, 4), "mha.out_proj.weight": values(4, 4)}
     inner, outer = factors("mha.base_layer.out_proj", 4, 4), factors("mha", 12, 4)
