@@ -498,9 +498,10 @@ def _without_default(words: Words, option: str) -> Words:
 def _repeated(
     command: click.Command, words: Words, value: Words, after: Words
 ) -> tuple[Words, Words]:
-    """Return the words of an option, and its value. `after` loses the words of the value.
+    """Return the words of an option, and the words of its value.
 
-    A user may give several numbers after one option.
+    A user may give several numbers after one option. This function removes these numbers from
+    `after`.
     """
     if len(words) > 1:  # `--slerp 0.3`
         is_scaled = after and _NUMBER.fullmatch(after[0]) and _has(command, "--scale")
@@ -757,7 +758,7 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
 def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     """Yield corrected command lines for an input that ckptkit refused."""
     place = error.where
-    if line.name == "inspect" and line.words[line.at + 1] in WORDS:  # also the name of a file
+    if line.name == "inspect" and line.words[line.at + 1] in WORDS:  # a file named like a command
         yield from filter(None, [_command(line.without("inspect"))[1]])
     needed = NEEDED.get(line.name, ())
     if needed and isinstance(error, UsageError) and needed[0] not in line.words:
@@ -772,10 +773,10 @@ def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> It
     """Yield corrected command lines for the input `place`."""
     if line.name in ("average", "join", "merge") and sources:
         yield from filter(None, [line.replaced(line.name, "lora", "merge")])  # with an adapter
-        if len(sources) == 2:  # one folder of shards
+        if len(sources) == 2:  # the only input may be a folder of shards
             yield from filter(None, [line.replaced(line.name, "convert")])
         yield from filter(None, [line.replaced(line.name, "join")])  # files of shards
-    if line.name == "lora" and len(sources) > 2:  # the adapter before the base model
+    if line.name == "lora" and len(sources) > 2:  # the adapter may stand before the base model
         swap, end = {sources[0]: sources[1], sources[1]: sources[0]}, line.at + 2
         yield line.with_words([*line.words[:end], *(swap.get(w, w) for w in line.words[end:])])
     patterns = [place] if has_magic(place) and not os.path.lexists(place) else []
@@ -794,7 +795,9 @@ def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> It
         yield from _of_output(place, line, sources)
     if line.name == "convert" and place.endswith(".gguf") and "--dequantize" not in line.words:
         yield line.with_words([*line.words, "--dequantize", "bfloat16"])
-    if line.name == "show" and os.path.exists(place):  # an entry in place of a tensor
+    if line.name == "show" and os.path.exists(
+        place
+    ):  # the user may have named an entry, not a tensor
         inspect = line.with_words(["inspect" if each == "show" else each for each in line.words])
         yield from filter(None, [_selected(word, inspect) for word in sources[1:]])
     if line.name == "convert" and "--key" in line.words:
@@ -844,7 +847,7 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line]:
             if value.startswith("optim"):  # `extract` writes the weights without the optimizer
                 yield from _extracting(new)
         elif option in ("--weight", "--density") and _NUMBER.fullmatch(value):
-            for number in range(1, len(sources) - 1):  # the same value for each SRC
+            for number in range(1, len(sources) - 1):  # repeat the value for each SRC
                 yield line.with_words([*line.words, *(option, value) * number])
     if line.name == "rename" and not {"--sub", "--map"} & {*line.words}:  # another format
         yield from filter(None, [line.replaced("rename", "convert")])
@@ -881,7 +884,7 @@ def _of_no_file(place: str, line: Line) -> Iterator[Line]:
     is_output = (os.path.splitext(place)[1] in WRITTEN) == (line.name == "doctor")
     if line.name in OUTPUT and is_output and line.parts()[0][1:] == [place]:
         yield from filter(None, [line.replaced(place, OUTPUT[line.name], place)])
-    for word in filter(os.path.isfile, line.words):  # two arguments in the wrong order
+    for word in filter(os.path.isfile, line.words):  # the user may have swapped two arguments
         swap = {word: place, place: word}
         yield line.with_words([swap.get(each, each) for each in line.words])
     if line.name == "diff" and line.parts()[0][1:] == [place]:
@@ -905,6 +908,6 @@ def _selected(place: str, line: Line) -> Line | None:
                 with suppress(CkptkitError):
                     if checkpoint.with_key(place).selection is not None:
                         return line.replaced(place, "--key", place)
-                if _has(line.command, "--keys"):  # an entry without weights
+                if _has(line.command, "--keys"):  # the entry contains no weights
                     return line.replaced(place, "--keys", f"{place}*")
     return None

@@ -251,7 +251,8 @@ _COUNTER = "n_averaged"  # a buffer of torch.optim.swa_utils.AveragedModel
 
 
 def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
-    """Drop torch's counter, and remove prefixes of wrappers from the names of averaged weights."""
+    """Drop the counter of torch's AveragedModel, and remove prefixes of wrappers from the names of
+    averaged weights."""
     is_model = _COUNTER in found.weights and any(
         name.startswith("module.") for name in found.weights
     )

@@ -421,7 +421,7 @@ def rename(
     return applied(ck, [NameChange(target, new_node, names, [note])], warnings)
 
 
-SECONDS = 20  # time limit for all names together
+SECONDS = 20  # time limit for the substitutions in all names together
 
 
 def substituted(

@@ -89,8 +89,8 @@ def _renamed(key: Node, names: Names) -> Node:
 
 
 NAMES, NUMBERS = "names", "numbers"
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # no optimizer trains buffers
-_NO_SHAPE = "step"  # a scalar counter of steps in the state of each parameter
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm, not trained
+_NO_SHAPE = "step"  # key of the step counter, a scalar in the state of each parameter
 _MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
@@ -221,7 +221,7 @@ def names_of(
             "which number belongs to which weight",
             hint=_HINT,
         )
-    known: list[tuple[str, Shape]] = []  # tied weights count once
+    known: list[tuple[str, Shape]] = []  # possible parameters; tied weights count once
     seen: set[object] = set()
     for name, node in weights.items():
         tensor = as_tensor(node)

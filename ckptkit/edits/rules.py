@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 BYTES = 1 << 20  # maximum size of config.json in bytes
-ARCHITECTURE = "general.architecture"  # key of the architecture in GGUF files, such as "llama"
+ARCHITECTURE = "general.architecture"  # GGUF key; its value is a name such as "llama"
 
 
 def read(path: str) -> Mapping[str, Any]:

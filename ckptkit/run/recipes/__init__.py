@@ -558,7 +558,7 @@ class WrittenStep(NamedTuple):
 PASSED_OVER = frozenset(
     {"config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
 )
-CHECKS = frozenset({"expect"})  # a reversed recipe skips checks of the target layout
+CHECKS = frozenset({"expect"})  # steps that check the target layout; a reversed recipe skips them
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
