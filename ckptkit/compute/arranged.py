@@ -159,7 +159,7 @@ def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
 
 
 def _outside(extent: Extent) -> Extent:
-    """Replace each range of an archive member by the same bytes as a range of the archive file.
+    """Convert each range of an archive member to the range of the archive file with the same bytes.
 
     The operating system can copy such ranges directly.
     """

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Number of elements per step; with fewer elements, threads wait for the interpreter lock.
 WIDE = 1 << 17
-# A float32 sum of squares between _LEAST and _MOST is accurate enough. _ROUNDED bounds the relative
-# rounding error of a float32 difference.
+# If a float32 sum of squares is not between _LEAST and _MOST, the sums are computed again in
+# float64. _ROUNDED bounds the relative rounding error of a float32 difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 
 

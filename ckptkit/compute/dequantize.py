@@ -228,9 +228,9 @@ class Dequantizer:
     def _numbers(self, span: Span, values: Array, scale: Array) -> bool:
         """Fill `values` with the numbers that the codes represent.
 
-        Return True if no product of a number and its scale is NaN or halfway between two bfloat16
-        numbers. If the result is True, the caller can round a product to bfloat16 by an addition to
-        the bits of the product.
+        Return False if a product of a number and its scale may be NaN or halfway between two
+        bfloat16 numbers. If the result is True, the caller can round a product to bfloat16 by an
+        addition to the bits of the product.
         """
         import numpy as np
 

@@ -37,7 +37,8 @@ _SMALL = {
     "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80,
 }  # fmt: skip
 # Three constants as bits of float32: the smallest normal number of float16, the largest number that
-# float16 does not round to infinity, and the difference between the exponent biases.
+# float16 does not round to infinity, and the difference between the exponent biases of float32 and
+# float16.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
 # Dtypes that `decode` supports in addition to numpy's dtypes and the dtypes in `_SMALL`.
 _OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")

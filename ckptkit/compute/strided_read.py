@@ -40,7 +40,7 @@ BOX = 1 << 20  # number of input bytes per box; a box must fit the cache
 # Maximum length of a gap that is read. To read a gap of this length takes as long as to start
 # another box.
 CALL = 64 << 10
-EXACT = 512  # minimum number of bytes of a run that is read without the gaps between runs
+EXACT = 512  # reads skip the gaps between runs only if a run has at least this number of bytes
 ROW = 1 << 10  # minimum number of bytes of a row that is read directly into the output
 LINE = 1024  # number of bytes of each row that a box of a transpose contains, if possible
 MANY = 128  # minimum number of boxes for which larger tiles are faster

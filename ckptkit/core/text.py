@@ -3,7 +3,7 @@
 If names differ only in an index, `fold` joins these names into one line such as
 ``layers.{0..31}.attn.weight``. An index is a number between two dots. Each folded line lists the
 exact indices of its names. `fold` joins lines along one index at a time, from the last index to the
-first. Two lines are joined only if all other columns of these lines are equal.
+first. Two lines are joined only if their other columns, such as dtype and shape, are equal.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ def _member(names: frozenset[Name], view: View, value: Any) -> bool:
 def _by_sorts(shape: Shape, depth: int = 2) -> bool:
     """Return whether the pattern `shape` checks only categories of values and of tuple items.
 
-    The caller may cache the results of such a pattern for values without lists, dicts and sets.
-    Return False if the pattern nests tuples more than `depth` levels deep.
+    The caller may cache the results of such a pattern for values that contain no lists, dicts or
+    sets. Return False if the pattern nests tuples more than `depth` levels deep.
     """
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
@@ -697,7 +697,7 @@ def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
 
 
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
-    """Judge a call of a class or function without a line in the allowlist."""
+    """Judge a call of a class or function that has no line in the allowlist."""
     if key_of(made) in allowlist().enums and not new:
         plain = len(args) == 1 and view.sort(args[0]) & SCALAR
         return Judged(HARMLESS if plain else UNSURE, OTHER)

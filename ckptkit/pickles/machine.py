@@ -198,7 +198,7 @@ class Machine:
 
     @property
     def size(self) -> int:
-        """Return the number of bytes read, without large byte strings."""
+        """Return the number of bytes read. Large byte strings do not count."""
         return self.offset - self.start - self.skipped
 
     def run(self) -> Any:

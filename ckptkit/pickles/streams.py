@@ -136,7 +136,7 @@ class Trace:
     """
 
     protocol: int
-    size: int  # Number of bytes read, without large byte strings.
+    size: int  # Number of bytes read. Large byte strings do not count.
     stop: int  # Offset of the first byte after STOP, or of the opcode that fails.
     globals: tuple[Global, ...]
     values: tuple[Global, ...]  # globals that the pickle uses as a value or argument
