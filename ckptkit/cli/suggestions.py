@@ -764,7 +764,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
     if needed and isinstance(error, UsageError) and needed[0] not in line.words:
         yield line.with_words([*line.words, *needed])
     sources = line.parts()[0] if line.name else []
-    yield from _of_options(line, sources)
+    if not any(map(is_url, line.words)) and "--like" not in line.words:  # a dry run is possible
+        yield from _of_options(line, sources)
     if place is not None and not is_url(place):
         yield from _of_place(error, place, line, sources)
 

@@ -196,6 +196,9 @@ def test_no_network_and_no_code_of_a_model_for_a_hint(
     Path("harm.py").write_text("open('ran', 'w')\nclass Net: pass\n")
     done = ckptkit("convert", "run.pth", "new.pth", "--half", "--like", "harm:Net")
     assert "--cast float16 --like harm:Net`" in done.stderr and not Path("ran").exists()
+    ckptkit("strip-module", "run.pth", "plain.pth")
+    done = ckptkit("convert", "plain.pth", "new.pth", "--cast", "bfloat16", "--like", "run.pth")
+    assert "differs from run.pth" in done.stderr and "did you mean" not in done.stderr
     done = ckptkit("convert", "http://localhost:9/a.pth", "new.pth", "--half")
     assert "`ckptkit convert http://localhost:9/a.pth new.pth --cast float16`" in done.stderr
 
