@@ -224,7 +224,8 @@ def split(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 class Batches(Dataset[Labelled]):
-    """A dataset of whole batches: ``batches[numbers]`` returns the images with these numbers."""
+    """A dataset of whole batches: ``batches[numbers]`` returns the inputs and targets of the images
+    with the indices `numbers`."""
 
     def __init__(self, labelled: Labelled) -> None:
         self.inputs, self.targets = labelled

@@ -83,7 +83,7 @@ def static(name: str) -> str:
 
 @dataclass(frozen=True)
 class PageFile:
-    """A checkpoint on the page. ``tallies`` maps the number of a tensor to its statistics."""
+    """A checkpoint on the page. ``tallies`` maps the index of a tensor to its statistics."""
 
     checkpoint: Checkpoint
     summary: Summary
@@ -175,7 +175,7 @@ def _number(table: dict[str, int], value: str) -> int:
 class PageColumns:
     """The properties of all tensors.
 
-    A property is a list with one item per tensor. A rare property is a dict that maps the number of
+    A property is a list with one item per tensor. A rare property is a dict that maps the index of
     a tensor to the value.
     """
 
