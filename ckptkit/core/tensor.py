@@ -267,13 +267,13 @@ def check_geometry(
     if rank > LIMITS.rank:
         check("rank", rank, "dimensions of a tensor")
     if offset.__class__ is not int or offset >> 63:
-        raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
+        raise TensorError("a tensor's storage offset must be a non-negative integer of 64 bits")
     last = offset
     for n, s in zip(shape, stride or shape):  # noqa: B905 - same lengths, and `strict` is slower
         # If a number is negative or has more than 63 bits, the result of the shift is not 0.
         if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(
-                "a tensor's sizes and strides are not all non-negative integers of 64 bits"
+                "a tensor's sizes and strides must be non-negative integers of 64 bits"
             )
         last += (n - 1) * s
     if (

@@ -315,7 +315,7 @@ class _Shards:
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
             counts = " and ".join(map(str, sorted(totals)))
-            what = f"names {len(names):,} shards, but their file names have the total {counts}"
+            what = f"lists {len(names):,} shards, but the total in their file names is {counts}"
             self._refuse(CorruptError, what)
         names.difference_update(missing)
 
@@ -334,7 +334,7 @@ class _Shards:
             self._refuse(CorruptError, what, _FETCH_THEM)
         elif len(numbers) != total:
             what = (
-                f"there are {len(numbers):,} shards, but their file names have the total {total:,}"
+                f"there are {len(numbers):,} shards, but the total in their file names is {total:,}"
             )
             self._refuse(AmbiguousError, what)
 

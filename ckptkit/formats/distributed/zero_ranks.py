@@ -289,8 +289,8 @@ class ZeroRank:
         place = fields.place
         if self.key not in fields:
             raise FormatError(
-                f"{place} has no {self.key}: the file is of another ZeRO stage, or a version of "
-                "DeepSpeed that is too old wrote it"
+                f"{place} has no {self.key}: the file is of another ZeRO stage, or an old "
+                "version of DeepSpeed wrote it"
             )
         if set(fields.integers(COUNT)) != {self.count}:
             raise CorruptError(f"{place}: {COUNT} is not {self.count:,}, the value of rank 0")

@@ -132,8 +132,16 @@ REFUSED: list[tuple[dict[str, Any], type[CkptkitError], str]] = [
     ),
     ({"shards": {ONE: A | B, TWO: B}}, AmbiguousError, f"'b' is in two shards: {ONE} and {TWO}"),
     ({"weight_map": {"a": ONE, "b": INDEX}}, CkptkitError, ""),
-    ({"shards": {OF_THREE[0]: A, OF_THREE[1]: B}}, CorruptError, "file names have the total"),
-    ({"shards": {OF_THREE[2]: A, OF_THREE[1]: B}}, CorruptError, "file names have the total"),
+    (
+        {"shards": {OF_THREE[0]: A, OF_THREE[1]: B}},
+        CorruptError,
+        "the total in their file names is",
+    ),
+    (
+        {"shards": {OF_THREE[2]: A, OF_THREE[1]: B}},
+        CorruptError,
+        "the total in their file names is",
+    ),
 ]
 
 
@@ -348,7 +356,7 @@ def test_SH_09_a_number_twice(tmp_path: Path) -> None:
     }
     folder = make(tmp_path / "x", shards)
     (folder / INDEX).unlink()
-    with pytest.raises(AmbiguousError, match="file names have the total 2"):
+    with pytest.raises(AmbiguousError, match="the total in their file names is 2"):
         read(folder)
 
 
