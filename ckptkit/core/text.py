@@ -153,7 +153,8 @@ _UNITS = {
 
 def parse_size(text: str) -> int | None:
     """Return the number of bytes for ``5GB``, ``5GiB`` or digits. Return None for other strings."""
-    from fractions import Fraction  # not at the top: fractions imports decimal, which is slow
+    # Imported only here, because fractions imports decimal, which is slow.
+    from fractions import Fraction
 
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0

@@ -304,9 +304,9 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Check that the shards exist, and that all file names contain the same number of shards.
+        """Check that the shards exist, and that the number of shards in each file name is right.
 
-        If these numbers differ, the folder may contain files of two downloads.
+        If such a number is wrong, the folder may contain files of two downloads.
         """
         missing = sorted(name for name in names if name not in self.folder)
         if missing:

@@ -296,7 +296,7 @@ def _name(name: bytes, kind: str, here: bool) -> str:
 
     Raises PathError if the name leads out of the archive.
 
-    A leading ``./`` is removed only if `here` is true, because torch does not remove it.
+    A leading ``./`` is removed only if `here` is true, because torch keeps a leading ``./``.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")

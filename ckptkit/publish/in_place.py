@@ -24,7 +24,7 @@ these parts, in this order:
 * A line with a JSON dict, whose entries are listed below.
 * The bytes that `breaks` writes.
 * The old bytes and the new bytes of each span.
-* The SHA-256 of all bytes before, in 32 bytes.
+* The SHA-256 (32 bytes) of all preceding bytes.
 
 A span is a range of the file that the edit changes. The entries of the JSON dict are:
 
