@@ -79,8 +79,8 @@ def contiguous(tensor: Tensor) -> Record:
 
     If the tensor is conjugated or negated, ckptkit computes its values. If no computation is
     needed, the result is a slice of the storage's record. Raise TensorError for meta tensors and
-    non-strided tensors. Raise TensorError also for elements smaller than a byte, unless they are
-    contiguous and the first element starts at a byte.
+    non-strided tensors. Raise TensorError also if elements smaller than a byte are not
+    contiguous, or if the first of them does not start at a byte.
     """
     refuse_without_elements(tensor, "bytes of its own")
     assert tensor.storage is not None

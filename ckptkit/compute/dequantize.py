@@ -51,8 +51,8 @@ WIDE = 1 << 19  # maximum number of elements of a row; a longer row is split int
 # of the weight. The rows fill a cache line of the input. For these layouts, ckptkit processes a
 # tile in ranges of columns, so that each range fits the cache.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
-# The dtypes with at most four significant bits. Each value is the lowest code of an infinity or
-# NaN, without the sign bit.
+# Maps each 8-bit dtype with at most four significant bits to its lowest code of an infinity or NaN,
+# without the sign bit.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 # The largest and the smallest scale whose product with any code is a normal float32 number.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100

@@ -35,7 +35,7 @@ METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
 OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
 SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop some differences (see `densities`)
 _CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
-_COLLINEAR = 0.9995  # if the cosine exceeds this number, slerp interpolates linearly
+_COLLINEAR = 0.9995  # if the inputs' cosine exceeds this number, slerp interpolates linearly
 _SMALLEST = 1e-7  # if the sum of the magnitudes is below this number, differences are not rescaled
 # Number of elements per step. The elements fit the caches. The numpy calls are long enough that
 # threads rarely wait for the interpreter lock.
@@ -96,7 +96,7 @@ class Merge(Operation):
                     return
 
     def _inputs(self, extent: Derived) -> Iterator[list[Array]]:
-        """Yield lists. Each list contains one block of each input, as `_values` returns it."""
+        """Yield lists with one block of each input. `_values` has converted the blocks."""
         units = [BY_NAME[name].itemsize for name in self.dtypes]
         streams = [
             stream_reusing_buffer(each, size=_AT_ONCE * unit)
@@ -313,7 +313,7 @@ class Merge(Operation):
         return count
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Read all differences. For each input, return a rule that selects differences to keep."""
+        """Read all differences. For each input, return its `_Kept`, or None to keep all of them."""
         import numpy as np
 
         if self.method == TIES:

@@ -49,7 +49,7 @@ LARGE = 64 << 20  # number of bytes per tile of a large transpose: each tile rea
 # Minimum number of output bytes between the first and the last column of a large transpose. All
 # columns of a smaller matrix are in the same tile.
 LEAST = 16 << 20
-BLOCK = 48 << 20  # number of bytes of a block
+BLOCK = 48 << 20  # number of bytes of a block of a large transpose
 COLUMNS = 4096  # maximum number of columns of a block: a strip must fit the cache of a core
 # Number of bytes of a page. Before a write to a part of a page, the system must read the page.
 PAGE = 4 << 10

@@ -47,11 +47,11 @@ BLOCK = 1 << 18
 BLOCK_BYTES = 2 << 20  # maximum number of bytes per step
 PART = 32 << 20  # maximum number of bytes of a tensor in one task
 COUNTED = 2 << 20  # minimum number of bytes for which the codes of 8- and 16-bit types are counted
-DOT = 8_192  # maximum length of a dot product; for more, a library may start its own threads
+DOT = 8_192  # maximum length of a dot product; for a longer one, a library may start threads
 # If the exponent of the largest number is between these bounds, float64 can represent sums of
 # squares.
 SQUARED = (-400, 500)
-NEAR = 16  # if the sum of squares is >= 16 * n * mean**2, n * mean**2 is subtracted afterwards
+NEAR = 16  # a mean of n numbers is near zero if n * mean**2 <= (sum of their squares) / NEAR
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Tally:
-        """Return the statistics for a result of `to_json`."""
+        """Convert a result of `to_json` back to a Tally."""
         count, nan, infinite, zeros, squares, mean, low, high, bins, whole, scale = found
         mean = complex(*mean) if isinstance(mean, list) else mean
         histogram = Histogram(*bins)

@@ -205,10 +205,10 @@ def to_torch_storage(
 def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
     """Fill contiguous torch tensors with the elements of tensors in files. Use several threads.
 
-    The tensors of a pair have the same shape, and dtypes that torch can cast. If a torch tensor is
-    on the CPU and has the dtype of the file, ckptkit reads bytes directly into its memory. For
-    other tensors, ckptkit reads and casts small blocks. `fill` locates all records before it reads
-    the first byte.
+    Each pair consists of a tensor in a file and the torch tensor to fill. Both have the same shape,
+    and torch can cast the dtype in the file to the other dtype. If the torch tensor is on the CPU
+    and has the dtype in the file, ckptkit reads bytes directly into its memory. Otherwise, ckptkit
+    reads and casts small blocks. `fill` locates all records before it reads the first byte.
     """
     import torch
 

@@ -322,7 +322,7 @@ class LocalFile(ByteSource):
         if preadv is None or offset < 0:
             super().read_into_apart(offset, step, buffers)
             return
-        for buffer in buffers:  # one system call for each buffer; the buffers may be many and small
+        for buffer in buffers:  # many small buffers, for which `read_into` would be slow
             try:
                 count = preadv(fd, (buffer,), offset)
             except OSError as error:
@@ -360,7 +360,7 @@ class LocalFile(ByteSource):
             )
 
     def _only_moved(self, now: os.stat_result) -> bool:
-        """Return True if link count, mode, owner, group or name changed, but not the bytes.
+        """Return True if link count, mode, owner, group or name changed, and the bytes did not.
 
         Such a change sets a new ctime. If another file replaced this file by a rename, the link
         count of this file is lower. If only ctime changed, return False: a program may have written

@@ -77,8 +77,8 @@ class Beside:
     """Entries from separate files, such as optimizer.pt in the folder of model.safetensors.
 
     ``files`` maps each entry to the name of its file. ``weights`` is the name of the entry that
-    contains the weights. ``unordered`` is True if the file of the weights may have another order
-    than the model's parameters.
+    contains the weights. ``unordered`` is True if the order of the weights in their file may differ
+    from the order of the model's parameters.
     """
 
     files: Mapping[str, str]

@@ -69,14 +69,14 @@ class Limits:
     rule_bytes: int = 64 << 10  # length of one tensor rule
     rule_labels: int = 10_000  # number of labels of one variable in a rule
     rule_variables: int = 64  # number of variables in a tensor name
-    rule_terms: int = 100  # number of operators, and nesting of parentheses, in one size
+    rule_terms: int = 100  # number of operators, and depth of parentheses, in a size in a rule
     # Number of steps of the search that matches tensor names against rules. Each tensor name adds
     # 64 to the limit.
     rule_steps: int = 100_000
     rule_targets: int = 1_000_000  # number of tensors that one rule step creates
     rule_copies: int = 4_000_000  # number of copies that fill the target tensors of a rule step
     expansion: int = 4  # output bytes per input byte, unless the caller allows more
-    expansion_free: int = 64 << 20  # number of output bytes that are always allowed in addition
+    expansion_free: int = 64 << 20  # output bytes allowed beyond `expansion` times the input
 
 
 MOST = 10**18

@@ -18,7 +18,7 @@ _WORDS = {
     "objects": ("keep", "drop", "error"),
     "ties": ("alias", "duplicate"),
 }
-_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # maximum value of each option
+_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # maximum values of integer options
 # The options that affect the bytes of an output file.
 LAYOUT = ("objects", "ties", "all", "shard_size", "ranks", "extras", "sidecars", "check")
 

@@ -193,7 +193,9 @@ class Format:
     # argument.
     noun: str = ""
     unwritten: str = ""  # if `layout` is None: the program that writes this format
-    torch_error: str = ""  # error of torch.load (with weights_only=True, if loaded_by_torch)
+    # The error that torch.load raises for files of this format (with weights_only=True, if
+    # `loaded_by_torch`).
+    torch_error: str = ""
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None

@@ -158,7 +158,7 @@ class TreeEncoder:
         return number
 
     def _fill(self, number: int, step: str, items: Iterable[Node]) -> Iterator[Node]:
-        """Yield the values in node `number`, then emit the statement that adds these values."""
+        """Yield `items`, then emit the statement that adds `items` to node `number`."""
         items = list(items)
         yield from items
         self._statements.append(["fill", number, step, *map(self._value, items)])

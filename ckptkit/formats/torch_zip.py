@@ -92,7 +92,7 @@ from ckptkit.pickles.writer import write_pickle
 
 VERSIONS = range(1, 11)
 METADATA = ".data/ckptkit.json"  # name of the record that only ckptkit writes
-_FRAMEWORK = "format"  # metadata key of safetensors for the framework; not written to torch files
+_FRAMEWORK = "format"  # safetensors' metadata key for the framework; not written to torch files
 ALIGNMENTS = range(1, 1 << 16 | 1)
 _CONTROL_BYTES = 64  # maximum size of version, byteorder and similar records
 # Maximum size of a remote pickle that is read once and kept in memory. A larger pickle is read

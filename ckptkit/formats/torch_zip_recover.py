@@ -57,8 +57,7 @@ _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
 _TAIL = 16 << 20  # number of bytes to search for headers and entries at each end of the file
 _REACH = 2 * LIMITS.name_bytes  # maximum size of a header with its name and extra fields
-# If at least this number of bytes before an entry contain no other entry, a directory begins at the
-# entry.
+# If this number of bytes before an entry contain no other entry, a directory begins at this entry.
 _GAP = 4 << 10
 _TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # maximum number of bytes to read for checksums, in multiples of the file size

@@ -132,7 +132,7 @@ def refusal(probe: Probe) -> InputError:
         what, hint = f"is {found[0]}", found[1].format(shell_word(probe.name))
     elif probe.zip is not None:
         kind, what, hint = _zip(probe.zip)
-    elif head[257:262] == b"ustar":  # a format for tar files matches valid tar files
+    elif head[257:262] == b"ustar":  # a valid tar file matches another format
         what = "is a tar archive whose first header is damaged"
         hint = "download or copy it again"
     elif not head.strip(b"\0"):

@@ -42,11 +42,11 @@ from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
 
-WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a joined write
+WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a write that joins short ranges
 PIECE = 256 << 10  # bytes per read and write, small enough for the CPU cache
 NEARBY = 4 << 10  # initial number of bytes of a read-ahead
-# Minimum number of bytes of a long range. Measurements show that for shorter ranges, reading ahead
-# is faster than one system call per range.
+# A range with fewer bytes is short. Measurements show that for short ranges, a read-ahead buffer is
+# faster than one system call per range.
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes per kernel copy
 BLOCK = 4 << 10  # bytes of a file system block

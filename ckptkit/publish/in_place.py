@@ -402,7 +402,7 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
 
 
 _MAGIC = b"ckptkit journal 1\n"
-_BLOCK = 4096  # bytes per comparison
+_BLOCK = 4096  # number of bytes to compare at once
 _LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
 LARGEST = 512 << 20  # maximum bytes of a journal

@@ -244,7 +244,7 @@ Run = Sequence[int]
 
 _PIECE = 64 << 20  # maximum number of bytes that one task reads again
 _ROUNDING = 1e-9  # relative tolerance for rounding errors in a number of bytes
-_HEADER = 4 << 10  # maximum bytes of the header of an array
+_HEADER = 4 << 10  # maximum bytes of the header of an array in an .npy member
 
 
 class Check(NamedTuple):

@@ -111,7 +111,10 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append to `into` the bytes from offset `start` to `stop`. On failure, append fewer."""
+        """Append to `into` the bytes from offset `start` to `stop`.
+
+        On failure, append fewer bytes.
+        """
 
     @abstractmethod
     def look(self) -> Identity:

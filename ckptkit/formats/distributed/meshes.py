@@ -523,7 +523,7 @@ def _integer(node: Node) -> int:
 
 
 FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"
-DTENSOR = "DTensor"  # used if the kind of parallelism is unknown
+DTENSOR = "DTensor"  # the name in messages if the kind of parallelism is unknown
 # Mesh dimension names that torch's tutorials, torchtitan, verl and accelerate use.
 _NAMES = {
     TENSOR: re.compile(r"tp|mp|.*tensor.*|model|model_parallel"),

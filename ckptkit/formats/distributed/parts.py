@@ -11,7 +11,7 @@ A file is from a single rank in any of these cases:
 ckptkit recognizes all other rank files by their names. Examples of other rank files are layers of a
 DeepSpeed pipeline, partitions of ZeRO, and optimizers of FSDP.
 
-Sources of the refused layouts:
+Sources of the layouts that ckptkit cannot join:
 
 * ``ShardedStateLoader.DEFAULT_PATTERN`` of vLLM.
 * ``--dist-ckpt-format zarr`` of Megatron-LM.

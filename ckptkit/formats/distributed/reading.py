@@ -282,7 +282,7 @@ class RankGroup(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """Return the file name of rank `number`, with as many leading zeros as the other names."""
+        """Return the file name of rank `number`, padded with zeros like the other names."""
         around = len(self.pattern) - len(_HOLE)
         width = min(len(name) - around for name in self.files.values())
         return self.pattern.replace(_HOLE, str(number).zfill(width))

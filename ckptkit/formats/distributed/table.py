@@ -233,7 +233,7 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     return found, Arrangement(1, found, words, known, uneven)
 
 
-@lru_cache(512)  # most layers of a model have the same shapes and are split in the same way
+@lru_cache(512)  # many layers have equal shapes and are split by the same line
 def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
     """Return the rule that joins shards of these shapes.
 
