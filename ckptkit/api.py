@@ -57,7 +57,7 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the edits about their changes."""
+        """Notes about the changes that the edits made."""
         return self.checkpoint.notes
 
     @property
@@ -422,7 +422,7 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Optio
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> Checkpoint:
     """Apply the steps to the checkpoint. Error messages contain the name of the checkpoint.
 
-    Raises UsageError if no tensor is left, unless the result is an entry of the checkpoint. If
+    Raises UsageError if the steps drop all tensors. A step may extract an entry without tensors. If
     `strict` is true, also raises UsageError for a step that is a no-op.
     """
     name, root = checkpoint.name, checkpoint.root

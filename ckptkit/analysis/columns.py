@@ -48,7 +48,7 @@ class Fact(NamedTuple):
     """A fact about a tensor, such as its dtype.
 
     - `value` returns the value. Tables fold rows whose values are all equal.
-    - `text` formats the value. If the result is an empty string, no view shows the fact.
+    - `text` formats the value. If the result is an empty string, the fact is not printed.
     - `json` returns the value for JSON. If `json` is None, JSON does not contain the fact.
     - `phrase` is the format of the fact in the tree view, such as ``on {}``.
     - `brief` is false for a fact that only JSON and the details of a single tensor contain.

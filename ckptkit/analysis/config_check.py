@@ -86,7 +86,7 @@ def _named(tensors: Tensors, endings: tuple[str, ...]) -> Iterator[tuple[str, Te
 
 
 def vocabulary(tensors: Tensors) -> list[str]:
-    """Return the name of the embedding, and the name of the head if it has as many rows."""
+    """Return the name of the embedding, and of the head if both have the same number of rows."""
     found = dict(_named(tensors, (*_EMBEDDINGS, *_HEAD)))
     rows = next((each.shape[0] for each in found.values()), 0)
     return [name for name, each in found.items() if each.shape[0] == rows]

@@ -114,7 +114,7 @@ class Diff:
     - `unread`: tensors whose values cannot be compared, each with the reason
     - `advice`: hints with commands
     - `silent`: the effects of ``strict=False``, or None if B is not a model
-    - `modules`: the structure of the modules, for views that fold names
+    - `modules`: the structure of the modules, for tables that fold names
     - `explanations`: an Explanation for each changed key of a GGUF file and its original
 
     The keys in `renamed` and `reshaped` are also in `unexpected` and `missing`. The dtypes of a

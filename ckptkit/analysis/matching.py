@@ -4,7 +4,7 @@ Four methods run in this order. Each method pairs keys that the previous methods
 
 1. ``suffix``: Pair keys with the longest common suffix.
 2. ``shape``: Pair two keys if no other key has their shape and dtype.
-3. ``order``: If both sides have the same number of keys with a shape and dtype, pair these keys in
+3. ``order``: If both sides have the same number of keys of one shape and dtype, pair these keys in
    order.
 4. ``edit``: Of all keys with equal shapes, pair the keys with the most similar names.
 

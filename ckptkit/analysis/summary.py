@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # maximum length of a byte string that views show
+BYTES_SHOWN = 1_024  # maximum length of a byte string whose content is printed, not only its length
 # For larger integers, show the number of bits, because Python refuses to print the digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
-# Number of bytes in a file signature, and minimum number of bytes in an embedded file.
+# Number of bytes of a file signature, and minimum number of bytes of an embedded file.
 _HEAD, _LEAST = 4, 64
 _HEADS = {
     b"PK\3\4": "zip archive",
@@ -59,7 +59,7 @@ _SCALARS = frozenset({bool, float, str, type(None)})
 
 
 def plain(node: Node) -> tuple[str, Plain] | None:
-    """Return (type, value) of a node that views show as one value, or None for other nodes."""
+    """Return (type, value) of a node that is printed as one value, or None for other nodes."""
     kind = node.__class__
     if kind in _SCALARS:
         return ("none" if node is None else kind.__name__), node
@@ -161,8 +161,8 @@ class TensorRow(NamedTuple):
     path: Path
     tensor: Tensor
     storage: int | None
-    nbytes: int  # number of elements * itemsize, or bytes of a shard in this file
-    local: Piece | None = None  # shard of a distributed tensor in this file
+    nbytes: int  # number of elements * itemsize, or number of bytes of `local`
+    local: Piece | None = None  # for a distributed tensor: the shard in this file
     # The inner tensors of a tensor subclass. The inner tensors also have their own rows.
     inside: tuple[Tensor, ...] = ()
     group: QuantizedWeight | None = None

@@ -200,7 +200,7 @@ class CommandLine(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]
-        if anywhere:  # click accepts these options only before the command
+        if anywhere:  # click accepts the options in ANYWHERE only before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
         own = {option for each in self.params for option in (*each.opts, "--help", "-h")}
@@ -239,7 +239,7 @@ class CommandLine(click.Group):
     context_settings={
         "help_option_names": ["-h", "--help"],
         "show_default": True,
-        "max_content_width": 120,  # maximum number of columns of help text
+        "max_content_width": 120,  # maximum width of help text, in characters
     },
 )
 @click.option(

@@ -156,7 +156,7 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
 @value(
     "--base",
     "BASE",
-    "Checkpoint that the deltas apply to. Required unless the encoding of all deltas is xor.",
+    "Checkpoint that the deltas apply to. Required if a delta has another encoding than xor.",
 )
 @as_json(SCHEMA)
 def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -> None:

@@ -26,7 +26,7 @@ FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 # color of each level, most severe level first
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-WIDEST, NARROWEST = 100, 40  # maximum and minimum number of columns of explanations
+WIDEST, NARROWEST = 100, 40  # maximum and minimum width of explanations, in characters
 
 
 @click.command("doctor", cls=reading.Reader)

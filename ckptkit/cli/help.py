@@ -18,8 +18,8 @@ from ckptkit.core.text import meant
 
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
-WIDEST = 100  # maximum number of columns of prose
-PIPED = 120  # maximum number of columns of tables that are not printed on a terminal
+WIDEST = 100  # maximum width of prose, in characters
+PIPED = 120  # maximum width of a table without a terminal, in characters
 LINES = 3  # maximum number of matching lines of a page
 # Text that is only for code hosts and tests: HTML comments and pictures.
 _REMARK = re.compile(r"^<!--.*?-->\n|^!\[[^\n]*\)\n\n?", re.DOTALL | re.MULTILINE)
@@ -41,8 +41,8 @@ def topics() -> dict[str, str]:
 def page(topic: str, piped: int | None = PIPED) -> Iterator[str]:
     """Yield the lines of the page of `topic`. Align the columns of tables, and indent code.
 
-    On a terminal, wrap paragraphs and list items to the width of the terminal. Elsewhere, tables
-    have at most `piped` columns.
+    On a terminal, wrap paragraphs and list items to the width of the terminal. In a pipe or
+    file, tables are at most `piped` characters wide.
     """
     text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
     # even parts are prose, odd parts are code
@@ -172,7 +172,7 @@ def manual() -> Iterator[str]:
     yield ".SH EXIT STATUS"
     yield from (f"{plain(line)}\n.br" for line in page("exit-codes", None) if line[:1].isdigit())
     yield ".SH SEE ALSO"
-    yield plain(f"ckptkit help TOPIC, of {', '.join(topics())}")
+    yield plain(f"ckptkit help TOPIC, where TOPIC is one of: {', '.join(topics())}")
 
 
 def _commands(parent: click.Context) -> Iterator[click.Context]:

@@ -199,9 +199,9 @@ def table(
     - Shorten names in the first column, unless two names would become equal.
     - Print the name of each row on a line, and the other cells of the row below this line.
 
-    If standard output is not a terminal, the table may have `piped` columns, or any number of
-    columns if `piped` is None. If `whole` is true, shorten no name and break no word. With --table,
-    tabulate formats the table, even if the table is too wide for the terminal.
+    If standard output is not a terminal, the table may be `piped` characters wide. If
+    `piped` is None, the table may have any width. If `whole` is true, shorten no name and break no
+    word. With --table, tabulate formats the table, even if the table is too wide for the terminal.
     """
     if table_format and rows:
         from tabulate import tabulate  # the import costs 30 ms

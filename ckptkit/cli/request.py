@@ -93,7 +93,8 @@ class Request:
     ) -> Conversion:
         """Write to standard output.
 
-        Raises UsageError if standard output is a terminal, or if the format has several files.
+        Raises UsageError if standard output is a terminal, if --json is given, or if the format has
+        several files.
         """
         from shutil import copyfileobj
 

@@ -93,8 +93,8 @@ SUBWORDS = {
 DST, ARGUMENT, MULTIPLE = "DST", "ARGUMENT", "MULTIPLE"
 # Maps option names of other tools to ckptkit options. A key may start with the command of the
 # option. `DST` means that the value of the option becomes the argument DST. `ARGUMENT` means that
-# the value becomes an argument at the same position. `MULTIPLE` means that the value divides the
-# number of rows.
+# the value becomes an argument at the same position. `MULTIPLE` means that the number of rows
+# becomes divisible by the value.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -169,8 +169,8 @@ NEEDED = {
 OUTPUT = {"doctor": "--fix", "digest": "--output"}  # maps a command to the option for its output
 # Names of parameters for input files.
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")
-CLOSE = 0.75  # minimum similarity of a misspelled word
-STEPS = 8  # maximum number of replacements
+CLOSE = 0.75  # minimum similarity of a misspelled word and its correction
+STEPS = 8  # maximum number of corrections of one command line
 INTO = "out"
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
@@ -398,7 +398,7 @@ def _regex(old: str, new: str) -> str:
 
 
 def _of_value(error: click.UsageError, line: Line, context: click.Context) -> Step | None:
-    """Correct the value of an option with choices, or an option that means something else here."""
+    """Correct the value of an option with choices, or an option with another meaning here."""
     param = getattr(error, "param", None)
     options = [getattr(error, "option_name", ""), *(param.opts if param is not None else ())]
     bad = _NOT_A_CHOICE.search(error.message)
@@ -651,7 +651,7 @@ def _vocabulary(place: str) -> dict[str, int]:
 
 
 def _rounded(line: Line, value: Words) -> Words:
-    """Return --rows with the size of the vocabulary, rounded up so that `value` divides it."""
+    """Return --rows with the size of the vocabulary, rounded up to be divisible by `value`."""
     step = int(value[0]) if value and value[0].isdigit() else 0
     rows = next((rows for place in line.words for rows in _vocabulary(place).values()), 0)
     return ["--rows", str(-(-rows // step) * step)] if step and rows else []
@@ -692,7 +692,7 @@ def _wrapped(line: Line, places: Words) -> Line | None:
 def _extra(line: Line, command: click.Command) -> Line | None:
     """Correct a command line with too many arguments for `command`.
 
-    An argument may be the value of an option, or the user gave several files.
+    One of the arguments may be the value of an option, or the user may have given several files.
     """
     places = line.parts()[0]
     if any(map(is_model, places)) and line.name == "check":
@@ -743,7 +743,9 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
         command, known = new.split("`")[1], _COMMAND.findall(own or "")
         if own and len(known) == 1 and known[0].split()[:3] == command.split()[:3]:
             return own.replace(known[0], command)  # the same command, with the output of the user
-        is_path = own is not None and own.startswith("did you mean")  # `own` suggests only a path
+        is_path = own is not None and own.startswith(
+            "did you mean"
+        )  # whether `own` suggests only a path
         return new if is_path else "; ".join(filter(None, [own, new]))
     is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
     if is_missing and place is not None and has_magic(place):
@@ -881,7 +883,8 @@ def _of_no_file(place: str, line: Line) -> Iterator[Line]:
         yield from filter(None, [line.replaced(place, f"{file}:{name}")])
     if is_model(place) and _has(line.command, "--model"):
         yield from filter(None, [line.replaced(place, "--model", place)])
-    # With an output, both commands take one FILE. `digest` writes text, `doctor` a checkpoint.
+    # If `digest` and `doctor` write an output, they take one FILE. `digest` writes text, and
+    # `doctor` writes a checkpoint.
     is_output = (os.path.splitext(place)[1] in WRITTEN) == (line.name == "doctor")
     if line.name in OUTPUT and is_output and line.parts()[0][1:] == [place]:
         yield from filter(None, [line.replaced(place, OUTPUT[line.name], place)])

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from ckptkit.analysis.json_types import DoctorReport
 
-# Maximum size of a file whose tensors are verified. Larger files would take too long.
+# Maximum size of a file whose tensors are verified, in bytes. Larger files would take too long.
 READ = 256 << 20
 REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,

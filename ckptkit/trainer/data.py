@@ -26,7 +26,7 @@ HELD_OUT = 5  # every fifth digit goes into the test set, so both sets contain a
 RANDOM = 512, 128  # number of training images and number of test images
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
 TEST_FILE = "test_batch"
-LINE = 4  # characters in a line of text
+LINE = 4  # number of characters in a line of text
 
 Labelled = tuple[Tensor, Tensor]
 

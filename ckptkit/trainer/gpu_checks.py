@@ -35,7 +35,7 @@ from ckptkit.trainer.run import prepare
 from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
-NET = (3, 32, 32), 10, 0.25  # arguments of the Cnn in SMALL
+NET = (3, 32, 32), 10, 0.25  # arguments of the class Cnn for the model of SMALL
 # number of segments -> MB that nvidia-smi shows, from an article that help/trainer.md discusses
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}
 CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32

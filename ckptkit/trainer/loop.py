@@ -32,8 +32,8 @@ from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 class Step(NamedTuple):
     """One optimizer step.
 
-    `micro_batches` contains the indices of the images that this process computes. `images` is how
-    many images all processes together compute.
+    `micro_batches` contains the indices of the images that this process computes. `images` is the
+    number of images that all processes together compute.
     """
 
     micro_batches: list[Tensor]

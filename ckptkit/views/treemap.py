@@ -106,7 +106,7 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
     """Return the index after the last value of the next strip.
 
-    A strip gets one more value as long as this improves the worst aspect ratio of its boxes.
+    A strip gets one more value as long as the value improves the worst aspect ratio of its boxes.
     """
     end, amount, worst = start, 0.0, float("inf")
     while end < len(values):

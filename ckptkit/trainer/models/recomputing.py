@@ -21,7 +21,10 @@ from ckptkit.trainer.models.cnn import scaled
 
 LAYERS, UNITS = 72, 1000  # Mlp: number of layers, number of units in each layer
 BLOCKS = 4  # Generator: number of residual blocks
-GROWTH, DENSE = 12, (4, 4, 4)  # DenseNet: new channels per layer, layers of each block
+GROWTH, DENSE = (
+    12,
+    (4, 4, 4),
+)  # DenseNet: number of new channels per layer, number of layers of each block
 BOTTLENECK = 4  # DenseNet: number of channels between the two convolutions, divided by GROWTH
 
 
@@ -79,7 +82,7 @@ def _upward(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Residual(nn.Module):
-    """Apply two convolutions to features [batch, channels, height, width], and add the features."""
+    """Return features [batch, channels, height, width] plus the output of two convolutions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class DenseLayer(nn.Module):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Recompute without a second update of the running statistics."""
+        """Recompute without a second update of the running statistics of BatchNorm."""
         norm = self.norm1
         momentum, counted = norm.momentum, norm.num_batches_tracked
         norm.momentum, norm.num_batches_tracked = 0.0, None
