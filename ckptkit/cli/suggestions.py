@@ -641,7 +641,7 @@ def _required(option: click.Option, line: Line, places: Words) -> Line | None:
 
 
 def _vocabulary(place: str) -> dict[str, int]:
-    """Return the names of the embedding and the head in a file, with their numbers of rows."""
+    """Map the names of the embedding and the head in a file to their numbers of rows."""
     from ckptkit.analysis.config_check import vocabulary
     from ckptkit.api import open_checkpoint
 
