@@ -59,7 +59,7 @@ class Edit:
     help: str = ""  # text of --help below the first line
     examples: tuple[str, ...] = ()  # arguments of the command in the examples of --help
     needs: str = ""  # message of the usage error if the command gets no option
-    # For an edit with several inputs: place of a recipe's checkpoint among them ("first", "last").
+    # For an edit with several inputs: position of a recipe's checkpoint, "first" or "last".
     several: str = ""
     has_key: bool = False  # True if the command has the option --key
     reads_parts: bool = False  # True if the command has the options for distributed checkpoints

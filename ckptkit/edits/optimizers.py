@@ -89,7 +89,7 @@ def _renamed(key: Node, names: Names) -> Node:
 
 
 NAMES, NUMBERS = "names", "numbers"
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm, not trained
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch norm
 _NO_SHAPE = "step"  # key of the step counter, a scalar in the state of each parameter
 _MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"

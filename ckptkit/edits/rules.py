@@ -436,7 +436,7 @@ class _DictBuilder:
     target: names.EditedDict
     tensors: dict[str, Tensor]
     outcome: RulesOutcome
-    following: Mapping[str, str]  # new names from `followers`
+    following: Mapping[str, str]  # the renames that `followers` returns
     pairs: list[tuple[str, str]] = field(default_factory=list)  # (old name, new name)
     is_relaid: bool = False
     warnings: list[str] = field(default_factory=list)

@@ -120,7 +120,7 @@ def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoi
     return dequantized_for_model(ck, {name: dtype for name, (dtype, _) in shapes.items()})
 
 
-_NUMBERS = ("float", "int", "bool")  # torch casts between these kinds of dtypes
+_NUMBERS = ("float", "int", "bool")  # kinds of dtypes that torch casts to each other
 
 
 def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:

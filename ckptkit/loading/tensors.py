@@ -179,12 +179,12 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
         ) from error
 
 
-# Functions in place of the rebuild functions of torch/_utils.py. Each docstring lists the arguments
-# of the rebuild function. The reader has already checked the types of these arguments.
+# Functions that replace the rebuild functions of torch/_utils.py. ``node.args`` contains the
+# arguments of the rebuild function. The reader has already checked the types of these arguments.
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (data, requires_grad, hooks[, state])."""
+    """Create a parameter. ``node.args`` is (data, requires_grad, hooks[, state])."""
     import torch
 
     assert node.tensor is not None
@@ -206,13 +206,16 @@ def attributes(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _from_type(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (function, class, arguments, state). Ignore the class and the state."""
+    """Create a plain tensor instead of a tensor subclass.
+
+    ``node.args`` is (function, class, arguments, state). The class and the state are ignored.
+    """
     inner = Object(node.args[0], node.args[2], tensor=node.tensor)
     return tensors._called(inner)
 
 
 def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (data, dtype, device, requires_grad)."""
+    """Create a tensor on a device. ``node.args`` is (data, dtype, device, requires_grad)."""
     data, dtype, device, grad = node.args
     made = tensors.tensor(data).to(
         device=tensors.device(device), dtype=torch_dtype(BY_NAME[dtype.name])
@@ -221,7 +224,7 @@ def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (layout, data).
+    """Create a sparse tensor. ``node.args`` is (layout, data).
 
     For COO, data is (indices, values, size[, is_coalesced]). For other layouts, data is
     (compressed, plain, values, size).
@@ -246,9 +249,10 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (storage, offset, size, stride, quantizer, ...).
+    """Create a quantized tensor.
 
-    The quantizer is (scheme, scale, zero_point) or (scheme, scales, zero_points, axis).
+    ``node.args`` is (storage, offset, size, stride, quantizer, ...). The quantizer is (scheme,
+    scale, zero_point) or (scheme, scales, zero_points, axis).
     """
     import torch
 
@@ -281,7 +285,7 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """The arguments are (buffer, sizes, strides, offsets).
+    """Create a nested tensor. ``node.args`` is (buffer, sizes, strides, offsets).
 
     This function checks that the tensors are inside the buffer, because torch does not.
     """

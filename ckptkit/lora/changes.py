@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TILE = 1 << 19
 HELD = 1 << 24  # maximum number of elements in memory for computing the norms of columns
 EXACT = 128  # maximum rank at which products of NumPy and torch are bit-identical
-# Minimum number of rows per tile. torch sums the products of fewer rows in another order. At ranks
+# Minimum number of rows per tile. With fewer rows, torch sums products in another order. For ranks
 # above EXACT, the minimum is eight times as large.
 LEAST = 8
 EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
@@ -174,9 +174,9 @@ class Adapt(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the first row and the end row of each tile with rows from `first` to `last`.
+        """Yield (first row, end row) of each tile that contains rows from `first` to `last`.
 
-        The boundaries of the tiles do not depend on the arguments.
+        `first` and `last` do not change the boundaries of the tiles.
         """
         height = self.height
         most = max(1, -(-self.rows // height) - (0 < self.rows % height < self.least))
@@ -578,7 +578,11 @@ def _roles_of(spec: _Spec) -> list[str]:
 
 
 def _spec_of(module: Module) -> _Spec:
-    """Return the formula of a module, or a role if the kind of the module has no formula."""
+    """Return the formula of a module.
+
+    If `_UPDATES` has no formula for the kind of the module, return the first role of this kind in
+    `tables.toml`.
+    """
     specs = (spec for kind, spec in _UPDATES if kind == module.kind)
     fits = (each for each in specs if _plain_roles(each) <= module.tensors.keys())
     spec: _Spec = next(fits, table("kinds").get(module.kind, ("",))[0])
@@ -707,7 +711,7 @@ def problems(adapter: Adapter, base_is: str | None = None) -> Iterator[Finding]:
         return
     for config in adapter.configs.values():
         for name, why in table("fields")["refused"].items():
-            if config.get(name) or config.get(name) == {}:  # {} selects the defaults of a method
+            if config.get(name) or config.get(name) == {}:  # {} selects defaults
                 yield problem("method", f"{why} ({name} in {CONFIG})")
         start = config.get("init_lora_weights")
         is_ordinary = not start or start is True or _is_start("ordinary", start)

@@ -73,9 +73,10 @@ def check_lora(
     mends: dict[tuple[str, ...], None] = {}  # options that other findings require
 
     def command(*words: str) -> str | None:
-        """Return a `lora merge` command, or a `convert` command that changes only the base.
+        """Return a `lora merge` command with the options `words`.
 
-        If the base is not a file, return None.
+        If `words` begins with ``convert``, return a `convert` command for the base instead. If the
+        base is not a file, return None.
         """
         if not name:
             return None
@@ -148,7 +149,7 @@ def _of_elements(read: Adapter) -> Iterator[Finding]:
 def _of_plan(
     plan: MergePlan, command: Callable[..., str | None], is_finite: bool
 ) -> Iterator[Finding]:
-    """Yield findings about an adapter and its base that do not prevent merging."""
+    """Yield the findings that do not prevent merging the adapter into its base."""
     renames = plan.renames
     if renames and not any(each.code in ("no-module", "module") for each in plan.problems):
         said = some(map(str, renames))
@@ -180,9 +181,10 @@ def _of_plan(
 def _subs(plan: MergePlan) -> list[tuple[str, str]]:
     """Return the substitutions for the renames of a merge.
 
-    `lora merge` applies all substitutions to each name. Each pattern therefore excludes longer
-    prefixes, and the results of earlier substitutions. If the substitutions still differ from the
-    renames, return [], because `lora merge` without substitutions finds the renames itself.
+    `lora merge` applies all substitutions to each name. A pattern therefore must not match names
+    with a longer prefix, or names that an earlier substitution made. If the substitutions still
+    differ from the renames, return [], because `lora merge` without substitutions finds the renames
+    itself.
     """
     for sign in (-1, 1):  # the longest prefix first, or the shortest prefix first
         made, done = list[tuple[str, str]](), [each.old for each in plan.renames]
@@ -200,7 +202,7 @@ def _subs(plan: MergePlan) -> list[tuple[str, str]]:
 def _norm(module: Module) -> float | None:
     """Return the Frobenius norm of the update ``s B A``.
 
-    Return None for other kinds of adapters. For these, the norm requires the complete update.
+    Return None for other kinds of updates, because their norm requires the complete update.
     """
     is_plain = module.kind in ("lora", "embedding") and not (module.is_dora or module.parameter)
     if not is_plain or module.scale is None:
@@ -230,7 +232,8 @@ def _square(tensor: Tensor, other: Tensor | None = None) -> float:
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:
     """Yield findings about properties of an adapter that vLLM rejects or ignores.
 
-    vLLM reads only the fields r and lora_alpha. See vllm/lora/peft_helper.py and lora_model.py.
+    vLLM reads the rank and the alpha only from the fields r and lora_alpha. See
+    vllm/lora/peft_helper.py and lora_model.py.
     """
     config = read.config or {}
     if read.layout != "peft" or read.config is None:

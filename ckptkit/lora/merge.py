@@ -81,11 +81,11 @@ _HEADLESS = re.compile(
 )
 # Maps task types to the names of the modules that peft adds to modules_to_save
 _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}
-# Models with Conv1D of transformers, and the modules of this class in these models
+# Types of models that use Conv1D of transformers, and their Conv1D modules
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
 _CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
 _LABELS = re.compile(r"(?:.*\.)?(?:classifier|score)(?:\.out_proj)?\.weight")
-_COUNTS = "num_hidden_layers", "n_layer", "num_layers"  # names of the number of layers
+_COUNTS = "num_hidden_layers", "n_layer", "num_layers"  # fields for the number of layers
 # The module whose layers peft repeats. See replicate_layers in tuners/tuners_utils.py.
 _STACK = re.compile(r"(module\.|model\.)*(bert\.)?(layers|encoder\.layer|h)")
 _LAYER = re.compile(r"((?:.*?\.)??(?:layers|layer|h))\.([0-9]+)(\..*)")
@@ -306,7 +306,7 @@ class MergePlan:
     # Find the tensors of each module
 
     def _restore_wrappers(self) -> None:
-        """Restore a prefix like ``module.`` if the base has a module with the complete name."""
+        """Restore the prefix of a name, like ``module.``, if the base has the prefix too."""
         for name in self.adapter.checkpoint.required.tensors:
             plain, full = unwrapped(name), name.rpartition("base_model.model.")[2]
             wrapper = full.removesuffix(plain)
@@ -316,7 +316,7 @@ class MergePlan:
                     self.paths[path] = wrapper + path
 
     def _respell(self) -> None:
-        """Restore the names in files of modules that transformers renames in memory."""
+        """Convert names in memory to names in files, because transformers renames some modules."""
         tokens = [each for each in self.adapter.modules.values() if each.kind == "tokens"]
         for module in tokens:
             path = self.paths[module.path]
@@ -439,8 +439,8 @@ class MergePlan:
     def _is_conv1d(self, name: str) -> bool:
         """Return whether a weight has the shape [in, out], like Conv1D of transformers.
 
-        peft decides by the class of each module, and stores fan_in_fan_out for the last module.
-        Here, the shapes of weights and biases in the base show the class.
+        peft decides by the class of each module, and stores fan_in_fan_out only for the last
+        module. ckptkit decides by the shapes of weights and biases in the base.
         """
         kind, given = _class_of(name), bool(self.options.get("fan_in_fan_out"))
         known, model = self._classes.get(kind, set()), self.config.get("model_type")
@@ -458,7 +458,11 @@ class MergePlan:
 
     @cached_property
     def _classes(self) -> dict[str, set[bool]]:
-        """Map each class of modules to whether their weights are [in, out], if biases show it."""
+        """Map each result of `_class_of` to the layouts of the weights with this result.
+
+        A layout is True for [in, out], and False for [out, in]. ckptkit finds the layout of a
+        weight by the length of its bias. Other weights are ignored.
+        """
         found: dict[str, set[bool]] = {}
         for name, tensor in self.old.items():
             bias = self.old.get(f"{name.removesuffix('weight')}bias")
@@ -490,9 +494,10 @@ class MergePlan:
             raise _misfit(module, (change.rows, change.columns), shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
-        """Find the matrices that a LoRA changes. The LoRA belongs to a parameter of all experts.
+        """Find the matrices that a LoRA of all experts changes.
 
-        Return False if the base does not have these matrices.
+        The LoRA belongs to the parameter that contains the matrices of all experts. Return False if
+        the base does not have these matrices.
         """
         a, b = (matrix(module.tensors[role]) for role in "AB")
         rank, (height, width) = module.expected or module.rank or 1, (b.shape[0], a.shape[1])
@@ -609,8 +614,8 @@ class MergePlan:
         if old is None and tensor.dtype.name in FLOATS:
             target = BY_NAME[of_weights(self.base) or tensor.dtype.name]
         made = _cast(tensor, target)
-        # peft stores copies of embeddings and heads. After an earlier adapter, a copy of the tensor
-        # of the base must not undo the update of that adapter.
+        # peft stores copies of embeddings and heads. If an earlier adapter changed a tensor, a copy
+        # of the unchanged tensor must not undo this change.
         known = [each for each in (old, self.origin.get(name)) if each is not None]
         if any(same_bytes(made, each) for each in known):
             return
@@ -690,7 +695,7 @@ class MergePlan:
             return None
         heads = (n for n, end in ends.items() if end in HEADS and n.endswith(".weight"))
         beside = (head for near, head in BESIDE_HEAD.items() if f"{near}.weight" in self.new)
-        model = _MODEL.match(embedding)  # the head is next to the model without a head
+        model = _MODEL.match(embedding)  # the head and the matched module have the same parent
         default = next(beside, f"{model[1] if model else ''}lm_head") + ".weight"
         head = next((name for name in heads if "." in name), default)
         # In memory, some heads have the name lm_head, and another name in files.
@@ -798,7 +803,10 @@ class MergePlan:
         return found
 
     def changed(self, name: str, origin: Tensor | None = None) -> Tensor:
-        """Return a tensor of the base after adding the updates. See `merged` for `origin`."""
+        """Return a tensor of the base after adding the updates.
+
+        `origin` is the tensor before merging earlier adapters.
+        """
         return _changed(self.new[name], self.pieces[name], origin)
 
     def merged(self) -> Checkpoint:
@@ -842,7 +850,7 @@ class MergePlan:
 
 
 def _lacking(found: Collection[str], modules: Collection[str]) -> str:
-    """Return the code of a problem that prevents finding the modules `found` in the base."""
+    """Return the problem code for the modules `found` of the adapter, which the base lacks."""
     return "no-module" if len(found) == len(modules) else "module"
 
 

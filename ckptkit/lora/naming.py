@@ -37,7 +37,8 @@ ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text
 EMBEDDINGS = (
     "embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings", "embeddings",
 )  # fmt: skip
-# Maps a module beside the head to the head, which files lack if it is tied. The rest has lm_head.
+# Maps a module beside the head to the head. Files may lack a tied head, so ckptkit finds the name
+# of the head by this module. In all other models, the head is lm_head.
 BESIDE_HEAD = {
     "cls.predictions.transform.dense": "cls.predictions.decoder",
     "predictions.dense": "predictions.decoder",
@@ -66,7 +67,7 @@ T = TypeVar("T")
 
 @cache
 def _files() -> tuple[tuple[re.Pattern[str], str, str], ...]:
-    """Return a pattern, its replacement and a rename for each entry of the table ``files``."""
+    """Return (pattern, replacement, ``old -> new``) for each rename in the table ``files``."""
     found = []
     for old, new in ((old, new) for old, names in table("files").items() for new in names):
         pattern = re.escape(old).replace("N", "([0-9]+)")
@@ -396,8 +397,10 @@ class BaseNames:
 
         Return the names in the base, the renames of prefixes, the modules that the base lacks, and
         the ambiguous modules. A module is ambiguous if several modules of the base match, or if
-        another module would get the same name. A rename is impossible if the base has another
-        module, except a head, under its name in the adapter, and the first component is the same.
+        another module would get the same name.
+
+        If the base has a module (except a head) under its name in the adapter, the first component
+        of this name is correct. ckptkit then does not rename prefixes with this first component.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
         exact = [
@@ -424,7 +427,10 @@ class BaseNames:
         return names, sorted({*made.values()} - {_EXACT}), missing, unclear
 
     def in_files(self, path: str) -> tuple[str, tuple[str, ...]]:
-        """Return the name in files of a module, and the renames, if the base lacks its own name."""
+        """Convert the name of a module in memory to its name in files. Also return the renames.
+
+        If `path` matches the base, or if no name or several names in files match, return `path`.
+        """
         made: dict[str, tuple[str, ...]] = {path: ()}
         if not self._ways(path):
             for pattern, new, rename in _files():

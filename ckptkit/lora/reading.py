@@ -361,7 +361,11 @@ def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> st
 def _groups(
     tensors: Mapping[str, Tensor], layout: str, config: Mapping[str, Any] | None, is_named: bool
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str], list[str]]:
-    """Return the tensors of each module by role, complete, ignored and unknown tensors."""
+    """Sort the tensors of an adapter into four groups.
+
+    The groups are the tensors of each module by role, the complete tensors, the names of ignored
+    tensors, and the names of unknown tensors.
+    """
     groups: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     ignored, unknown = list[str](), list[str]()
@@ -480,7 +484,8 @@ def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
         scale = alpha if alpha > 0 else first
         return replace(module, alpha=alpha, scale=scale, divisor=first + 1e-5)
     if rank <= 0:
-        raise CorruptError(f"{CONFIG} has the rank {rank:g} for {shown(module.path)}")
+        what = f"{CONFIG} has the rank {rank:g} for {shown(module.path)}"
+        raise CorruptError(f"{what}; a rank must be positive")
     scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
     expected = int(rank) if module.kind in ("lora", "embedding", "attention_out") else None
     found = module.rank
@@ -508,8 +513,8 @@ def _number(config: Mapping[str, Any], name: str, path: str, patterns: str) -> f
 def matches(pattern: str, path: str, *, is_whole: bool = False) -> bool:
     """Return whether a pattern of a configuration matches the module `path`.
 
-    If `is_whole` is False, the pattern may match only the last components of the path. The
-    pattern is untrusted. Raises CorruptError for a long pattern, for a repeated group that contains
+    If `is_whole` is False, a match with the last components of the path is sufficient. The pattern
+    is untrusted. Raises CorruptError for a long pattern, for a repeated group that contains
     a repetition, such as ``(a+)+``, and if matching takes more than a second.
     """
     import regex
@@ -532,7 +537,8 @@ def matches(pattern: str, path: str, *, is_whole: bool = False) -> bool:
 def _is_nested(pattern: str) -> bool:
     """Return whether a pattern repeats a group that contains a repetition.
 
-    Escaped characters, sets and groups are replaced, the innermost group first.
+    The function first replaces each escaped character, set and group with one character, the
+    innermost group first.
     """
     text = re.sub(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", "x", pattern, flags=re.DOTALL)
     count = 1
@@ -555,9 +561,9 @@ def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None
     wrappers have the order in which the model defines the parameters. Tensor names of an inner
     wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
 
-    A parameter without the name of its module may belong to any module, except a module in
-    `target_modules` where `down` has as many rows as the rank, because `down` contains the factors
-    of all experts.
+    If `target_parameters` lists a parameter without the name of its module, the parameter may
+    belong to any module. A module is an exception if it is in `target_modules` and `down` has as
+    many rows as the rank: for a parameter, `down` would contain the factors of all experts.
     """
     plain = re.sub(r"(\.base_layer)+$", "", path)
     names: list[str] = []

@@ -197,7 +197,7 @@ def convert_lora(
     except (UnsupportedError, AmbiguousError) as error:
         error.hint = error.hint or "`ckptkit help lora` lists the adapters that each layout stores"
         raise error.at(read.path) from error.__cause__
-    for each in problems(read):  # only of a residual base: `_check` refuses all others
+    for each in problems(read):  # only a residual base: `_check` raises all other problems
         warnings.append(f"the adapter {each.title}; it fits only this base")
     notes = [f"{plural(len(modules), 'module')} as {to}"]
     if read.ignored:
@@ -335,7 +335,7 @@ def _is_xl(modules: Iterable[Module]) -> bool:
 
 
 def _place(path: str, paths: list[str], is_xl: bool) -> int:
-    """Return the index of the original name of an upsampler.
+    """Return which of the two alternatives of `spelled` is the original name of an upsampler.
 
     Return 1 if the block of the upsampler has no attention layers, otherwise 0.
     """
@@ -424,7 +424,10 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
 
 
 def _factors(module: Module) -> tuple[Tensor, Tensor]:
-    """Return A and B of a LoRA for a matrix. Raises UnsupportedError for other modules."""
+    """Return A and B of a module that is a LoRA of a matrix.
+
+    Raises UnsupportedError for other modules, and for magnitudes of columns.
+    """
     b = module.tensors.get("B")
     is_row = is_of_columns(module, 0 if b is None else b.shape[0])
     if module.kind != "lora" or b is None or b.ndim != 2 or is_row:
@@ -440,7 +443,8 @@ def _factors(module: Module) -> tuple[Tensor, Tensor]:
 def _times(tensor: Tensor, factor: float | None, dtype: str = "") -> Tensor:
     """Return a tensor multiplied by a float32 factor. Each element is rounded once to `dtype`.
 
-    The default is the dtype of the tensor. The factor 1 then returns the tensor itself.
+    The default of `dtype` is the dtype of the tensor. With this default, the factor 1 returns the
+    tensor itself.
     """
     if factor == 1 and not dtype:
         return tensor

@@ -62,7 +62,7 @@ HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, UNSURE, CALLED, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # levels of operations that ckptkit writes
 
-# Calls of these packages and of Python's standard library are harmful unless allowlisted.
+# Packages whose functions are harmful unless allowlisted, like those of Python's standard library.
 TORCH = {"functorch", "numpy", "torch", "torchgen"}
 _SCRIPT = "__torch__"  # package of classes whose code is inside a TorchScript archive
 

@@ -131,8 +131,8 @@ class Trace:
     If ``may_be_legacy`` is True, the value of the pickle may be the magic number of a legacy
     torch.save file. After the magic number, torch.load loads four more pickles.
 
-    ``refused`` describes the first operation that `torch.load(weights_only=True)` rejects. Names of
-    classes and functions are not considered. ``refused`` is None without such an operation.
+    ``refused`` describes the first operation that `torch.load(weights_only=True)` rejects, and is
+    None without such an operation. Names of classes and functions do not count as operations.
     """
 
     protocol: int

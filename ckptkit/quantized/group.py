@@ -49,7 +49,7 @@ class BlockForm(NamedTuple):
     second: str = ""
     tiled: bool = False
     high_first: bool = False
-    table: str = ""  # the default is the dtype of 8-bit codes, or FP4 for 4-bit codes
+    table: str = ""  # "" means the dtype of 8-bit codes, or e2m1 for 4-bit codes
     scale_dtype: str = "float32"
     product_dtype: str = "float32"
 
@@ -172,9 +172,9 @@ class QuantizedWeight:
 class QuantizationMethod:
     """A quantization method, and the function that recognizes its weights.
 
-    `recognize` is called with a view of the checkpoint and the name of a tensor. This name must
-    have one of ``marks`` as its last component, or end with one of ``endings``. If ``subclasses``
-    is True, `recognize` is also called for pickled tensor subclasses. ``written`` is the value of
+    `recognize` is called with a TensorView and the name of a tensor. This name must have one of
+    ``marks`` as its last component, or end with one of ``endings``. If ``subclasses`` is True,
+    `recognize` is also called for pickled tensor subclasses. ``written`` is the value of
     `--quantize` that selects this method, or "" if ckptkit cannot write this method.
     """
 

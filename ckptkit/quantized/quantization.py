@@ -1,4 +1,4 @@
-"""The quantized weights of a checkpoint, and views of checkpoints with dequantized weights."""
+"""The quantized weights of a checkpoint, and the checkpoint with dequantized weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _holds(endings: Collection[str], group: QuantizedWeight) -> bool:
     return bool(others) and all(each in endings for each in others)
 
 
-# Views of checkpoints with one tensor for each quantized weight
+# Checkpoints with one dequantized tensor in place of each quantized weight
 
 TARGETS = ("bfloat16", "float16", "float32")  # dtypes of dequantized weights
 _HALF = ("gptq", "awq")  # methods whose libraries compute in float16

@@ -503,7 +503,7 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # `values` does not contain the variables in ( )
+        except KeyError:  # `values` has no combined variables, as in ``{(m e)}``
             return None
 
 
@@ -521,7 +521,7 @@ class Digits:
     """Splits a number in a name into the values of several variables, such as ``{(m e)}``."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        # Each key is (number of a rule, variables in ( ), values of the other loop variables).
+        # Each key is (number of a rule, combined variables, values of the other loop variables).
         # Each value is the highest number in the names that match the key.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():

@@ -43,7 +43,7 @@ NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bi
                  "embeddings.position_ids", "mtp.*")  # fmt: skip
 # Weights that the script converts only to another file, an mmproj file.
 MMPROJ = ("*visual.*", "*vision.*", "*vision_*", "*audio.*", "*audio_*", "*projector.*")
-# Prefix of the text model in multimodal models of transformers, and in text models.
+# Prefixes of layers in transformers: in multimodal models, and in models for text only.
 NESTED = PrefixChange("model.language_model.", "model.")
 # GGUF types that ckptkit writes, by dtype of the tensor.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
@@ -203,7 +203,7 @@ def known() -> list[str]:
 
 
 class _Traced(NamedTuple):
-    """The GGUF tensors that a recipe converts to one tensor, and the expression of a computation.
+    """The GGUF tensors that a recipe converts to one tensor, and what it computes of each element.
 
     ``computed`` is the expression, such as ``x - 1``, or "" if the recipe computes no values.
     """

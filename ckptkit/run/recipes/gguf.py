@@ -337,7 +337,7 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
     )  # fmt: skip
 
 
-# Fields with the rotary share of each head.
+# Maps architectures to the field that contains the fraction of a head with rotary embeddings.
 PARTIAL = {
     **dict.fromkeys(("stablelm", "phi3", "qwen3next", "qwen35", "qwen35moe"),
                     "partial_rotary_factor"),
@@ -355,7 +355,7 @@ DECIDING = {
     "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.original_context_length",
 }  # fmt: skip
-_LARGEST = 2.0**127  # numbers in the metadata must be smaller (float32 ends below 2**128)
+_LARGEST = 2.0**127  # a number from the metadata must be smaller; float32 ends below 2**128
 _SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
 
 
