@@ -35,7 +35,7 @@ from ckptkit.edits.keys import select, strip_prefix
 from ckptkit.edits.quantized_names import refuse_mixture
 from ckptkit.edits.structure import bare, extract
 
-CONFIG = "adapter_config.json"  # of peft
+CONFIG = "adapter_config.json"  # configuration file of peft
 # Names of adapter factors in peft, diffusers, kohya and LyCORIS. A name starts with the name of the
 # module.
 _FACTOR = re.compile(

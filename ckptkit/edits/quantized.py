@@ -263,7 +263,7 @@ def _settings(kind: str, left: list[str]) -> dict[str, Any]:
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
-_STATE = "state"  # the path of a pickled object's state ends in this component
+_STATE = "state"  # last component of the path of a pickled object's state
 _PACKING = (
     "_packed_params",
     "_packed_weight",

@@ -88,7 +88,7 @@ class _Kind(NamedTuple):
     dtype: DType | None  # of the storage
 
 
-BATCH = 1000  # number of items per SETITEMS or APPENDS, equal to that of CPython
+BATCH = 1000  # maximum number of items per SETITEMS or APPENDS, as in CPython
 _JOINED = 1 << 15  # number of byte strings that the writer joins at once to save memory
 
 
