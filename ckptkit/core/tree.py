@@ -35,7 +35,7 @@ Path = tuple[Node, ...]
 
 
 class Global:
-    """The name of a class or function, which ckptkit never imports.
+    """The name of a class or function. ckptkit never imports the class or function.
 
     For a nested class, `name` contains dots.
     """

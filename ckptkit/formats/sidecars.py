@@ -80,7 +80,7 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
 
 CONFIG = "config.json"
 _FIELDS = ("torch_dtype", "dtype")  # the field of transformers before version 5, and since 5
-_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # dtypes in which models compute
+_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # the dtypes that `of_weights` counts
 
 
 def of_weights(checkpoint: Checkpoint) -> str | None:

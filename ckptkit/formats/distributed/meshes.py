@@ -39,7 +39,7 @@ Runs = tuple[tuple[int, int], ...]  # sorted ranges (begin, end) of indices in o
 
 
 class LocalShard(NamedTuple):
-    """A rectangular block of a complete tensor, and a tensor that contains this block.
+    """A rectangular block of a complete tensor, and a tensor that consists of this block.
 
     ``offsets`` and ``sizes`` give the block's location in each dimension of the complete tensor.
     """
