@@ -292,7 +292,7 @@ def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
     return Table(title, tuple(headers), rows, ("tensors", SIZE.title), count).without_empty()
 
 
-_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # a number between dots, as in `fold`
 
 
 def fold_pairs(

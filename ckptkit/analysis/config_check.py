@@ -31,7 +31,8 @@ _EMBEDDINGS = (
 )  # fmt: skip
 _HEAD = ("lm_head.weight", "output.weight")
 _TEXT = ("text_config", "llm_config", "language_config")
-_NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")  # other models
+# Parts of tensor names that show that a tensor does not belong to the text model.
+_NOT_TEXT = ("vision", "visual", "audio", "image", "mtp", "encoder")
 
 
 @dataclass(frozen=True, slots=True)

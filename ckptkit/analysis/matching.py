@@ -115,7 +115,8 @@ def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[P
     return found
 
 
-LONGEST = 64  # maximum number of components of a name, and of characters of a component
+# Maximum number of compared components of a name, and of compared characters of a component.
+LONGEST = 64
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 
 
@@ -172,7 +173,7 @@ PAIRS = 4_096  # maximum number of pairs of families with a common suffix
 COMPARED = 10_000  # maximum number of rules for which `similarity` is computed
 WORK = 3_000_000  # maximum number of name lookups
 DEEPEST = 24  # maximum number of path components in a suffix
-MARGIN = 0.05  # minimum lead in similarity over a competing rule
+MARGIN = 0.05  # minimum difference to the similarity of a competing rule
 
 
 class RenameRule(NamedTuple):
@@ -184,7 +185,9 @@ class RenameRule(NamedTuple):
 
 COMPARISONS = 8_000  # maximum number of name comparisons in total
 BUCKET = 2_048  # maximum number of name comparisons for each shape
-NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # minimum similarity of paired names
+# Minimum similarity of paired names: for equal shapes, for different shapes, and for a single
+# vector or scalar.
+NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4
 
 
 class Kind(NamedTuple):

@@ -37,7 +37,7 @@ from ckptkit.core.text import some
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
 from ckptkit.formats.recovering import tensors
 
-_EXPONENTS = ("exponent", "ldexp")  # dtypes of scales stored as exponent bytes
+_EXPONENTS = ("exponent", "ldexp")  # encodings of scales whose stored bytes are exponents
 
 
 COMPARED = 1_000  # maximum number of findings to compare in `_without_implied`

@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli import render
 
-VARIABLE = "_CKPTKIT_COMPLETE"  # the variable that click reads
+VARIABLE = "_CKPTKIT_COMPLETE"  # name of the environment variable that click reads
 
 
 @click.command("completion")

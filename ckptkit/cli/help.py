@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
 WIDEST = 100  # maximum width of prose, in characters
 PIPED = 120  # maximum width of a table without a terminal, in characters
-LINES = 3  # maximum number of matching lines of a page
+LINES = 3  # maximum number of printed matching lines of a page
 # Text that is only for code hosts and tests: HTML comments and pictures.
 _REMARK = re.compile(r"^<!--.*?-->\n|^!\[[^\n]*\)\n\n?", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)

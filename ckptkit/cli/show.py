@@ -27,14 +27,15 @@ SCHEMA = "ckptkit.show/1"
 FOUND = 1  # exit code of --nan if it finds NaN or infinities
 ROWS = 12
 BINS = 16  # maximum number of histogram bins
-BAR = 40  # maximum characters of a histogram bar
+BAR = 40  # maximum width of a histogram bar, in characters
 FIRST = 10  # maximum number of positions that --nan lists
 COUNTED = 1 << 20  # maximum number of elements for statistics without --stats
 LISTED = 1 << 20  # maximum number of elements that --json prints
 CELL = 10  # minimum width of a number and the space before it, in characters
 PLAIN = 100  # width of a line without a terminal, in characters
 LABEL = 8  # width of the column of row indices, in characters
-FEWEST, MOST = 3, 17  # number of significant digits; 17 digits distinguish all float64 numbers
+# Minimum and maximum number of significant digits. 17 digits distinguish all float64 numbers.
+FEWEST, MOST = 3, 17
 MARK = "*"  # marks a number that differs from the first table
 
 

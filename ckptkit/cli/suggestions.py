@@ -775,10 +775,12 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
 def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> Iterator[Line]:
     """Yield corrected command lines for the input `place`."""
     if line.name in ("average", "join", "merge") and sources:
-        yield from filter(None, [line.replaced(line.name, "lora", "merge")])  # with an adapter
+        yield from filter(
+            None, [line.replaced(line.name, "lora", "merge")]
+        )  # SRC may be an adapter
         if len(sources) == 2:  # the only input may be a folder of shards
             yield from filter(None, [line.replaced(line.name, "convert")])
-        yield from filter(None, [line.replaced(line.name, "join")])  # files of shards
+        yield from filter(None, [line.replaced(line.name, "join")])  # the inputs may be shards
     if line.name == "lora" and len(sources) > 2:  # the adapter may stand before the base model
         swap, end = {sources[0]: sources[1], sources[1]: sources[0]}, line.at + 2
         yield line.with_words([*line.words[:end], *(swap.get(w, w) for w in line.words[end:])])
@@ -819,12 +821,15 @@ def _of_output(place: str, line: Line, sources: Words) -> Iterator[Line]:
             yield new
             if line.name == "convert" and source_suffix == ".gguf":
                 yield new.with_words([*new.words, "--dequantize", "bfloat16"])
-    if line.name == "run" and sources[:-1] == [place]:  # another layout
+    if line.name == "run" and sources[:-1] == [place]:  # SRC may have another layout
         yield line.with_words(("doctor", place, "--fix", *sources[1:]))
 
 
 def _of_options(line: Line, sources: Words) -> Iterator[Line]:
-    """Yield command lines with another option for the same value, or without SRC:WEIGHT."""
+    """Yield command lines with another option for the same value.
+
+    Replace SRC:WEIGHT by SRC and --weight.
+    """
     is_linear = line.name == "merge" and "--method" not in line.words
     method = NEEDED["merge"] if is_linear else ()
     for option, value in pairwise(line.words):
@@ -840,7 +845,7 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line]:
             shares = f"{1 - float(value):g}", f"{float(value):g}"  # linear interpolation
             numbers = flatten(("--weight", each) for each in shares)
             yield new.with_words([*new.words, *method, *numbers])
-        elif option == "--cast":  # a quantized weight
+        elif option == "--cast":  # the weights may be quantized
             yield from filter(None, [line.replaced(option, "--dequantize")])
         elif option == "--format":
             yield from filter(None, [line.replaced(value, value.strip("."))])
@@ -852,7 +857,9 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line]:
         elif option in ("--weight", "--density") and _NUMBER.fullmatch(value):
             for number in range(1, len(sources) - 1):  # repeat the value for each SRC
                 yield line.with_words([*line.words, *(option, value) * number])
-    if line.name == "rename" and not {"--sub", "--map"} & {*line.words}:  # another format
+    if line.name == "rename" and not {"--sub", "--map"} & {
+        *line.words
+    }:  # DST may have another format
         yield from filter(None, [line.replaced("rename", "convert")])
     if "--method" in line.words and "--base" not in line.words and len(sources) > 3:
         yield from filter(None, [line.replaced(sources[0], "--base", sources[0])])

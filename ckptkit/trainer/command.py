@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape, message, on_command_line
 from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles
 
-INTERRUPTED = 130  # exit code
+INTERRUPTED = 130  # exit code of an interrupted run (Ctrl-C)
 FILE = click.Path(dir_okay=False, path_type=Path)
 CHECKPOINT = click.Path(path_type=Path)  # a file or a folder of shards
 

@@ -16,7 +16,8 @@ SAMPLERS = ("hand", "distributed")
 AMP_DTYPES = ("bfloat16", "float16")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to every key
-LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # for SGD
+# Default learning rates: for each model with SGD, and for all models with Adam.
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}
 ADAM_LR = 0.001
 # Number of epochs between changes of the learning rate. The model crnn learns slowly, so the
 # learning rate changes less often.

@@ -23,7 +23,7 @@ from ckptkit.trainer.config import DATA, Config, RequestError
 
 CLASSES = 10
 HELD_OUT = 5  # every fifth digit goes into the test set, so both sets contain all writers
-RANDOM = 512, 128  # number of training images and number of test images
+RANDOM = 512, 128  # `random`: number of training images and number of test images
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
 TEST_FILE = "test_batch"
 LINE = 4  # number of characters in a line of text
@@ -87,7 +87,7 @@ CLASSIFY = LearningTask(
     cross_entropy,
     lambda scores, labels: (scores.argmax(1) == labels).float(),
 )
-# In a single order, the digits make only 359 lines, too few to train a model.
+# One order of the digits makes only 359 lines of text, too few to train a model.
 READ = LearningTask(_as_lines, _ctc, _reads, orders=6)
 REDRAW = LearningTask(  # inputs and targets are images from -1 to 1
     lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side

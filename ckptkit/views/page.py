@@ -351,7 +351,7 @@ def _part(part: moved.MovedPart) -> dict[str, Any]:
 
 def _plain(number: float | None) -> float | None:
     """Round a number to six digits. Return None for NaN and for numbers above `LARGEST`."""
-    if number is None or not abs(number) < LARGEST:  # NaN
+    if number is None or not abs(number) < LARGEST:  # also true for NaN
         return None
     return float(f"{number:.6g}")
 

@@ -179,7 +179,7 @@ def _cells(
     return found
 
 
-WINDOW = TileBox(0, 0, 1200, 560)  # typical size of a treemap on the HTML page
+WINDOW = TileBox(0, 0, 1200, 560)  # typical size of a treemap on the HTML page, in pixels
 FRAME = Frame(2, 18, 40, 120)
 
 Strips = list[list[int]]
@@ -225,7 +225,7 @@ def arranged(
     return found
 
 
-WIDTH, HEIGHT = 800.0, 450.0  # size of the map in 1/100 inch
+WIDTH, HEIGHT = 800.0, 450.0  # size of the treemap in 1/100 inch
 # Ten colors, similar to the palette of Tableau. Color-blind people can distinguish the colors.
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
