@@ -64,8 +64,10 @@ def keep(text: str, typed: tuple[object, ...], cwd: Path | None) -> None:
             try:
                 _save(case, words, here, [str(word) for word in typed])
                 _kept[template] += 1
-            except _TooLargeError:
-                shutil.rmtree(case)
+            except Exception as error:
+                shutil.rmtree(case)  # the next command of this process gets the same name
+                if not isinstance(error, _TooLargeError):
+                    raise
 
 
 class _TooLargeError(Exception):
@@ -113,6 +115,7 @@ def _copy(path: str, to: str) -> None:
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     if _is_small(folder):
         target = to if folder == path else os.path.dirname(to)
+        shutil.rmtree(target, ignore_errors=True)  # copied before: its links cannot be replaced
         shutil.copytree(folder, target, symlinks=True, ignore=_special, dirs_exist_ok=True)
         _adopt_journals(target)
     elif folder == path or os.path.getsize(path) > SMALL:

@@ -200,7 +200,11 @@ for _ in range(200):
         (change("tensors", to=[3]), FormatError, "values that are not objects"),
         (change("tensors", 0, "dims", to=["x"]), FormatError, "instead of an integer"),
         (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "instead of an integer"),
-        (change("tensors", 0, "dims", to=["-2", "-3"]), TensorError, "not all non-negative"),
+        (
+            change("tensors", 0, "dims", to=["-2", "-3"]),
+            TensorError,
+            "must be non-negative integers",
+        ),
         (change("tensors", 0, "dims", to=["200", "3"]), TensorError, "storage has 24"),
         (change("tensors", 0, "dataType", to="STRING"), UnsupportedError, "STRING"),
         (change("tensors", 0, "isQuantized", to=True), UnsupportedError, "FLOAT"),
