@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ckptkit.edits.rules import apply_rules
     from ckptkit.edits.structure import extract as extract
     from ckptkit.edits.structure import wrap as wrap
-    from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
     from ckptkit.lora.check import check_lora as check_lora
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from ckptkit.lora.writing import convert_lora as convert_lora
     from ckptkit.lora.writing import extract_lora as extract_lora
     from ckptkit.lora.writing import resize_lora as resize_lora
+    from ckptkit.run.comparing import diff as diff
 
     open = open_checkpoint
 
@@ -84,7 +84,7 @@ _PLACES = {
     "convert": "api",
     "convert_lora": "lora.writing",
     "delta": "deltas",
-    "diff": "loading",
+    "diff": "run.comparing",
     "digest": "analysis.reports",
     "doctor": "diagnosis.diagnose",
     "extract_lora": "lora.writing",

@@ -16,9 +16,7 @@ from ckptkit.core.text import flatten, is_url, shown_url
 if TYPE_CHECKING:
     from ckptkit.analysis.columns import Table
     from ckptkit.analysis.diff import Diff
-    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
-    from ckptkit.run.gguf_names import Paired
 
 SCHEMA = "ckptkit.diff/1"
 DIFFERENT = 1
@@ -137,9 +135,8 @@ def _compare(
     **how: Any,
 ) -> Diff:
     from ckptkit import api
-    from ckptkit.analysis.diff import compare_checkpoints, entire, has_weights, selected
-    from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import dequantized_views
+    from ckptkit.analysis.diff import entire
+    from ckptkit.run.comparing import compared
 
     name = shown_url(a)
     matches = render.matcher(globs) if globs else None
@@ -161,32 +158,10 @@ def _compare(
             if not os.path.isdir(path) and not is_url(path):
                 options = replace(options, parts=None)  # --parts applies only to folders and URLs
             opened.append(entire(stack.enter_context(api.reading(path, options))))
-        if not stored and not any(how[word] for word in ("everything", "atol", "rtol")):
-            paired = _as_original(opened[0], opened[1])
-            if paired is not None:
-                with render.Progress(f"comparing {name}", paired.nbytes) as progress:
-                    return paired.diff(how["values"], matches, progress)
-        sides = (opened[0], opened[1]) if stored else dequantized_views(*opened)
-        if how["everything"] or not has_weights(*sides):
-            nbytes = sum(summarize(each).totals.nbytes for each in sides)
-        else:
-            tensors = flatten(selected(each.weights, matches).values() for each in sides)
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-        with render.Progress(f"comparing {name}", nbytes) as progress:
-            how |= {"name": name, "matches": matches, "progress": progress}
-            return compare_checkpoints(*sides, **how)
-
-
-def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
-    """Give a GGUF file and its original the same names.
-
-    Return None unless exactly one of the checkpoints is a GGUF file.
-    """
-    if (a.format == "gguf") == (b.format == "gguf"):
-        return None
-    from ckptkit.run.gguf_names import paired
-
-    return paired(a, b)
+        return compared(
+            opened[0], opened[1], stored=stored, name=name, matches=matches, **how,
+            watched=lambda nbytes: render.Progress(f"comparing {name}", nbytes),
+        )  # fmt: skip
 
 
 def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ Loading never imports or calls a class that a file names. This package uses core
 quantized, edits, formats, api, analysis and lora.
 """
 
-from ckptkit.loading.model import LoadReport, diff, load_into
+from ckptkit.loading.model import LoadReport, load_into
 from ckptkit.loading.tensors import MapLocation, load
 
-__all__ = ["LoadReport", "MapLocation", "diff", "load", "load_into"]
+__all__ = ["LoadReport", "MapLocation", "load", "load_into"]

@@ -1,13 +1,12 @@
-"""Load weights into a model, and compare a checkpoint with a model or another checkpoint."""
+"""Load weights into a model, and compare a checkpoint with a model."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -16,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import quantized
 from ckptkit.analysis import diff as reports
-from ckptkit.analysis.diff import compare_checkpoints, entire
 from ckptkit.analysis.matching import PrefixChange, Shapes, certain, fits, prefixes
-from ckptkit.api import open_checkpoint, reading
+from ckptkit.api import open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.torch_bridge import dtype_of, overflows
 from ckptkit.compute.torch_bridge import fill as fill_tensors
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import CkptkitError, ModelError, UsageError
+from ckptkit.core.errors import CkptkitError, ModelError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import matcher, plural, shell_word, some, without
+from ckptkit.core.text import plural, shell_word, some, without
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.edits import keys, quantized_names
@@ -36,64 +34,11 @@ from ckptkit.formats.format import steady
 from ckptkit.loading import building
 from ckptkit.loading.tensors import PythonValues, TorchTensors, entries
 from ckptkit.lora.reading import is_adapter
-from ckptkit.quantized import dequantized_for_model, dequantized_views
+from ckptkit.quantized import dequantized_for_model
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-
-_SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
-
-
-def diff(
-    checkpoint: Source,
-    other: Source | nn.Module,
-    *,
-    key: str | None = None,
-    all: bool = False,
-    values: bool = True,
-    atol: float | None = None,
-    rtol: float | None = None,
-    keys: Iterable[str] = (),
-) -> reports.Diff:
-    """Return the differences between a checkpoint and `other`: another checkpoint, or a model.
-
-    A model is a ``torch.nn.Module`` or the name of a model class, such as ``package.module:Class``
-    or ``path/to/file.py:Class``. `diff` imports the class and builds the model.
-
-    By default, `diff` compares the elements of two checkpoints. If `values` is false, `diff`
-    compares only names, dtypes and shapes. Without `atol` and `rtol`, elements are equal if their
-    bytes are equal. `atol` and `rtol` are the absolute and the relative tolerance. For a
-    model, `diff` compares only keys and shapes. With `all`, `diff` also compares entries other than
-    the weights. If `keys` (globs) is given, `diff` compares only tensors whose name or path matches
-    a glob.
-    """
-    globs = arguments.texts("keys", keys)
-    matches = matcher(globs) if globs else None
-    arguments.flags(values=values, all=all)
-    arguments.tolerances(atol=atol, rtol=rtol)
-    with ExitStack() as stack:
-        ck = stack.enter_context(reading(checkpoint, key=key))
-        if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-            other = building.model_from(other)
-        if not hasattr(other, "state_dict"):
-            second = stack.enter_context(reading(other, key=key))
-            sides = dequantized_views(entire(ck), entire(second))
-            return compare_checkpoints(
-                *sides,
-                everything=all,
-                values=values,
-                atol=atol,
-                rtol=rtol,
-                name=ck.name,
-                matches=matches,
-            )
-        arguments.module("other", other)
-        if atol is not None or rtol is not None:
-            raise UsageError("a model has no values to compare: remove atol and rtol")
-        module: Any = other
-        return against_model(ck, module, ck.name, matches=matches)
 
 
 def against_model(

@@ -70,7 +70,9 @@ class Paired(NamedTuple):
         """The total number of bytes of all tensors in both files."""
         return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
-    def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
+    def diff(
+        self, values: bool, matches: Callable[[str], bool] | None, progress: Progress | None
+    ) -> Diff:
         """Compare both files. In the result, A and B are the arguments `a` and `b` of `paired`."""
         found = compare_with_original(
             selected(self.gguf, matches),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ckptkit
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.formats.gguf_files import Entry, Typed, made
@@ -146,6 +147,8 @@ def test_types_explain(
         assert note in " ".join(done.stdout.split())
     done = command("diff", source, tmp_path / "hf", "--no-values")
     assert "same names and shapes: 11 keys; values not compared" in done.stdout
+    for sides in ((source, tmp_path / "hf"), (tmp_path / "hf", source)):
+        assert ckptkit.diff(*sides).explained
 
 
 def test_what_no_type_explains(
