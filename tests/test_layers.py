@@ -54,7 +54,8 @@ OTHERS = {
         "loading",
         "diagnosis",
         "trainer",
-    ),  # core: a type
+        "run",
+    ),  # core, run: a type
     "sklearn": ("trainer",),
     "matplotlib": ("trainer", "cli", "views"),
     "textual": ("views",),
