@@ -113,8 +113,8 @@ def reading(source: Source, options: Options | None = None, **changes: Any) -> I
     """Open a checkpoint to report on its content, and close it afterwards.
 
     Raises InputChangedError at the end if the files changed since they were opened, because the
-    report may mix old and new bytes. Therefore, print the report after this context. If `source` is
-    a Checkpoint, it stays open.
+    report may mix old and new bytes. Therefore, print the report after the ``with`` block. If
+    `source` is a Checkpoint, it stays open.
     """
     checkpoint = open_checkpoint(source, options, **changes)
     kept = isinstance(source, Checkpoint)

@@ -15,7 +15,7 @@ Relative = float | None
 
 
 class ComparedTensor(NamedTuple):
-    """A compared tensor with its dotted path, its state ("same", "changed"...), and the difference.
+    """A compared tensor: its dotted path, its state ("same", "changed"...), and its difference.
 
     If the values are equal or not floating point, `difference` is None.
     """

@@ -41,7 +41,7 @@ _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
 
 
 class Completed(click.types.StringParamType):
-    """A string whose completions are values of one kind, such as tensor names."""
+    """The type of a string parameter. The shell completes values of one kind: `kind`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -145,7 +145,7 @@ def _edit(edit: edits.Edit, request: Request, **given: Any) -> Any:
     key, keys = None, given.get("keys", ())
     if edit.has_key:
         key = given.pop("key")
-    elif len(keys) == 1:  # a single key selects the weights
+    elif len(keys) == 1:  # a single --key selects the weights
         (key,) = keys
     arguments = _arguments(edit, given) or {}
     values = [each.parameter for each in edit.options if each.kind != "flag"]

@@ -55,7 +55,7 @@ READ = 256 << 20
 REFUSALS = (  # errors about the content of a file
     FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,
 )  # fmt: skip
-FOLDERS = 16  # maximum number of folders to try if a folder is incomplete
+FOLDERS = 16  # maximum number of folders in which to look for a complete checkpoint
 _NUMBER = re.compile("[0-9]+")
 # Classes and functions that all versions of torch have
 _OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")
@@ -101,8 +101,8 @@ def examine(
     smaller than `READ`.
 
     Raises PathError for a path that cannot be opened, UsageError for a `key` that does not exist,
-    and SeveralError for a folder of several checkpoints. If a remote file cannot be read, the error
-    of the read propagates.
+    and SeveralError for a folder of several checkpoints. If a remote file cannot be read,
+    also raises the error of the read.
     """
     place = open_place(path)
     with steady(place, remote=True):
