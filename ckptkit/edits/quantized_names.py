@@ -98,9 +98,9 @@ def _mixed(ck: Checkpoint, what: str) -> UsageError:
 def rename_together(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
     """Rename all tensors of a quantized weight if `names` renames one of them.
 
-    Return a dict with all new names by old name, and the checkpoint with the new names in its
-    quantization metadata. Raises UsageError if the new names do not have the suffixes that mark a
-    quantized weight.
+    Return a dict from old to new names for all renamed tensors, and the checkpoint with the new
+    names in its quantization metadata. Raises UsageError if the new names do not have the suffixes
+    that mark a quantized weight.
     """
     found = quantized.find(ck)
     made = dict(names)

@@ -760,7 +760,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     if module.kind and extra:
         title = f"{name} ({module.kind}) has {quoted(sorted(extra))} too; the update is ambiguous"
         found.append(("method", title))
-    if module.kind == "ia3":  # [out, 1] for outputs, and [1, in] for the inputs of a feedforward
+    if module.kind == "ia3":  # the vector is [out, 1], or for a feedforward [1, in]
         sizes, is_input = module.tensors["ia3"].shape, is_feedforward(module, config)
         if len(sizes) == 2 and sizes[0 if is_input else 1] != 1:
             what = f"the vector of {name} has shape {shape_text(sizes)}, but feedforward_modules in"
@@ -770,7 +770,8 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
         if role != "alpha" and tensor.dtype.kind != "float":
             found.append(("method", f"{role} of {name} is {tensor.dtype}; ckptkit requires floats"))
         if role != "alpha" and tensor.ndim < (2 if role in module.pair else 1):
-            found.append(("shape", f"{role} of {name} has shape {shape_text(tensor.shape)}"))
+            what = f"{role} of {name} has shape {shape_text(tensor.shape)}"
+            found.append(("shape", f"{what}; ckptkit requires more dimensions"))
         if 0 in tensor.shape and module.kind != "adalora":
             found.append(("empty", f"{name} is empty; {role} has no elements"))
     if not found and module.kind not in ("", "ia3", "tokens", "bias", "vera"):

@@ -368,7 +368,7 @@ class MergePlan:
         self._refuse(_lacking(keys, modules), title, hint, *keys, mend=mend)
 
     def _renamed(self, path: str) -> str:
-        """Return the name in the base for a name in the adapter after the substitutions."""
+        """Convert a name in the adapter, after the substitutions, to the name in the base."""
         return self.renamed.get(path) or renamed(path, self.renames)
 
     def _place(self, key: str, module: Module) -> bool:
@@ -698,7 +698,7 @@ class MergePlan:
         model = _MODEL.match(embedding)  # the head and the matched module have the same parent
         default = next(beside, f"{model[1] if model else ''}lm_head") + ".weight"
         head = next((name for name in heads if "." in name), default)
-        # In memory, some heads have the name lm_head, and another name in files.
+        # Some heads have the name lm_head in memory, but another name in files.
         pair = {ends[embedding]: embedding, end_of(head): head, "lm_head": head}
         changed = {pair.get(end_of(path)) for path in paths}
         if not changed & {embedding, head}:

@@ -474,7 +474,7 @@ class BaseNames:
 
 
 def _end(path: str) -> str:
-    """Return the last component of a name, or the last two for the name of a weight or bias."""
+    """Return the last component of a name. For a weight or bias, return the last two components."""
     return ".".join(path.split(".")[-2 if path.endswith((".weight", ".bias")) else -1 :])
 
 
@@ -484,7 +484,7 @@ def end_of(name: str) -> str:
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Return the name in the base for a name in the adapter. Rename the longest matching prefix."""
+    """Convert a name in the adapter to the name in the base. Rename the longest matching prefix."""
     fitting = [each for each in renames if path.startswith(each.old)]
     best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
     return best.new + path.removeprefix(best.old)

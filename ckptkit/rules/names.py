@@ -569,7 +569,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
             found[word] = _differs_with(word, len(size), rule, words)
     for word, variable in found.items():
         for side in (rule.left, rule.right):
-            # If `word` and `variable` are axes of one side, `word` must follow `variable` in a ( ).
+            # If both are axes of one side, `word` must follow `variable` in one ( ).
             if {variable, word} <= set(side.axes) and not any(
                 word in axes and variable in axes[: axes.index(word)] for axes in side.shape
             ):

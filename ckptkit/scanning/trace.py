@@ -58,8 +58,8 @@ class Sign:
     `made` is the class or function that returned the value. For a literal, `made` is None. `items`
     are the items of a container. For a dict, keys and values alternate. `data` is a large byte
     string. `type` is the element type of a numpy.dtype. `built` is True after the state of the
-    object was set. After the state was set, any change of the object is suspicious. If `fixed` is
-    True, any change of the dict is suspicious.
+    object was set. After the state was set, any change of the object is suspicious. `fixed` is True
+    for the dict of a dtype's fields: any change of this dict is suspicious.
     """
 
     sort: int

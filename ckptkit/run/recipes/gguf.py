@@ -264,8 +264,8 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     """Return a dict with the fields of config.json for transformers, and a list of notes.
 
     For an architecture that is not in MODELS, and for a metadata value that is not a number, return
-    None instead of the dict. Raises UnsupportedError for a number of heads that is not a number.
-    For example, the value may be a list with one number for each layer.
+    None instead of the dict. Raises UnsupportedError if the value of a key in `HEADS` is not a
+    number, but for example a list with one number for each layer.
     """
     for key, value in metadata(checkpoint).items():
         if key in HEADS:
