@@ -154,8 +154,8 @@ def _without_quantization(ck: Checkpoint) -> Checkpoint:
     if isinstance(inner, dict):
         config["text_config"] = without(inner, _CONFIG)
     warning = (
-        "config.json has a quantization_config: in an output folder it is removed; if you copy "
-        "config.json next to a single file, remove it yourself"
+        "config.json has a quantization_config: ckptkit removes this entry in an output folder; if "
+        "you copy config.json next to a single file, remove the entry yourself"
     )
     made = with_config(ck, without(config, _CONFIG))
     return replace(made, warnings=(*made.warnings, warning))

@@ -524,7 +524,9 @@ class _DictBuilder:
             tensor, node = self.tensors[key], self.target.entries[key]
             is_plain = isinstance(node, Tensor) or tensor.kind == "ndarray"
             if not is_plain or tensor.storage is None or tensor.layout != "strided":
-                message = f"{key} can only be renamed: it is sparse, a subclass, or without bytes"
+                message = (
+                    f"{key} can only be renamed: it is sparse, of a subclass, or without bytes"
+                )
                 hint = "a rule without [ ] renames it"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:

@@ -685,7 +685,7 @@ class MergePlan:
         """Return the names of a tied embedding and head.
 
         Return None if the two are not tied, or if the adapter changes neither of the two. If the
-        base has no head, create a head as a copy of the embedding, with the name in transformers.
+        base has no head, create a head as a copy of the embedding, under its name in transformers.
         """
         ends = {name: end_of(name) for name in self.new}
         given = (part.get("tie_word_embeddings") for part in self.parts)

@@ -514,8 +514,8 @@ def matches(pattern: str, path: str, *, is_whole: bool = False) -> bool:
     """Return whether a pattern of a configuration matches the module `path`.
 
     If `is_whole` is False, a match with the last components of the path is sufficient. The pattern
-    is untrusted. Raises CorruptError for a long pattern, for a repeated group that contains
-    a repetition, such as ``(a+)+``, and if matching takes more than a second.
+    is untrusted. Raises CorruptError if the pattern is too long, repeats a group that contains
+    a repetition, such as ``(a+)+``, or takes more than a second.
     """
     import regex
 

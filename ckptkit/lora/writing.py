@@ -930,7 +930,7 @@ def resize_lora(
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
         config = config_of(modules.values()) | kept | {"use_rslora": False}
         if config.get("init_lora_weights") == "orthogonal":
-            config["init_lora_weights"] = True  # peft initializes only even ranks this way
+            config["init_lora_weights"] = True  # peft supports orthogonal only for even ranks
     return found.written(
         modules, read.replaced, read.layout, path, asked, config=config,
         metadata=read.metadata, source=read.checkpoint.source,

@@ -244,7 +244,10 @@ class Tracer:
                 pass
 
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
-        """Return a Sign for a large byte string, a str for an ASCII str of Python 2, else bytes."""
+        """Return a Sign for a large byte string, and a str for an ASCII string of Python 2.
+
+        Return bytes for any other byte string.
+        """
         if isinstance(value, StoredBytes):
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)
