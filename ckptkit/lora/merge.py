@@ -652,7 +652,10 @@ class MergePlan:
         return (is_matrix or is_bias) and (mate is None or mate.shape[:1] == made.shape[:1])
 
     def _count_labels(self, count: int) -> None:
-        """Change the number of labels in config.json. The adapter has no names for new labels."""
+        """Change the number of labels in config.json.
+
+        Remove the names of the labels, because the adapter has no names for new labels.
+        """
         labels = self.config.get("id2label")
         known = len(labels) if isinstance(labels, dict) else self.config.get("num_labels", 2)
         if count != known:
@@ -667,7 +670,7 @@ class MergePlan:
             self.new_config[place] = {**known, **new} if isinstance(known, dict) else new
 
     def _whole(self, own: str) -> str:
-        """Return the name of a complete tensor of the adapter after the substitutions."""
+        """Return the name that a complete tensor of the adapter has after the substitutions."""
         module, dot, end = own.rpartition(".")
         name = f"{self.paths[module]}{dot}{end}" if dot else self.paths[own]
         if name in self.new or own in self.new:

@@ -150,7 +150,7 @@ class Trace:
 
     @property
     def is_proved(self) -> bool:
-        """True if loading the pickle is proved harmless, without the byte strings inside the pickle."""
+        """True if loading the pickle is proved harmless, except for byte strings inside it."""
         steps = all(call.kind in (*judge.WRITTEN, judge.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
         return steps and whole and all(judge.out_of_place(name) is None for name in self.values)
