@@ -152,7 +152,7 @@ EDITS = (
                 recipe=None),
          Option("weight", "settings", "--weight", "W[,GLOB=W...]",
                 "Weight of each SRC, in order (repeatable). GLOB=W is the weight of the tensors "
-                "whose names match. Default: 1.",
+                "whose names match GLOB. Default: 1.",
                 recipe=None),
          Option("density", "settings", "--density", "D[,GLOB=D...]",
                 "Fraction of the differences to keep, for each SRC in order (repeatable). "

@@ -140,8 +140,8 @@ class Adapt(Operation):
     """Add a weight update to a matrix. The first input is the matrix.
 
     The first row of the matrix gets row `first` of the update. If `has_origin` is True, the last
-    input is the original matrix before merging earlier adapters. The norms are then those of the
-    original matrix plus the update.
+    input is the matrix before any adapter was merged. The norms are then those of this matrix plus
+    the update.
     """
 
     dtype: str

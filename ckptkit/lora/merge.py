@@ -214,7 +214,7 @@ class MergePlan:
 
     ``pieces`` maps each tensor to its updates. ``problems`` lists the reasons why the merge is
     impossible. ``renames`` lists prefixes of names that differ between the adapter and the base.
-    ``origin`` contains the tensors of the base before merging earlier adapters. peft computes the
+    ``origin`` contains the tensors of the base before any adapter was merged. peft computes the
     norms of DoRA from these tensors. ``unlike`` contains (tensor, rows in the adapter, rows in the
     base) for each embedding or head with different numbers of rows.
     """
@@ -808,7 +808,7 @@ class MergePlan:
     def changed(self, name: str, origin: Tensor | None = None) -> Tensor:
         """Return a tensor of the base after adding the updates.
 
-        `origin` is the tensor before merging earlier adapters.
+        `origin` is the tensor before any adapter was merged.
         """
         return _changed(self.new[name], self.pieces[name], origin)
 
