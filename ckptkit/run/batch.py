@@ -649,7 +649,7 @@ def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | Re
 
 
 class LocalManifest:
-    """The finished jobs by output, in a local file."""
+    """A manifest in a local file. It maps each output to its finished job."""
 
     def __init__(self, into: str, data: bytes, fd: int) -> None:
         self.done = _parse(data)
@@ -669,7 +669,7 @@ class LocalManifest:
 
 
 class RemoteManifest:
-    """The finished jobs by output, in an object of a remote store."""
+    """A manifest in a remote store. It maps each output to its finished job."""
 
     def __init__(self, into: str) -> None:
         from ckptkit.remote import files

@@ -205,7 +205,7 @@ def known() -> list[str]:
 
 
 class _Traced(NamedTuple):
-    """The GGUF tensors that a recipe converts to one tensor, and what it computes of each element.
+    """The GGUF tensors that a recipe converts to one tensor, and the expression that it applies.
 
     ``computed`` is the expression, such as ``x - 1``, or "" if the recipe computes no values.
     """
