@@ -245,7 +245,7 @@ class InspectAdapter(TypedDict):
 
 @final
 class InspectPart(TypedDict):
-    """The rank or shard of a larger checkpoint that this file contains."""
+    """The rank or shard in this file, which is only a part of a larger checkpoint."""
 
     kind: str
     name: str
