@@ -157,9 +157,10 @@ def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str])
 
     `pairs` contains (source key, new key).
 
-    If a new module has keys from several old modules with equal entries, the new module gets that
-    entry. If the entries of the old modules differ, add the path of the new module to `lost`. A new
-    parent module gets ``{"version": 1}``, as in torch. A module without keys keeps its entry.
+    If the keys of a new module come from several old modules, and the entries of these old modules
+    are equal, the new module gets this entry. If the entries differ, add the path of the new module
+    to `lost`. A new parent module gets ``{"version": 1}``, as in torch. A module without keys keeps
+    its entry.
     """
     sources: dict[str, set[str]] = defaultdict(set)
     before, after = {""}, {""}  # modules with keys

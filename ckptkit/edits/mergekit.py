@@ -20,7 +20,7 @@ _TOP = {"merge_method", "base_model", "models", "slices", "parameters", "dtype",
         "tokenizer_source"}  # fmt: skip
 _WORDS = {"weight": "weight", "density": "density", "lambda": "scale", "t": "scale",
           "scale": "scale"}  # fmt: skip
-_SWITCHES = {"normalize", "rescale", "int8_mask"}  # int8_mask only saves memory in mergekit
+_SWITCHES = {"normalize", "rescale", "int8_mask"}  # in mergekit, int8_mask only saves memory
 _DEFAULTS = {"weight": 1.0, "density": 1.0, "scale": 1.0}
 
 

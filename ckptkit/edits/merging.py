@@ -346,8 +346,8 @@ def _common(types: Sequence[DType]) -> DType:
 def _stack(names: Iterable[str]) -> tuple[str, int]:
     """Return the prefix of the layers, such as ``model.layers.``, and the number of layers.
 
-    If the model has no layers, or several longest stacks of layers, the prefix is "" and the number
-    is 0.
+    If the model has no layers, or if several stacks of layers have the maximum length, the prefix
+    is "" and the number is 0.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -361,7 +361,8 @@ def _stack(names: Iterable[str]) -> tuple[str, int]:
 def layers_of(model: Checkpoint) -> tuple[str, int]:
     """Return (prefix, number of layers) of a model.
 
-    Raises UsageError if the model has no layers, or several longest stacks of layers.
+    Raises UsageError if the model has no layers, or if several stacks of layers have the maximum
+    length.
     """
     found = _stack(model.required.tensors)
     if not found[0]:
@@ -435,8 +436,8 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
 
 
 def _layer(use: Use, prefix: str, number: int) -> dict[str, Tensor]:
-    """Return the tensors of a layer by name. The names do not contain the prefix and layer
-    number."""
+    """Return a dict from names to the tensors of a layer. The names contain neither the prefix nor
+    the layer number."""
     start = f"{prefix}{use.start + number}."
     tensors = use.model.required.tensors
     return {name[len(start) - 1 :]: tensors[name] for name in tensors if name.startswith(start)}

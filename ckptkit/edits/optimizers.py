@@ -380,7 +380,7 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
 
 
 def _default(root: Node) -> int | None:
-    """Return the id of the state_dict that ckptkit selects without a key."""
+    """Return the id of the state_dict that ckptkit selects if the user gives no key."""
     try:
         found = locate(root)
     except AmbiguousError:

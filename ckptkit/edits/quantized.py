@@ -268,7 +268,7 @@ _PACKING = (
     "_packed_params",
     "_packed_weight",
     _STATE,
-)  # path components after the module path of packed weights
+)  # in the path of a packed weight, the path of the layer ends before the first of these
 _PACKER = "PackedParamsBase"
 
 
@@ -343,7 +343,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(weights: Weights) -> Iterator[_Layer]:
-    """Yield the packed layers with unique names."""
+    """Yield the packed layers, each with a unique name."""
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]

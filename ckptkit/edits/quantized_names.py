@@ -159,8 +159,8 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
 
 
 def with_members(found: Quantization, hits: set[str]) -> set[str]:
-    """If `hits` contains the name or the codes of a quantized weight, add all tensors of the
-    weight."""
+    """Return the names in `hits`. If `hits` contains the name or the codes of a quantized weight,
+    also return the names of all tensors of this weight."""
     whole = (group for group in found.groups if group.parts[0] in hits or group.name in hits)
     return hits.union(*(group.members for group in whole))
 

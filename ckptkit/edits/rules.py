@@ -217,8 +217,8 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 
 
 def _rows(group: QuantizedWeight, source: str) -> int:
-    """Return the number of rows in a block of this tensor. If all rows must stay together, return
-    0."""
+    """Return the number of rows in a block of the tensor `source`. If all rows must stay together,
+    return 0."""
     layout = group.layout
     if not isinstance(layout, Blocks):
         return 0

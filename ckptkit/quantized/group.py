@@ -49,7 +49,7 @@ class BlockForm(NamedTuple):
     second: str = ""
     tiled: bool = False
     high_first: bool = False
-    table: str = ""  # "" means the dtype of 8-bit codes, or e2m1 for 4-bit codes
+    table: str = ""  # "" means e2m1 for 4-bit codes; 8-bit codes have their own dtype
     scale_dtype: str = "float32"
     product_dtype: str = "float32"
 
@@ -317,8 +317,8 @@ def numbers(
 ) -> Numbers:
     """Return Numbers for a tensor of scales or zero points.
 
-    The default `dtype` is `scale_dtype(tensor)`. If the tensor has only one value for each block of
-    the grid, all batches share these values.
+    The default `dtype` is `scale_dtype(tensor)`. If the tensor has only as many values as one batch
+    has blocks, all batches share these values.
     """
     is_shared = tensor.numel == grid.rows * grid.columns
     return Numbers(input, dtype or scale_dtype(tensor), grid, combine, shared=is_shared)

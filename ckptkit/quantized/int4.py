@@ -19,14 +19,14 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-# ckptkit uses this table for files without a configuration. The key is the byte that fills a tensor
-# of zero points. The value is the number that must be added to each stored zero point.
+# ckptkit uses this table for files without a configuration. If all bytes of a tensor of zero points
+# equal a key, the value is the number that must be added to each stored zero point.
 _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
 
 def _not_int32(codes: Tensor, zeros: Tensor) -> str | None:
-    """Return which of the two tensors is not int32. Return None if both are int32."""
+    """Return a reason that names the tensor that is not int32. Return None if both are int32."""
     for name, tensor in (("codes (qweight)", codes), ("qzeros", zeros)):
         if tensor.dtype.name != "int32":
             return f"its {name} are {tensor.dtype.name}, not int32"

@@ -503,7 +503,7 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # `values` has no combined variables, as in ``{(m e)}``
+        except KeyError:  # `values` has no entry for combined variables such as ``{(m e)}``
             return None
 
 

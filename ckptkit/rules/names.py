@@ -295,7 +295,8 @@ class Pattern:
     def __init__(self, name: Name, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> None:
         self.parts: tuple[Part, ...] = tuple(_part(each, kinds, shifts) for each in name)
         first, last = self.parts[0], self.parts[-1]
-        # `may_match` compares the start and the end of the name, up to the first digit or variable.
+        # `may_match` compares the part of the name before the first digit or variable, and the part
+        # after the last digit or variable.
         self._begin = re.split("[0-9]", first)[0] if isinstance(first, str) else ""
         self._end = re.split("[0-9]", last)[-1] if isinstance(last, str) else ""
 
@@ -569,7 +570,7 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
             found[word] = _differs_with(word, len(size), rule, words)
     for word, variable in found.items():
         for side in (rule.left, rule.right):
-            # If both are axes of one side, `word` must follow `variable` in one ( ).
+            # If both are axes of one side, `word` must follow `variable` in the same ( ).
             if {variable, word} <= set(side.axes) and not any(
                 word in axes and variable in axes[: axes.index(word)] for axes in side.shape
             ):

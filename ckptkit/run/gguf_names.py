@@ -43,7 +43,8 @@ NOT_CONVERTED = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bi
                  "embeddings.position_ids", "mtp.*")  # fmt: skip
 # Weights that the script converts only to another file, an mmproj file.
 MMPROJ = ("*visual.*", "*vision.*", "*vision_*", "*audio.*", "*audio_*", "*projector.*")
-# Prefixes of layers in transformers: in multimodal models, and in models for text only.
+# Prefixes of layers in transformers: the first in multimodal models, the second in models for text
+# only.
 NESTED = PrefixChange("model.language_model.", "model.")
 # GGUF types that ckptkit writes, by dtype of the tensor.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
@@ -62,7 +63,7 @@ class Paired(NamedTuple):
     name: str | None  # path of the original
     origins: Mapping[str, Origin]
     left: tuple[str, ...]  # descriptions of tensors that only one file has
-    prefix: str | None  # sentence about a different prefix of the original's names
+    prefix: str | None  # a sentence on how the original's prefix differs from the recipe's
     swapped: bool  # True if file A is the original, and file B the GGUF file
 
     @property
@@ -173,7 +174,8 @@ def _moved(name: str, way: PrefixChange) -> str:
 def _prefix_advice(
     way: PrefixChange, original: Checkpoint, converted: Collection[str]
 ) -> str | None:
-    """Return a sentence about the different prefix of the original's names, or None."""
+    """Return a sentence that says how the prefix of the original's names differs from the prefix
+    that the recipe writes. Return None if `way` changes no prefix."""
     path = original.name or ""
     if way.strip and way.add:
         return f"names in {path} start with {way.strip!r} instead of {way.add!r}"

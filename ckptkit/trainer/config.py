@@ -19,7 +19,7 @@ PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to
 # Default learning rates: for each model with SGD, and for all models with Adam.
 LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}
 ADAM_LR = 0.001
-# Number of epochs between changes of the learning rate. The model crnn learns slowly, so the
+# Number of epochs between changes of the learning rate. The model crnn learns slowly, so its
 # learning rate changes less often.
 LR_STEP, LR_STEP_CRNN = 5, 8
 DATA = "digits, random or cifar10:DIR"

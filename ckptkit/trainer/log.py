@@ -185,7 +185,8 @@ class SavedBytes:
 
 
 class _Held:
-    """A reference to a tensor. Autograd deletes the object when the tensor is no longer needed."""
+    """A reference to a tensor. Autograd deletes this reference when it no longer needs the
+    tensor."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor

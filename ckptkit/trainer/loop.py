@@ -118,8 +118,8 @@ def train_epoch(
     """Train one epoch. Return the mean loss.
 
     The loss of each micro-batch is weighted by its size. So the accumulated gradient equals the
-    gradient of one batch with the images of all processes, even if the last batch is smaller. After
-    a stop request, ``run.step`` is greater than 0.
+    gradient of one batch with the images of all processes, even if the last batch is smaller. If a
+    stop request ends the epoch early, ``run.step`` is greater than 0.
     """
     config, group, device = run.config, run.group, run.group.device
     steps = batches(run)[run.step :]

@@ -111,8 +111,8 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     }
     if len(states) > 1:
         contents["rng_of_ranks"] = states
-    # A pickle stores each string object once. With interned strings, its bytes do not depend on the
-    # number of string objects.
+    # A pickle stores each string object once. Interning makes equal strings one object, so the
+    # bytes of the pickle do not depend on how many objects these strings were before.
     contents["args"]["devices"] = [intern(name) for name in run.group.names]
     if run.config.save_best:
         contents["best_accuracy"] = run.best_accuracy

@@ -23,7 +23,7 @@ import ckptkit
 from ckptkit.core import tensor
 from ckptkit.core.tree import join, type_name, walk
 
-GENERATOR_BYTES = 16  # size of the state of a GPU generator: seed and offset
+GENERATOR_BYTES = 16  # number of bytes of a GPU generator's state, which is a seed and an offset
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def simulated_cuda(
 
 
 def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[Tensor]:
-    """Make a full checkpoint saved on the CPU equal to a checkpoint of a run on `devices`.
+    """Change a full checkpoint of a CPU run to the checkpoint that a run on `devices` would save.
 
     The function changes `contents` in place. The function returns the tensors that a GPU run keeps
     on the first device. Pass them to :func:`simulated_cuda`.

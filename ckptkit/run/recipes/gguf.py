@@ -180,7 +180,8 @@ MODELS = {
         "qwen2_moe", "Qwen2MoeForCausalLM",
         {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
-    # llama.cpp always normalizes the expert weights of this architecture.
+    # For this architecture, llama.cpp always normalizes the weights that the router assigns to
+    # experts.
     "qwen3moe": GgufModel("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS, {"norm_topk_prob": True}),
     "gemma": GgufModel("gemma", "GemmaForCausalLM"),
     "gemma2": GgufModel("gemma2", "Gemma2ForCausalLM", _GEMMA),
@@ -337,7 +338,8 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
     )  # fmt: skip
 
 
-# Maps architectures to the field that contains the fraction of a head with rotary embeddings.
+# Maps each architecture to the name of a field. The field contains the fraction of a head's
+# dimensions that have rotary embeddings.
 PARTIAL = {
     **dict.fromkeys(("stablelm", "phi3", "qwen3next", "qwen35", "qwen35moe"),
                     "partial_rotary_factor"),
@@ -388,7 +390,7 @@ def _derived(
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
         made["feed_forward_proj"] = "gated-gelu" if gated else "relu"
-        if gated:  # T5 1.1 does not scale the outputs, also if the head is tied
+        if gated:  # T5 1.1 does not scale the outputs, even if the head is tied
             made["scale_decoder_outputs"] = False
     elif "linear_num_value_heads" in config:
         made = _linear_attention(values, weights)
@@ -407,8 +409,8 @@ def _latent_attention(
 ) -> dict[str, Any]:
     """Return the fields of DeepSeek V2 or V3.
 
-    In V3, the router of the experts has a bias or a sigmoid. Files from before April 2025 contain
-    the sizes of a head under keys without ``_mla``.
+    A model is V3 if the router of its experts has a bias or a sigmoid. Files from before April 2025
+    contain the sizes of a head under keys without ``_mla``.
     """
     made: dict[str, Any] = {"q_lora_rank": config.get("q_lora_rank")}
     if "num_attention_heads" in config:
