@@ -208,7 +208,8 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        # Measure only from the first block that differs. The second loop adds the earlier blocks.
+        # While all blocks are equal, measure nothing. If a block differs, the second loop adds the
+        # blocks before it.
         if measure is not None and count:
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))

@@ -438,8 +438,8 @@ class TorchDequantize(Operation):
     If each channel has a scale, the second input contains the scales, and the third input contains
     the zero points. In this case, `parameters` contains the dtype of the scales, the dtype of the
     zero points, and the number of elements of a channel. ckptkit subtracts the zero point of a
-    channel as float32. The product with the scale of a channel has the dtype of the scale, and is
-    rounded to float32.
+    channel as float32, multiplies the difference by the scale of the channel in the dtype of the
+    scale, and rounds the product to float32.
     """
 
     dtype: str

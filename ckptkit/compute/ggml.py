@@ -546,7 +546,8 @@ def _iq4_xs(b: Array) -> Parts:
 def _tq1_0(b: Array) -> Parts:
     import numpy as np
 
-    # A ternary digit is ``3 * power >> 8``: 1 for powers from 86 to 170, and 2 for larger powers.
+    # The ternary digit of a byte n in `powers` is ``3 * n >> 8``: 0 for n up to 85, 1 for n from 86
+    # to 170, and 2 for larger n.
     powers = b.reshape(-1) * np.array((1, 3, 9, 27, 81), "u1")[:, None]
     digits = (powers > np.uint8(85)).view("u1") + (powers > np.uint8(170)).view("u1")
     codes = np.empty((len(b), 256), "u1")

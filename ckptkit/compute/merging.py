@@ -41,7 +41,8 @@ _SMALLEST = 1e-7  # if the sum of the magnitudes is below this number, differenc
 # threads rarely wait for the interpreter lock.
 _AT_ONCE = 1 << 17
 _SAMPLED = 1 << 16  # maximum number of elements in the sample that narrows a search
-# For tensors of at least this number of bytes, sums use unrounded differences.
+# If a tensor has at least this number of bytes, dare-ties and dare-linear compute the scale of the
+# kept differences from unrounded differences.
 _UNROUNDED = 1 << 21
 _FEWEST_SPOTS = 8  # minimum number of places from which a sample takes elements
 _SPOT = 1 << 10  # number of adjacent elements that a sample takes from one place
@@ -222,10 +223,11 @@ class Merge(Operation):
         """Yield the sum of the base and the kept differences."""
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
-        # For each input, the number of kept differences of magnitude `least`.
+        # For each input, the number of differences of magnitude `_Kept.least` kept so far.
         taken = [0] * len(weights)
         chances = self._chances()
-        # Half of a bfloat16 number is a bfloat16 number, except for subnormal numbers.
+        # If one or two weights are all 1, the divisor is 1 or 2. Half of a bfloat16 number is a
+        # bfloat16 number, except for subnormal numbers.
         is_exact = self.dtype == "bfloat16" and set(weights) == {1} and len(weights) <= 2
         for base, changes in self._differences(extent):
             for number, (change, weight) in enumerate(zip(changes, weights, strict=True)):
@@ -253,9 +255,9 @@ class Merge(Operation):
             yield total
 
     def _agreed(self, changes: Array, weights: Sequence[Any]) -> tuple[Array, Array]:
-        """Return the sum of the changes with the majority sign, and the sum of their weights.
+        """Return, for each element, the sum of its changes that have the majority sign.
 
-        If no change of an element has the majority sign, the sum of the weights is 1. This function
+        Return also the sum of the weights of these changes, or 1 if this sum is 0. This function
         overwrites `changes`.
         """
         import numpy as np
@@ -313,7 +315,10 @@ class Merge(Operation):
         return count
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Read all differences. For each input, return its `_Kept`, or None to keep all of them."""
+        """Return the `_Kept` of each input, computed from all its differences.
+
+        Return None for an input whose differences need neither a minimum magnitude nor a scale.
+        """
         import numpy as np
 
         if self.method == TIES:

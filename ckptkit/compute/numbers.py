@@ -203,7 +203,7 @@ def _half_values() -> Array:
 
 @lru_cache
 def _values(name: str) -> Array:
-    """Return a table with the float32 value of each of the 256 codes."""
+    """Return a table with the float32 value of each of the 256 codes of the dtype `name`."""
     import numpy as np
 
     values = np.arange(256, dtype="u1").view(own_dtype(name)).astype("<f4")
@@ -214,7 +214,10 @@ def _values(name: str) -> Array:
 
 @lru_cache
 def _codes(name: str) -> Array:
-    """Return a table that maps the upper 16 bits of a float32 to the nearest code, ties to even."""
+    """Return a table that maps the upper 16 bits of a float32 to a code of the dtype `name`.
+
+    The code is the nearest code, ties to even.
+    """
     import numpy as np
 
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")

@@ -156,8 +156,9 @@ class Blocks:
 # Codes
 
 BAND = 8 << 20  # maximum number of bytes of packed columns in memory
-# Number of bytes between rows in memory. Without a gap, the distance between rows could be a power
-# of two, and all rows would use the same cache lines.
+# Number of unused bytes between the end of a row and the start of the next row in memory. Without
+# this gap, the distance between rows could be a power of two, and all rows would use the same cache
+# lines.
 PADDING = 64
 # Rows of the 4-bit codes in a word of AutoAWQ, from the low bits up.
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -263,7 +264,10 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """Return the bytes with a rectangle's codes, and the number of other codes before them."""
+        """Return the bytes that contain the codes of a rectangle.
+
+        Return also the number of codes in these bytes before the first code of the rectangle.
+        """
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
@@ -334,7 +338,7 @@ class Band:
     def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
         self._read, self._height, self._wide, self._stop = read, height, wide, stop
         self._itemsize, self._room = itemsize, ScratchBuffer()
-        self._held = (-1, 0, 0)  # matrix, first column, end
+        self._held = (-1, 0, 0)  # the columns in memory: matrix, first column, end column
         self._band: Array
 
     def __call__(self, matrix: int, first: int, end: int) -> Array:

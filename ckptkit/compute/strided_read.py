@@ -286,9 +286,9 @@ def transposed_copy(target: Array, view: Array) -> None:
     """Copy `view` into `target`, a row-major array of the same shape and dtype.
 
     A simple transpose would load a new cache line for each element that it reads. Therefore this
-    function copies a few rows into a buffer (a strip), and transposes the strip. The rows of a
-    strip are slightly longer, because rows whose distance is a power of two would compete for a few
-    cache lines.
+    function copies a few rows into a buffer (a strip), and transposes the strip. In a strip, a few
+    unused bytes follow each row, because rows whose distance is a power of two would compete for a
+    few cache lines.
     """
     import numpy as np
 

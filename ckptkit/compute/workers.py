@@ -2,9 +2,10 @@
 
 Long computations and reads release the interpreter lock, so threads run in parallel. For short
 calls, ckptkit forks processes instead, because threads would wait for the lock. Forked
-processes inherit the tensors and open files, so nothing is pickled and no file is opened again. A
-worker process receives the number of a call through a pipe, and returns the result as JSON. When
-the parent process ends, for any reason, the pipes close and the workers end too.
+processes inherit the tensors and open files, so nothing is pickled and no file is opened again. The
+calls are numbered. A worker process receives the number of its next call through a pipe, and
+returns the result as JSON. When the parent process ends, for any reason, the pipes close and the
+workers end too.
 """
 
 from __future__ import annotations

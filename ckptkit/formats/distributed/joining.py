@@ -24,7 +24,9 @@ from ckptkit.formats.distributed.meshes import LocalShard, Mesh, Piece, piece_of
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # policies for replicas
 CHOICES = (COMPARE, CHECK, FIRST)
-READ = 16 << 20  # maximum number of bytes to compare if replicas have no checksums
+# If replicas have no checksums, ckptkit compares at most this number of bytes in total, unless the
+# policy is `check`.
+READ = 16 << 20
 SHOWN = 80  # maximum length of a name in a message
 
 

@@ -70,8 +70,8 @@ class Mesh:
 class Placement:
     """Placement of a tensor on one mesh dimension.
 
-    A sharded placement has ``dim``, the tensor dimension. A strided shard also has ``factor``, the
-    split factor.
+    A sharded placement has ``dim``, the dimension along which the tensor is split. A strided shard
+    also has ``factor``, torch's ``split_factor``.
     """
 
     kind: str
@@ -149,7 +149,7 @@ class MeshPiece(_OfRank):
         return boxes
 
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
-        """Return the index ranges along tensor dimension `dim` at these mesh coordinates.
+        """Return the index ranges that the rank at `coordinates` has along tensor dimension `dim`.
 
         FSDP with tensor parallelism splits a tensor along the last mesh dimension first. For such a
         tensor, the split factor of each _StridedShard equals the number of shards along all later
@@ -226,7 +226,7 @@ Piece = MeshPiece | ShardPiece
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
-    """Split `runs` into `count` chunks like torch.chunk, and return the chunk `index`.
+    """Split `runs` into `count` chunks like torch.chunk, and return chunk number `index`.
 
     The last chunks may be empty.
     """
@@ -298,7 +298,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
 
 
 def _class_of(node: Node) -> str | None:
-    """Return "DTensor" or "ShardedTensor" for a node of this class. Return None for other nodes."""
+    """Return the class name of a node: "DTensor", "ShardedTensor", or None for other classes."""
     if not isinstance(node, Object) or node.global_ is None or node.tensor is None:
         return None
     if node.global_.name != "_rebuild_from_type_v2" or len(node.args) != 4:
@@ -391,7 +391,8 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     steps = list(flatten(axes))
     check("ranks", prod(max(n, 1) for n, _ in steps), "ranks of a mesh")
     offsets = [sum(corner) for corner in product(*([i * s for i in range(n)] for n, s in steps))]
-    # If several sub-meshes have this layout, use the sub-mesh of the rank that wrote the file.
+    # If several sub-meshes have this layout, use the one that contains the rank that wrote the
+    # file.
     rank = held.get("_rank")
     place = ranks.index(rank) if type(rank) is int else 0
     base, taken = 0, set[int]()
@@ -436,7 +437,7 @@ def _placement(node: Node, rank: int) -> Placement:
 def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
     """Return the rank that wrote a mesh. Return None if the pickle omits the rank.
 
-    Until torch 2.9, only meshes with `_coordinate_on_dim` contain their rank.
+    Until torch 2.9, a mesh shows this rank only if it has `_coordinate_on_dim`.
     """
     rank = held.get("_rank")
     if type(rank) is int:
@@ -517,9 +518,10 @@ def _integer(node: Node) -> int:
 
 # The kind of parallelism that sharded a tensor: FSDP, tensor parallelism or expert parallelism.
 #
-# The names of mesh dimensions ("fsdp", "tp") show the kind of parallelism. If dimensions have no
-# names, ckptkit infers the kind from the placements. FSDP shards all tensors along a mesh
-# dimension. Tensor parallelism replicates some tensors.
+# The name of a mesh dimension ("fsdp", "tp") shows the kind of parallelism. If a mesh dimension has
+# no name, ckptkit infers the kind from the placements on this mesh dimension. FSDP shards all
+# tensors along its mesh dimension, but tensor parallelism replicates some tensors along its mesh
+# dimension.
 
 
 FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"

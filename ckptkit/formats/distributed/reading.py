@@ -179,7 +179,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the tensor with a separate storage, because each parameter needs its own `step`."""
+    """Return the tensor with a separate storage, so that parameters do not share their `step`."""
     storage = tensor.storage
     if storage is None:
         return tensor

@@ -63,7 +63,7 @@ from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
 TP = "tp"  # name of the tensor-parallel axis
 SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
-_PEEK = 1 << 20  # number of bytes that `_is_constant` reads
+_PEEK = 1 << 20  # maximum number of bytes of a tensor that `_is_constant` reads
 
 Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, and their files
 
@@ -372,9 +372,9 @@ def _renumbered(
 def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
     """Return the row of a tensor. Return None if the tensor has a single shard and needs no row.
 
-    `count` is the number of ranks. `held` is the number of files of rank 0 that contain the tensor.
-    Raises UnsupportedError if a tensor with several shards has no row, or has a row with
-    ``refuse``.
+    `count` is the number of tensor-parallel ranks. `held` is the number of files of tensor-parallel
+    rank 0 that contain the tensor. Raises UnsupportedError if a tensor with several shards has no
+    row, or has a row with ``refuse``.
     """
     try:
         row = table.row(name)
