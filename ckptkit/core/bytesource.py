@@ -524,8 +524,8 @@ class Operation:
     # True if the operation needs a complete tensor in memory. Only one such operation runs at a
     # time.
     whole: ClassVar[bool] = False
-    # True if the limits on expansion count the output bytes of the operation instead of the input
-    # bytes.
+    # The limits on expansion compare the bytes that a plan writes with the bytes that it reads. If
+    # True, they count the output of the operation as read bytes, in place of its input.
     expands: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
@@ -658,7 +658,7 @@ class Pending:
 # CRC-32
 
 
-# Minimum number of bytes for which ISA-L saves time, although its import takes time.
+# Minimum number of bytes for which ISA-L takes less time than zlib, including the import of ISA-L.
 LARGE = 64 << 10
 
 Data = bytes | bytearray | memoryview
@@ -914,8 +914,8 @@ class FileObject(ByteSource):
 def standard_input() -> FileObject:
     """Return standard input as a file. Repeated calls return the same file.
 
-    If standard input is a pipe, copy it to a temporary file first, because ckptkit reads a
-    checkpoint in any order.
+    If standard input is a pipe, copy it to a temporary file first, because ckptkit does not read
+    the bytes of a checkpoint in order.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(

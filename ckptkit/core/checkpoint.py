@@ -102,8 +102,7 @@ class Checkpoint:
     * ``root``: the tree.
     * ``extras``: strings that the file stores outside the tree (safetensors' ``__metadata__``).
     * ``globals``: all classes and functions that occur in the pickles of the file.
-    * ``logical``: maps the id of each dequantized tensor to a pair: the tensor and its quantized
-      weight.
+    * ``logical``: maps the id of each dequantized tensor to a pair (tensor, its quantized weight).
     * ``companions``: names and bytes of files that belong in the folder of the weights.
 
     Source:
@@ -115,11 +114,11 @@ class Checkpoint:
     * ``part``: the rank or shard in the file, or None if the file seems complete.
     * ``folder``: the folder that the caller named, if the source is a file in this folder.
     * ``beside``: the entries that were separate files in the folder of the weights.
-    * ``about``: a description of the layout of a folder.
+    * ``about``: a description of the layout of a folder, or of the compression of a file.
     * ``version``: the version of the file format, if `inspect` shows it.
     * ``model``: the architecture of the model, if the file names it.
-    * ``words``: the options ``--parts`` and ``--copies`` that a command in a message needs to read
-      the folder as before.
+    * ``words``: the options ``--parts`` and ``--copies`` with which the folder was read. The
+      commands in messages repeat these options.
 
     Messages:
 

@@ -27,10 +27,10 @@ class Limits:
     pickle_marks: int = 10_000  # number of open MARK opcodes in a pickle
     memo_entries: int = 5_000_000
     value_bytes: int = 512 << 20  # estimated memory for all values of one pickle
-    memo_sparse: int = 10_000  # number of memo entries that a pickle sets out of order
+    memo_sparse: int = 10_000  # number of memo entries of a pickle with out-of-order indices
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples in dict keys: CPython hashes tuples recursively
-    # Number of large integers, floats and tuples among dict keys. A hostile file can choose such
+    # Number of floats, tuples and large integers among dict keys. A hostile file can choose such
     # keys with equal hashes.
     odd_keys: int = 10_000
     key_values: int = 1_000_000  # number of values in all tuples that are dict keys

@@ -42,7 +42,8 @@ class Options:
     * ``format``: name of the output format. If None, the suffix of the destination selects the
       format.
     * ``keep_format``: keep the format of the source if the destination has the suffix of the source
-      or no suffix. With ``in_place``, write only the changed bytes.
+      or no suffix. If the change is small, ``keep_format`` with ``in_place`` writes only the
+      changed bytes.
     * ``in_place``: overwrite the source.
     * ``objects``: treatment of Python objects other than tensors and plain values. The value is
       ``keep``, ``drop`` or ``error``.

@@ -69,8 +69,7 @@ class OutputFile:
     """One output file, with its segments in order.
 
     `name` is the path of the file inside the output folder, with slashes. If the output is a single
-    file, `name` is "". If `keeps_sums` is set, source and output contain the same checksum of each
-    Range.
+    file, `name` is "". If `keeps_sums` is set, each Range is copied together with its old checksum.
     """
 
     name: str

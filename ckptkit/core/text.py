@@ -113,8 +113,8 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     """Return a name for an output file: ``run-cpu.pth`` for the path ``run.pth`` and mark ``cpu``.
 
     If `path` is a URL, the output file is in the working directory. `path` may be ``-`` for
-    standard input. `suffix` replaces the suffix of `path`. If ckptkit cannot write the suffix of
-    `path` (``data.pkl``, ``model.tar.gz``), the output file has the suffix ``.pth``.
+    standard input. `suffix` replaces the suffix of `path`. If ckptkit writes no files with the
+    suffix of `path` (``data.pkl``, ``model.tar.gz``), the output file has the suffix ``.pth``.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
@@ -220,7 +220,7 @@ def shape(sizes: tuple[int, ...]) -> str:
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """Return the names most similar to `word`, at most three.
 
-    Only the first 5,000 short names of `known` are compared.
+    Only the first 5,000 names of `known` are compared, except long names.
     """
     from difflib import get_close_matches  # costs 10 ms
 
@@ -370,8 +370,8 @@ class Folded(NamedTuple):
     rows: int
 
 
-# Lines that are joined into one line. The items are the position of the first line, the indices,
-# the number of bytes and the number of lines.
+# Lines that are joined into one line. The tuple contains the position of the first line, the
+# indices, the number of bytes and the number of lines.
 _Block = tuple[int, Indices, int, int]
 
 
@@ -406,7 +406,7 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join lines that differ only in an index, at the position of the first of these lines.
+    """Join lines that differ only in an index. Joined lines take the place of their first line.
 
     If `part` is given, all items are tensors. Then two lines join only if their modules are similar
     (see `Modules`). `part` maps the columns of a tensor to its dtype and shape.

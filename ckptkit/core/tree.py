@@ -257,7 +257,7 @@ _SIZED = (dict, list, tuple, str, bytes)
 PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
-# ckptkit shows an object of these classes as its first constructor argument.
+# In place of an object of these classes, ckptkit shows the argument of the constructor.
 TRANSPARENT = frozenset({("collections", "Counter")})
 
 
@@ -265,7 +265,7 @@ def children(node: Node) -> Iterable[tuple[Node, Node]]:
     """Return the children of `node`, with the keys that a user types to select them.
 
     A leaf has no children. The children of an Object are its attributes and items. If an Object has
-    no attributes and items, its children are its arguments by position. The attributes of an
+    neither, its children are its arguments, with their positions as keys. The attributes of an
     OrderedDict (``_metadata``) are not children.
     """
     if isinstance(node, dict):

@@ -38,8 +38,8 @@ from ckptkit.core.tree import (
     walk,
 )
 
-# Maximum number of nodes to visit inside a tensor subclass. Thousands of tensors may share a large
-# attribute.
+# Maximum number of nodes to visit in each constructor argument of a tensor subclass. Without a
+# maximum, a large attribute that thousands of tensors share would be visited for each tensor.
 INSIDE = 200
 
 # Prefixes that wrappers add to the names of the wrapped module.
@@ -393,8 +393,8 @@ def read_module(node: Object) -> ModuleState | None:
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    # The names of module classes outside torch, and of modules with hooks outside torch. The code
-    # of these classes and hooks could add or change entries.
+    # The names of module classes that torch does not define, and of modules with hooks that torch
+    # does not define. The code of these classes and hooks could add or change entries.
     classes: dict[str, None] = {}
     hooked: list[str] = []
     unread: list[str] = []
@@ -420,8 +420,8 @@ def read_module(node: Object) -> ModuleState | None:
                 places[path + place] = prefix + name
             elif isinstance(value, Object):
                 unread.append(prefix + name)
-        # With activation checkpointing, names in the state_dict omit the name of the wrapped
-        # submodule.
+        # With activation checkpointing, the names in the state_dict do not contain the component
+        # `_checkpoint_wrapped_module`.
         is_checkpointing = made is not None and made.module.endswith(".checkpoint_wrapper")
         for name, place, value in reversed(below):
             if _is_module(value):

@@ -49,8 +49,9 @@ def apply_delta(
     is false, ckptkit refuses deltas without checksums. Pass the options as one :class:`Options`
     object or as keyword arguments.
 
-    Raises UsageError if a delta applies to another version. Raises CorruptError for a damaged delta
-    or a wrong base. After a UsageError or CorruptError, the destination is unchanged.
+    Raises UsageError if a delta requires another version than the result of the deltas before it
+    has. Raises CorruptError for a damaged delta or a wrong base. After a UsageError or
+    CorruptError, the destination is unchanged.
     """
     found = read_all(deltas, to)
 

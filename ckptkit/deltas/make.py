@@ -54,7 +54,7 @@ _HELD = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The result of :func:`delta`: changed bytes, versions, and size of the delta."""
+    """The result of `delta` or `squash_delta`: changed bytes, versions, and size of the delta."""
 
     path: str
     encoding: str
@@ -62,7 +62,7 @@ class Made:
     base_version: int
     changed: dict[str, int]  # name of a tensor -> number of changed bytes
     tensors: int
-    nbytes: int  # size of all tensors in bytes
+    nbytes: int  # size of all tensors in bytes; 0 if deltas were combined without a base
     written: int  # size of the delta in bytes
 
     def __str__(self) -> str:

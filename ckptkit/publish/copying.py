@@ -60,7 +60,7 @@ _NOT_HERE = {
 _of_thread = threading.local()
 
 Progress = Callable[[int], None]
-Sum = tuple[int, int, int]  # (number of the checksum, CRC-32, length)
+Sum = tuple[int, int, int]  # (index of the checksum, CRC-32 of bytes, number of these bytes)
 
 
 class WriteTask(NamedTuple):
@@ -72,9 +72,10 @@ class WriteTask(NamedTuple):
     * A task with a `block` writes this block of a large transpose.
     * A task with a `checksum` (number, length) computes the CRC-32 of bytes that other tasks wrote.
 
-    While a task reads the sources `summed`, it computes their checksums. If `summed` is None, the
-    task verifies no checksums, not even those of compressed data. If `keeps_sums` is true, the task
-    computes no checksums of `Range` segments, so the kernel can copy these segments.
+    `summed` contains identities of sources. While a task reads these sources, it computes checksums
+    of the bytes. If `summed` is None, the task verifies no checksums, not even those of compressed
+    data. If `keeps_sums` is true, the task computes no checksums of `Range` segments, so the kernel
+    can copy these segments.
     """
 
     path: str
@@ -113,8 +114,8 @@ class TaskResult(NamedTuple):
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     """Split a task into tasks of about `size` bytes.
 
-    For a ChecksumPlaceholder, a task writes the bytes without checksums. Later, `execute` adds the
-    checksums.
+    For a ChecksumPlaceholder, a task writes the `template`. Later, `execute` writes the checksums
+    into the gaps.
     """
     from ckptkit.compute.strided_read import blocks
 
@@ -337,7 +338,7 @@ def pieces(
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of all segments in order. Replace each placeholder by its checksum.
+    """Yield the bytes of all segments in order. Write the checksums into the placeholders.
 
     All pieces may use the same buffer, so the next piece may overwrite the previous piece.
     """

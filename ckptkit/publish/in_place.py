@@ -36,16 +36,17 @@ A span is a range of the file that the edit changes. The entries of the JSON dic
 * ``then`` is [path, text], or null.
 
 If the bytes of a span are scattered, its entry in `spans` has four numbers. The second number is
-the length of a list with the positions of the bytes. In the journal, this list of positions
-precedes the old and new bytes of the span.
+the size in bytes of a list with the positions of the scattered bytes. In the journal, this list of
+positions precedes the old and new bytes of the span.
 
 If several files of a folder are edited together, `group` lists all these files in each journal. All
 journals exist before the first file changes. No journal is removed before all files have changed.
 The small file `then` is written after all files have changed. If an edit was interrupted before the
 file `then` was written, `recover` writes the file `then`.
 
-A journal belongs to the file with the name and inode in the journal. `recover` restores a file only
-if each byte in a span is the old byte, the new byte, or a byte of an interrupted write.
+A journal belongs to a file if the name of the journal contains the name of the file, and the JSON
+dict contains the inode of the file. `recover` restores a file only if each byte in a span is the
+old byte, the new byte, or a byte of an interrupted write.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 
 def _scattered(old: bytes, edit: Edit) -> bytes:
-    """Return a copy of `old` in which the bytes of a scattered edit replace the old bytes."""
+    """Return a copy of `old` that has the bytes of a scattered edit at the edit's positions."""
     import numpy as np
 
     made = np.frombuffer(old, np.uint8).copy()
@@ -287,8 +288,8 @@ def _scattered(old: bytes, edit: Edit) -> bytes:
 
 
 def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
-    """Return `length` bytes at `offset`. With `places`, return the bytes at these positions after
-    `offset`. At the end of the file, return fewer bytes."""
+    """Return `length` bytes at `offset`. With `places`, return the byte at each of these positions,
+    which are relative to `offset`. At the end of the file, return fewer bytes."""
     if not places:
         return _read(fd, offset, length)
     import numpy as np
@@ -414,7 +415,7 @@ class JournalSpan(NamedTuple):
     """The bytes at `offset` before and after the edit.
 
     If the file grows or shrinks, ``old`` and ``new`` can have different lengths. If the bytes are
-    scattered, ``places`` contains the positions of the bytes after `offset`, as in `Edit`.
+    scattered, ``places`` contains the position of each byte, relative to `offset`, as in `Edit`.
     Otherwise, ``places`` is empty.
     """
 

@@ -175,7 +175,7 @@ def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
 
 
 def _fill(file: WriteTask, sums: dict[int, int]) -> None:
-    """Write the checksums to the places of their placeholders."""
+    """Write the checksums into the gaps of the placeholders."""
     at = 0
     with open(file.path, "r+b", buffering=0) as output:
         for segment in file.segments:

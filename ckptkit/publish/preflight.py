@@ -248,7 +248,7 @@ _HEADER = 4 << 10  # maximum bytes of the header of an array in an .npy member
 
 
 class Check(NamedTuple):
-    """A zip member that is read completely, and its CRC-32 in the file."""
+    """A zip member that is read completely, with the CRC-32 that the zip file contains for it."""
 
     source: ByteSource
     offset: int

@@ -311,7 +311,7 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
 
 def sync(path: str) -> None:
     """Call fsync for a file or folder. Do not retry, because a failed fsync drops the data."""
-    if os.name == "nt":  # Windows cannot fsync folders and files opened for reading
+    if os.name == "nt":  # Windows cannot fsync folders, or files opened for reading
         return
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -52,9 +52,9 @@ PAUSE = 0.25
 LONGEST = 30  # Maximum number of seconds to wait, even if the header Retry-After asks for more.
 SILENCE = 60  # Number of seconds without data after which ckptkit closes a connection.
 PATIENCE = 150  # Number of seconds without progress after which ckptkit stops retrying.
-SLOWEST = 4096  # Minimum number of bytes per second, used for the timeout of a request.
-# Minimum number of bytes per second, used for the timeout of libraries that download a complete
-# response at once
+# Speed in bytes per second at which the timeout of a request still allows the complete transfer.
+SLOWEST = 4096
+# The speed, as for SLOWEST, if a library downloads a complete response at once.
 SLOWEST_STORED = 64 << 10
 
 # Keys of fsspec's file information whose values differ between versions of a file
@@ -279,7 +279,7 @@ class Stored(Transport):
         return _version(information(self._fs, self._path, self.url))
 
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        if self._fs.async_impl:  # this branch can run several requests in parallel
+        if self._fs.async_impl:  # without the lock, several threads can send requests
             seconds = SILENCE + (stop - start) / SLOWEST_STORED
             into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
             return
