@@ -372,7 +372,7 @@ def _dtype_of(checkpoint: Checkpoint) -> str | None:
 
 
 def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
-    """Return the checkpoint with the new dtype of its weights in config.json.
+    """Return the checkpoint with a config.json that contains the new dtype of the weights.
 
     If the steps did not change the dtype, do not change config.json. `old` is the dtype before the
     steps.

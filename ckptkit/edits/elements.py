@@ -194,7 +194,8 @@ class _Cast:
         self._targets = targets
         self._storages: dict[tuple[int, str, str], Storage] = {}
         # Map the id of each storage to the old and new dtype of the first tensor on the storage.
-        # `_split` contains storages whose tensors have several old or new dtypes.
+        # `_split` contains the ids of storages whose tensors have several old dtypes, or several
+        # new dtypes.
         self._users: dict[int, tuple[DType | None, DType | None]] = {}
         self._split: set[int] = set()
         self.frozen = 0  # number of tensors whose requires_grad was cleared

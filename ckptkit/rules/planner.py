@@ -386,8 +386,8 @@ def _caught(
 ) -> NotReversibleError | None:
     """Return an error if a reversed rule would match the wrong key. Otherwise, return None.
 
-    For each target, the first reversed rule that matches must be the rule that made the target. No
-    reversed rule may match a kept key.
+    For each target, the first reversed rule that matches must be the reverse of the rule that made
+    the target. No reversed rule may match a kept key.
     """
     for name, target in outcome.targets.items():
         match = planning.first(name)

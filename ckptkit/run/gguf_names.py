@@ -149,8 +149,8 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _common(file: Checkpoint, other: Checkpoint) -> set[str]:
-    """Return the names that a checkpoint has in common with a GGUF file, without the name that
-    InternLM2 has in both layouts."""
+    """Return the names that a checkpoint has in common with a GGUF file. Leave out
+    ``output.weight``, because InternLM2 uses this name in both layouts."""
     return (file.weights.keys() & other.weights.keys()) - {"output.weight"}
 
 
@@ -217,8 +217,8 @@ class _Traced(NamedTuple):
 
 
 def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
-    """Apply the recipe to a GGUF file, in float32. Return the result and the origin of each
-    weight."""
+    """Apply the recipe `name` to a GGUF file, in float32. Return the result, and a dict from the
+    names of its weights to their origins."""
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
     types = {key: _type(tensor) for key, tensor in file.weights.items()}
     traced = {key: _Traced(frozenset((key,)), "") for key in types}

@@ -43,7 +43,7 @@ def available() -> list[str]:
 
 
 def choose(config: Config) -> tuple[torch.device, ...]:
-    """Return the devices of a config. The first device has the model.
+    """Return the devices of a config. The model is on the first device.
 
     Raises RequestError if a device does not exist, or if the devices cannot be combined.
     """
