@@ -70,9 +70,9 @@ def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
 
 
 def wrappers(names: Sequence[str]) -> list[str]:
-    """If more than half of the names start with the prefix of a wrapper, return the prefix.
+    """Return the wrapper prefixes, such as ``module.``, that more than half of the names have.
 
-    An example is ``module.``. If the prefixes are nested, return the outermost prefix first.
+    If several prefixes are nested, the outermost prefix is first.
     """
     found: list[str] = []
     while len(found) < MAX_WRAPPERS and (prefix := _common(names)):

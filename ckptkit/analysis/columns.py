@@ -47,7 +47,7 @@ class Table(NamedTuple):
 class Fact(NamedTuple):
     """A fact about a tensor, such as its dtype.
 
-    - `value` returns the value. Tables fold rows whose values are all equal.
+    - `value` returns the value. Tables fold rows only if the values of all facts are equal.
     - `text` formats the value. If the result is an empty string, the fact is not printed.
     - `json` returns the value for JSON. If `json` is None, JSON does not contain the fact.
     - `phrase` is the format of the fact in the tree view, such as ``on {}``.
@@ -301,10 +301,10 @@ def fold_pairs(
 ) -> list[tuple[Folded, Folded]]:
     """Fold pairs of names into rows.
 
-    A pair is (name, other name, value). Two pairs are folded if their values are equal, and if the
-    indices of the two names have the same difference in both pairs. For example, (a.0, b.1) and
-    (a.1, b.2) are folded. Return a list of (row for the names, row for the other names). To get one
-    row for each pair, pass `unfolded` as `rows_of`.
+    A pair is (name, other name, value). Two pairs are folded if they differ only in indices, and if
+    the index in the other name minus the index in the name is the same for both pairs. For example,
+    (a.0, b.1) and (a.1, b.2) are folded. Return a list of (row for the names, row for the other
+    names). To get one row for each pair, pass `unfolded` as `rows_of`.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:

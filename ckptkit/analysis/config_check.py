@@ -70,7 +70,7 @@ def _is_text(name: str) -> bool:
 
 
 def _counts(pattern: re.Pattern[str], tensors: Tensors) -> list[int]:
-    """Count the different indices after each prefix that `pattern` matches. Return the counts."""
+    """For each prefix before an index that `pattern` matches, count the different indices."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)
@@ -87,7 +87,7 @@ def _named(tensors: Tensors, endings: tuple[str, ...]) -> Iterator[tuple[str, Te
 
 
 def vocabulary(tensors: Tensors) -> list[str]:
-    """Return the name of the embedding, and of the head if both have the same number of rows."""
+    """Return the name of the embedding, and the name of a head with the same number of rows."""
     found = dict(_named(tensors, (*_EMBEDDINGS, *_HEAD)))
     rows = next((each.shape[0] for each in found.values()), 0)
     return [name for name, each in found.items() if each.shape[0] == rows]

@@ -115,7 +115,7 @@ class Diff:
     - `advice`: hints with commands
     - `silent`: the effects of ``strict=False``, or None if B is not a model
     - `modules`: the structure of the modules, for tables that fold names
-    - `explanations`: an Explanation for each changed key of a GGUF file and its original
+    - `explanations`: an Explanation for each changed key, if one side is a GGUF file
 
     The keys in `renamed` and `reshaped` are also in `unexpected` and `missing`. The dtypes of a
     GGUF file and its original are not compared.
@@ -510,8 +510,8 @@ def compare_checkpoints(
 ) -> Diff:
     """Compare the weights of two checkpoints. With `everything`, compare all other entries too.
 
-    Other entries, such as optimizers and settings, are compared if their paths are equal. If
-    neither checkpoint has weights, all entries are compared. `matches` selects keys and paths. See
+    Other entries, such as optimizers and settings, are matched by their paths. If neither
+    checkpoint has weights, all entries are compared. `matches` selects keys and paths. See
     :func:`compare` for the other arguments. ``uncompared`` of the result describes the data that
     was not compared.
     """
@@ -568,7 +568,7 @@ def compare_checkpoints(
 
 
 def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
-    """If both checkpoints are adapters, add their different ranks, alphas and targets to `found`.
+    """If both checkpoints are adapters, add the ranks, alphas and targets that differ to `found`.
 
     If only one checkpoint is an adapter, add a hint. The hint contains the command that compares
     the adapter with the other checkpoint.
@@ -603,9 +603,10 @@ def has_weights(*sides: Checkpoint) -> bool:
 
 
 def entire(checkpoint: Checkpoint) -> Checkpoint:
-    """If the ``key`` of a checkpoint is ``""`` and the file has no weights, set the key to None.
+    """If the ``key`` of a checkpoint is ``""`` but the file has no weights, set the key to None.
 
-    The key ``""`` selects the complete file. For example, the file of an optimizer has no weights.
+    The key ``""`` selects the complete file as the weights. But the file of an optimizer, for
+    example, has no weights.
     """
     if checkpoint.key == "" and locate(checkpoint.root) is None:
         return checkpoint.with_key(None)

@@ -140,7 +140,7 @@ def digest(
 
     `matches` selects names. With `sums`, `digest` first compares the tensors with the CRC-32 in the
     file. Raises UsageError if the checkpoint contains no weights, and CorruptError if a tensor is
-    damaged. Raises CollisionError if two paths are equal strings.
+    damaged. Raises CollisionError if two paths become the same string.
     """
     checkpoint = open_checkpoint(source, key=key)
     tensors: dict[str, Tensor] = {} if everything else {**checkpoint.weights}

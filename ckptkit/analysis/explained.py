@@ -48,8 +48,8 @@ LIMITS = {
     "Q1_0": 1.2,
 }  # fmt: skip
 COMPUTED = 1e-6  # maximum relative rounding error of float32 arithmetic
-SAMPLES = 8  # number of rows of a GGUF tensor to search in the original
-REORDERED = 8  # maximum number of tensors to search for permuted rows
+SAMPLES = 8  # maximum number of rows of a GGUF tensor to look for in the original
+REORDERED = 8  # maximum number of tensors to check for permuted rows
 
 
 class Origin(NamedTuple):

@@ -169,11 +169,13 @@ def _distance(one: str, other: str) -> int:
 
 
 # Limits for the number of comparisons.
-PAIRS = 4_096  # maximum number of pairs of families with a common suffix
+# Skip a common suffix if more pairs of families than this have the suffix.
+PAIRS = 4_096
 COMPARED = 10_000  # maximum number of rules for which `similarity` is computed
 WORK = 3_000_000  # maximum number of name lookups
 DEEPEST = 24  # maximum number of path components in a suffix
-MARGIN = 0.05  # minimum difference to the similarity of a competing rule
+# A rule beats competing rules if its similarity is at least this much higher than theirs.
+MARGIN = 0.05
 
 
 class RenameRule(NamedTuple):
@@ -363,10 +365,10 @@ class _Matcher:
     # shape and order
 
     def by_order(self) -> None:
-        """Pair families with equal shapes and dtypes in the order of the two files.
+        """Pair families with equal shapes in the order of the two files.
 
-        First, pair only families whose last path components are also equal. Finally, also pair
-        families with different dtypes.
+        First, pair only families whose dtypes and last path components are equal. Then pair
+        families whose dtypes are equal. Finally, also pair families with different dtypes.
         """
         self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
@@ -408,8 +410,8 @@ class _Matcher:
     def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
         """Pair two families, then pair the other keys of the same modules, such as biases."""
         names = self.joined(ours, theirs)
-        # Many vectors and scalars have the same shape. If a single vector or scalar is left, the
-        # names must also be similar.
+        # Many vectors and scalars have the same shape. If the families have only one pair, and the
+        # pair consists of vectors or scalars, the names must also be similar.
         vague = len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
         if not names or (vague and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
             return
@@ -578,7 +580,10 @@ def is_taken_by_torch(pair: Renamed) -> bool:
 
 
 def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
-    """Return the pairs of names that torch itself renamed. Either side can have the older name."""
+    """Map names in `ours` to their counterparts in `theirs`, if torch itself renamed the tensors.
+
+    Either side can have the older name.
+    """
     found: dict[str, str] = {}
     for new, old, is_old in ((theirs, ours, True), (ours, theirs, False)):
         for name, shape in new.items():

@@ -120,7 +120,7 @@ class Statistics:
 
     @property
     def totals(self) -> list[TensorStats]:
-        """The statistics of all float tensors, all int tensors, and so on. The labels are empty."""
+        """The statistics of all float tensors, all int tensors, and so on. `label` is empty."""
         return list(self._totals.values())
 
     def rows(

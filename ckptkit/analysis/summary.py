@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 Plain = bool | int | float | str | None
 Key = str | int
 
-BYTES_SHOWN = 1_024  # maximum length of a byte string whose content is printed, not only its length
+# Maximum length of a byte string whose content is shown. Of a longer one, only the length is shown.
+BYTES_SHOWN = 1_024
 # For larger integers, show the number of bits, because Python refuses to print the digits.
 EXACT = 1 << 8 * LIMITS.int_bytes
 # Number of bytes of a file signature, and minimum number of bytes of an embedded file.
@@ -287,12 +288,12 @@ class Summary:
     others: tuple[Path, ...] = ()  # paths of other state_dicts
     inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # True if the weights belong to a pickled module
-    part: PartOf | None = None  # set if the file is a single rank or shard
+    part: PartOf | None = None  # set if the file contains only one rank or shard of a checkpoint
     about: str = ""  # sentence about how ckptkit read a folder
     version: str = ""  # version of the file format, or ""
     model: str = ""  # architecture of the model, or ""
     chosen: tuple[str, ...] = ()  # command line options that select the same weights
-    words: tuple[str, ...] = ()  # the options in `chosen` that change the reading of a folder
+    words: tuple[str, ...] = ()  # the options in `chosen` that change how ckptkit reads a folder
     adapter: Adapter | None = None  # None if the checkpoint is not a LoRA adapter
 
     @property

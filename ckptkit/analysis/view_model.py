@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptkit.lora.reading import Adapter
 
 
-LISTED = 8  # maximum number of list items in a table
+LISTED = 8  # maximum number of items of a list that a table shows
 LONG = 200  # maximum number of characters of a value in a table
 ENTRIES = ("name", "value")  # headers of the tables of values, objects and metadata
 PAIRED = ("in A", "in B", "shape", "sure", "by")
@@ -324,7 +324,7 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
         made.append(Table(title, NAMES, [(escape(row.label),) for row in folded], (), len(left)))
     items = []
     for name, a, b, tolerance, difference in found.mismatched:
-        closeness = ""  # only for values of different dtypes
+        closeness = ""  # stays empty unless only the dtypes differ and the values were compared
         if difference is not None:
             closeness = f"differ by up to {difference.largest:.3g}"
         elif tolerance is not None:

@@ -28,7 +28,7 @@ from ckptkit.core.errors import CkptkitError, UsageError, address_space, foresee
 from ckptkit.core.text import merge_all, on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# Commands by group, in the order of --help. Each value is the manual topic of the command.
+# Commands by group, in the order of --help, each with the manual topic that explains the command.
 GROUPS = {
     "Look": {
         "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values",

@@ -129,7 +129,7 @@ class _Work:
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         how = {"force": force, "dry_run": dry_run}
         done: Conversion
-        with on_command_line():  # worker processes have not entered this context yet
+        with on_command_line():  # worker processes do not run main(), which enters this context
             request, given = self._asked(_OneOfMany, source, destination, **how)
             done, lost = _original(self.name).run(request=request, **given)
         warnings = (*done.warnings, *requests.what_was_lost(lost))

@@ -185,10 +185,13 @@ def _check_stripped(
     prefix: tuple[str, ...] = (),
     key: tuple[str, ...] = (),
 ) -> None:
-    """Raise NothingToDoError if the keys lack the prefix but have another prefix.
+    """Raise NothingToDoError, because no key has the prefix to strip.
 
-    The hint is a command that strips a prefix of the keys: a wrapper prefix such as ``module.``, or
-    the first component of all names.
+    If the user gave no prefix and the keys have no wrapper prefix, raise no error.
+
+    The hint is a command that strips another prefix of the keys: a wrapper prefix such as
+    ``module.``, or the first component of all names. If the keys have no such prefix, the hint is a
+    command that lists the keys.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers
     from ckptkit.core.errors import NothingToDoError

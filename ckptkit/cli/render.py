@@ -194,7 +194,7 @@ def table(
 
     If the table is too wide for the terminal, take these steps until it fits:
 
-    - Remove columns with the same cell in every row, and name the columns above the table.
+    - Remove columns with the same cell in every row, and print each such cell above the table.
     - Wrap prose in the last column.
     - Shorten names in the first column, unless two names would become equal.
     - Print the name of each row on a line, and the other cells of the row below this line.

@@ -29,7 +29,9 @@ ROWS = 12
 BINS = 16  # maximum number of histogram bins
 BAR = 40  # maximum width of a histogram bar, in characters
 FIRST = 10  # maximum number of positions that --nan lists
-COUNTED = 1 << 20  # maximum number of elements for statistics without --stats
+# If a slice has more elements than this, the statistics without --stats cover only the printed
+# values.
+COUNTED = 1 << 20
 LISTED = 1 << 20  # maximum number of elements that --json prints
 CELL = 10  # minimum width of a number and the space before it, in characters
 PLAIN = 100  # width of a line without a terminal, in characters
@@ -244,7 +246,8 @@ def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
 
 
 def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
-    """Yield a heading for each tensor, one table of all tensors side by side, and all statistics.
+    """Yield a heading for each tensor, one table of all tensors side by side, and the statistics of
+    each tensor.
 
     Without `columns`, show as many columns as fit with the necessary digits.
     """

@@ -137,7 +137,7 @@ OPTIONS = {
     "resize --vocab": "--rows", "resize --vocab-size": "--rows",
     "scan --fix": "convert --objects drop",
 }  # fmt: skip
-# Maps commands that `convert` can replace to the options of `convert` with the same effect.
+# For each command that `convert` can replace: the options with which `convert` has the same effect.
 AS_CONVERT = {
     "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
     "extract": "",
@@ -149,9 +149,9 @@ WITHOUT_JSON = {
     "rules": "rules prints a YAML recipe; `ckptkit run` reads it",
     "train": "train writes checkpoints; `ckptkit inspect --json` prints their contents",
 }
-# Maps options and commands that ckptkit lacks to a hint.
 UNTIED = "with DST of safetensors, `--ties duplicate` of convert writes tied tensors twice"
 IN_PYTHON = """in Python: ckptkit.save(ckptkit.open("run.pth").with_value("epoch", 3), "new.pth")"""
+# Hints for options and commands that ckptkit does not have.
 LACKING = {
     "--legacy": "ckptkit writes the format of torch 1.6 and later. torch.save(..., "
     "_use_new_zipfile_serialization=False) writes the older format",
@@ -398,7 +398,10 @@ def _regex(old: str, new: str) -> str:
 
 
 def _of_value(error: click.UsageError, line: Line, context: click.Context) -> Step | None:
-    """Correct the value of an option with choices, or an option with another meaning here."""
+    """Correct a value that is not one of the choices of its option.
+
+    For other values, replace the option if OPTIONS contains it for this command.
+    """
     param = getattr(error, "param", None)
     options = [getattr(error, "option_name", ""), *(param.opts if param is not None else ())]
     bad = _NOT_A_CHOICE.search(error.message)

@@ -229,7 +229,7 @@ def _devices(facts: Facts) -> Iterator[Cause]:
 
 
 def _lacks(facts: Facts) -> str:
-    """Return a clause about missing devices of this machine.
+    """Return a clause that says that this machine does not have a device.
 
     Return "" in a report for other machines.
     """
@@ -309,7 +309,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         )
 
 
-# Prefixes in names, and other parts of names, that a plain model does not have
+# Causes for names with parts that a plain model does not have, such as wrapper prefixes
 
 ATTRIBUTE = "model."  # usual attribute name of the network inside a wrapper module
 
@@ -378,7 +378,7 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
 
 
 def _first_part(names: list[str]) -> str:
-    """Return the common first part of all names with a dot, such as ``model.``.
+    """Return the first part that all names share, with its dot, such as ``model.``.
 
     Return "" if the first parts differ.
     """

@@ -299,7 +299,10 @@ def _content(
 
 
 def _container(place: ByteSource | Folder) -> Format | None:
-    """Return the format of a file that contains a checkpoint file, such as gzip."""
+    """If the file contains a checkpoint file, return the outer format, such as gzip.
+
+    Otherwise, return None.
+    """
     if isinstance(place, Folder):
         return None
     holders = (each for each in FORMATS if each.chooses and not each.is_folder)

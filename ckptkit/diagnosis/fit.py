@@ -70,7 +70,7 @@ def causes(fitting: Fitting) -> list[Cause]:
 def _ties_of_renamed(fitting: Fitting, renamed: Sequence[Renamed]) -> dict[str, str]:
     """Map each missing name of a tied parameter to the name of the parameter in the file.
 
-    The names in the file are the names after the renames in `renamed`.
+    The names are those that the file has after the renames in `renamed`.
     """
     new = {each.old: each.new for each in renamed}
     now = {new.get(name, fitting.way(name)): kind for name, kind in fitting.ours.items()}

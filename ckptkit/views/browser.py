@@ -35,7 +35,7 @@ from ckptkit.formats.format import steady
 from ckptkit.quantized import dequantized_view
 
 ROWS = 16  # maximum number of rows of values to show
-COUNTED = 1 << 20  # maximum number of elements for statistics
+COUNTED = 1 << 20  # maximum number of elements of a slice for which statistics are computed
 SORTS = ("file", "size", "name")
 MEASURES = ("parameters", "nbytes")
 SPECIAL = "[]*?"

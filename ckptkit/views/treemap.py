@@ -106,7 +106,8 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
     """Return the index after the last value of the next strip.
 
-    A strip gets one more value as long as the value improves the worst aspect ratio of its boxes.
+    The strip gets further values until a value would make the worst aspect ratio of the boxes in
+    the strip worse.
     """
     end, amount, worst = start, 0.0, float("inf")
     while end < len(values):
@@ -308,7 +309,7 @@ def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
 
 
 def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
-    """Map the largest families of tensors to colors, and count the parameters or bytes."""
+    """Return the colors of the largest families, and the parameters or bytes of all families."""
     kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
