@@ -188,7 +188,8 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
     """Recover the intact tensors of a damaged file.
 
     If `unverified` is true, also recover tensors that cannot be verified. Raises CorruptError if no
-    tensor can be recovered. Raises UnsupportedError if ckptkit cannot recover this format.
+    tensor can be recovered. Raises UnsupportedError if ckptkit cannot recover files of this
+    format.
     """
     probe = Probe(place)
     try:
@@ -272,9 +273,9 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
 
 
 def in_folder(name: str) -> str | None:
-    """Return the name of the format for a folder of shards of the format `name`.
+    """Return the name of the format of a folder whose shards have the format `name`.
 
-    Return None if ckptkit has no such format.
+    Return None if ckptkit has no format for such a folder.
     """
     format = by_name(name)
     return None if format is None else format.folder_as

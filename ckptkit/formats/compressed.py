@@ -73,8 +73,8 @@ def _inside(probe: Probe) -> ByteSource:
     assert method is not None
     free = UNPACKED * source.size
     inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
-    # A decompressed size of up to UNPACKED times the file size is always allowed. The limit counts
-    # only the bytes beyond this size.
+    # A decompressed size of up to UNPACKED times the file size is always allowed. `unpacked_free`
+    # limits only the bytes beyond this size.
     what = f"decompressed bytes beyond {UNPACKED} times the size of the file"
     check_limit("unpacked_free", inner.size - free, what)
     if failure is not None:
@@ -92,7 +92,7 @@ def _inside(probe: Probe) -> ByteSource:
 def _member(archive: ByteSource) -> ByteSource:
     """Return the only checkpoint in a tar file.
 
-    File names identify a checkpoint, as in a folder.
+    The names of the files show which file is a checkpoint, as in a folder.
     """
     files = {
         name: each.data

@@ -368,7 +368,7 @@ def read(probe: Probe) -> Checkpoint:
                 storage = known
             node = Tensor(storage, entry.dtype, entry.shape, stride)
         nest.put(index.paths.get(name, (name,)), node)
-    if EXTRA in names:  # Lightning adds its entries at the top level
+    if EXTRA in names:  # Lightning adds the entries of this file at the top level
         reader = RankReader(folder)
         extra = reader.read(EXTRA)
         globals_ |= reader.globals
@@ -394,7 +394,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _folder_of(probe: Probe) -> Folder:
-    """Return the DCP folder. The user may have named its `.metadata` file instead."""
+    """Return the DCP folder. The probe is this folder, or the `.metadata` file in it."""
     if probe.is_folder:
         return probe.folder
     place = probe.source.folder_and_name()
@@ -517,7 +517,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     stored: dict[object, Place] = {}  # the archive of each tensor, by `Tensor.elements_key`
     segments: list[Segment] = []
     noted: list[str] = []
-    size = sums = 0  # `sums` is the number of the next checksum
+    size = sums = 0  # the next checksum gets the number `sums`
     for name in (*(name for name in flat.entries if name not in tensors), *tensors):
         node = flat.entries[name][1]
         if name in tensors:
@@ -569,9 +569,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """Add `by` to the number of each checksum in an archive.
+    """Add `by` to the number of each checksum in the segments of an archive.
 
-    Earlier archives use the lower numbers.
+    The earlier archives of the file use the numbers below `by`.
     """
     for segment in segments:
         if isinstance(segment, Checksummed):

@@ -456,8 +456,8 @@ def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
 
 
 class Flat:
-    """A flattened tree: entries and their paths by flat name, and the paths that flattening
-    changes.
+    """A flattened tree: entries and their paths by flat name, and the paths at which flattening
+    changes the tree.
 
     * ``empty`` contains the paths of empty dicts. torch drops empty dicts.
     * ``stringified`` contains the paths of keys that became strings.

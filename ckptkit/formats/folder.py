@@ -41,7 +41,7 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
 _REVISION = "main"
-# Templates for folder names. The tracker file contains the iteration to insert.
+# Templates for the name of a save's folder. The iteration to insert is in the tracker file.
 _TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")
 
 

@@ -128,7 +128,7 @@ class Defect:
 class Lazy:
     """A function named ``"module:function"``; the first call imports the module.
 
-    If `endings` is not empty, the function returns None for files with other suffixes.
+    If `endings` is not empty, a call returns None for a file whose name has none of these endings.
     """
 
     place: str
@@ -178,13 +178,13 @@ class Format:
     # ckptkit recognizes the format by the list of files in a folder. Web servers do not list files.
     listed: bool = False
     shards: bool = False  # `layout` writes a folder of files of at most `shard_size` bytes
-    # When the format stores the whole tree: "always", "asked" (with --all), "nested" (always, but
-    # without ties) or "never".
+    # Whether the format stores the whole tree: "always", "asked" (only with --all), "nested"
+    # (always, but without ties) or "never".
     everything: str = "never"
     # Files of the format contain a program. No other format can store a program. ckptkit does not
     # edit such files in place.
     program: bool = False
-    folder_as: str | None = None  # name of the format for a folder of shards in this format
+    folder_as: str | None = None  # name of the format of a folder whose shards have this format
     # Name of the format of an edited copy, if this format has no `layout`.
     rewrite_as: str | None = None
     distributed: bool = False  # several ranks wrote the files

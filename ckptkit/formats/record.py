@@ -12,8 +12,8 @@ missing field means an empty value. The fields are:
     ordered               true if the state_dict was an OrderedDict
     state_dict_metadata   `_metadata` of the state_dict: {module name: {"version": 1}}
     ties                  {dropped name: position of the name among all names}
-    parameters            list of the tensors that were nn.Parameter; true for all tensors
-    requires_grad         list of the tensors that require a gradient; true for all tensors
+    parameters            list of the tensors that were nn.Parameter, or true if all were
+    requires_grad         list of the tensors that require a gradient, or true if all do
     values                {dotted path: a value outside the weights (`epoch`)}; stored only for
                           information, not restored
     root, tree            the complete checkpoint, instead of the fields above: see safetensors_tree

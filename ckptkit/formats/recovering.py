@@ -1,6 +1,6 @@
 """Recover a damaged checkpoint: return its tree without the lost tensors, and the list of losses.
 
-A safetensors file has no checksums. `recover` checks each entry of its header separately. If
+A safetensors file has no checksums. `recover` checks each entry of the file's header separately. If
 ckptkit finds damage while it writes an output, `damaged_in` returns the affected tensors.
 """
 
@@ -155,7 +155,7 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def located(tensor: Tensor) -> list[Range]:
-    """Return the byte ranges in files that contain a tensor's bytes."""
+    """Return where the bytes of a tensor are, as byte ranges of files."""
     try:
         return [] if tensor.storage is None else list(leaves(tensor.storage.record.locate()))
     except InputError:  # the reader reports this error

@@ -18,10 +18,10 @@ Unlike the library, ckptkit refuses:
 * A size of 2**63 or more, even if another size of the shape is 0.
 * The JSON that :mod:`strict_json` refuses.
 
-Like the library, ckptkit sorts the bytes of tensors by type, larger types first, and then by name.
-Like the library, ckptkit aligns the buffer to 8 bytes. Unlike the library, ckptkit lists the
-tensors in the header in the order of the state_dict. :mod:`ckptkit.formats.record` describes the
-entries of ``__metadata__``.
+Like the library, ckptkit stores the tensors in the order of their dtypes, larger dtypes first, and
+tensors of the same dtype in the order of their names. Like the library, ckptkit aligns the buffer
+to 8 bytes. Unlike the library, ckptkit lists the tensors in the header in the order of the
+state_dict. :mod:`ckptkit.formats.record` describes the entries of ``__metadata__``.
 
 If the new header of an in-place edit is not longer than the old header, spaces pad the new header
 to the old length, and nothing else changes. A longer header overwrites the first tensors of the

@@ -236,7 +236,7 @@ class _Shards:
         processor's cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
-        # For each sequence of names in the same file: the file name, and the number of names.
+        # For each run of consecutive names in the same file: the file name, the number of names.
         runs: list[tuple[str, int]] = []
         for file, run in groupby(places.items(), itemgetter(1)):
             known = len(names[file])
@@ -339,9 +339,10 @@ class _Shards:
             self._refuse(AmbiguousError, what)
 
     def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
-        """Return the entries of a file that are tied to a listed tensor and omitted in the index.
+        """Return the entries of `file` that the index omits, but that are tied to a listed tensor.
 
-        `own` contains the entries of the file that the index lists. Any other entry is an error.
+        `own` contains the entries of `file` that the index lists. An omitted entry without such a
+        tie is an error.
         """
         ties: dict[Node, Node] = {}
         known = {*map(_storage, own)}

@@ -48,9 +48,8 @@ def never(probe: Probe) -> bool:
 def _format(name: str, title: str, code: str, **facts: Any) -> Format:
     """Return a format.
 
-    `code` contains the names of a module and its functions (``npy: matches=matches_npz read``).
-
-    Without ``FIELD=``, the field of `Format` has the same name as the function.
+    `code` contains the name of a module, and ``FIELD=FUNCTION`` for fields of `Format` (``npy:
+    matches=matches_npz read``). ``FIELD`` alone means that the function has the name of the field.
     """
     module, _, functions = code.partition(": ")
     for each in functions.split():

@@ -265,7 +265,8 @@ def _with_long(
 ) -> dict[bytes, bytes]:
     """Return the records, with GNU's long names added.
 
-    Raises AmbiguousError unless each long name begins with the name in the header.
+    Raises AmbiguousError if there are both records and long names, or if a long name does not begin
+    with the name in the header.
     """
     short = {b"path": header.name, b"linkpath": header.link}
     if long and (records or any(text[:_NAME] != short[key] for key, text in long.items())):

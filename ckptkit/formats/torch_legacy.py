@@ -1,4 +1,4 @@
-"""Read streams of pickles: torch.save before 1.6, torch.save before 0.1.2, and plain pickles.
+"""Read streams (torch.save before 1.6), tar files (torch.save before 0.1.2) and plain pickles.
 
 torch.save before 1.6 writes one flat stream. Later versions write such a stream if
 `_use_new_zipfile_serialization` is False. (torch/serialization.py, `_legacy_load`.)
@@ -12,8 +12,8 @@ torch.save before 1.6 writes one flat stream. Later versions write such a stream
     storages   for each key: int64 number of elements, bytes of the elements
 
 The stream has no alignment and no checksums. Integers and elements are little-endian on every host.
-The offsets of storages are known only after the last pickle. Therefore ckptkit locates a storage
-when its bytes are needed.
+The offsets of storages are known only after the last pickle. Therefore ckptkit locates the
+storages after it has read all pickles.
 
 torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/serialization.py,
 `legacy_load`.)
@@ -158,7 +158,8 @@ class _StoragePlaces:
     lengths: dict[str, int] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)
-    following: dict[str, str] = field(default_factory=dict)  # key of the next storage in the file
+    # Maps the key of each storage to the key of the next storage in the file.
+    following: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

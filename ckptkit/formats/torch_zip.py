@@ -246,7 +246,7 @@ class Archive:
         return [Notice(NO_CHECKSUM, what, storages=count)] if count else []
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """Return a warning about records that are not opened storages and not listed in `known`."""
+        """Return a warning about records that are neither opened storages nor listed in `known`."""
         left = self.directory.entries.keys() - self._used
         left.difference_update([self.folder + name for name in known])
         for folder, keys in self._keys:

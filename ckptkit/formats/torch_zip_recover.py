@@ -286,7 +286,7 @@ class _DamagedArchive:
             self._search(self.sizes)
             self._refuse_program()
             if self.directories and self.directories[0].at != self.directory.at:
-                tree = self.open()  # the CRCs of more members match another directory
+                tree = self.open()  # another directory has the right CRC of more members
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():

@@ -66,9 +66,9 @@ form before packing:
     vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]
     quantized                 LinearPackedParamsBase of float16: (weight, bias)
 
-(aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) ckptkit does not unpack quantized tensors
-and the layers of a quantized module. ``--dequantize`` unpacks these tensors and names them after
-the modules.
+(aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) ckptkit unpacks neither quantized tensors
+nor the layers of a quantized module. ``--dequantize`` unpacks both, and names the unpacked tensors
+after the modules.
 """
 
 from __future__ import annotations

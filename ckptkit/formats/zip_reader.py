@@ -599,8 +599,8 @@ def _stored_members(start: int, size: int, count: int, source: ByteSource) -> It
     """Yield the stored members that have a CRC-32. The directory begins at `start`.
 
     The directory is read again, because keeping the directory would take too much memory. For an
-    .npy member, the local header is also read, to get the exact offset of the member. The elements
-    of an .npy member have another offset, because they follow the header of the array.
+    .npy member, the local header is also read, to get the exact offset of the member's bytes. This
+    offset differs from that of the array's elements, because the array's header precedes them.
     """
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]
