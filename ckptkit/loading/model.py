@@ -72,8 +72,8 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
     """Copy `nodes` to the contiguous parameters and buffers of `model`. Return the copied names.
 
     Modules with their own `_load_from_state_dict` are skipped. If a parameter has several names,
-    the tensor with the last name is copied, as in torch. If parameters partly overlap in memory,
-    no parameter is filled, because the result would depend on the order of the copies.
+    the tensor with the last of these names is copied, as in torch. If parameters partly overlap in
+    memory, no parameter is filled, because the result would depend on the order of the copies.
     """
     from torch.nn import Module
 
@@ -291,7 +291,8 @@ def _of_peft(
                 names[saved] = name
                 break
     found = {old: names[old] for old in ck.required.nodes if old in names}
-    # With `bias="all"`, peft saves the biases of modules_to_save under both names.
+    # With `bias="all"`, peft saves the biases of modules_to_save twice: with and without
+    # ``modules_to_save`` in the name.
     plain = {name: name.replace(".modules_to_save.", ".") for name in ck.required.nodes}
     both = [name for name in found.values() if name in plain]
     both += [name for name, own in plain.items() if name != own in found and name not in both]
@@ -479,7 +480,11 @@ def _report(
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
-    """Return whether torch adds a missing entry: `num_batches_tracked` of batch norm version 1."""
+    """Return whether torch adds the entry `name` if it is missing.
+
+    torch adds `num_batches_tracked` of a batch norm module whose version in `versions` is below 2
+    or missing.
+    """
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None

@@ -103,7 +103,8 @@ class TorchTensors:
     def device(self, tag: str) -> torch.device:
         """Return the device that `map_location` selects for a device tag.
 
-        To find the device, torch restores an empty storage, once for each device.
+        To find the device, torch restores an empty storage. Later calls for the same device reuse
+        the result.
         """
         where = self._map_location
         if callable(where):

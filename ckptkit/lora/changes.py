@@ -8,7 +8,8 @@ unless the formula rounds more often.
 Up to rank 128, matrix products of NumPy and torch are bit-identical, because both libraries sum in
 order with fused multiply-add. For higher ranks, this module multiplies with torch, like peft. For a
 matrix of one row or column, both libraries use another routine, and the results differ in their
-bits. If the last tile would have a single row, this row becomes part of the previous tile.
+bits. If the last tile would have fewer rows than `Adapt.least`, these rows become part of the
+previous tile.
 
 `problems` finds the reasons why an adapter cannot be merged, and a next step for each reason.
 `problems` finds problems of the adapter itself. `ckptkit.lora.merge` finds problems of the adapter
@@ -51,7 +52,10 @@ EPS = 2.0**-23  # epsilon of float32, which LyCORIS adds to norms
 
 
 class Operand(NamedTuple):
-    """An input matrix. ``number`` 0 is the first input after the matrix of the base."""
+    """A matrix that is an input of `Adapt`.
+
+    ``number`` 0 is the first input after the matrix of the base.
+    """
 
     number: int
     dtype: str
@@ -139,9 +143,9 @@ class Formula:
 class Adapt(Operation):
     """Add a weight update to a matrix. The first input is the matrix.
 
-    The first row of the matrix gets row `first` of the update. If `has_origin` is True, the last
-    input is the matrix before any adapter was merged. The norms are then those of this matrix plus
-    the update.
+    Row `first` of the update is added to the first row of the matrix. If `has_origin` is True, the
+    last input is the matrix before any adapter was merged. The norms are then those of this matrix
+    plus the update.
     """
 
     dtype: str
@@ -605,8 +609,8 @@ def _with_numbers(
     """Return the update with a factor for each row or column: IA3 factors or DoRA magnitudes.
 
     IA3 multiplies the inputs of a feedforward module, and the outputs of any other module. A
-    magnitude of DoRA belongs to a row, or to a column of an embedding. In LyCORIS, magnitudes of
-    shape [1, in, ...] belong to columns, and `EPS` is added to the norm.
+    magnitude of DoRA belongs to a row of the weight, but in an embedding to a column. In LyCORIS,
+    magnitudes of shape [1, in, ...] belong to columns, and `EPS` is added to the norm.
     """
     role, norm, by, group = "magnitude", "norm", "rows", 1
     numbers = module.tensors["ia3" if module.kind == "ia3" else role]
@@ -760,7 +764,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
     if module.kind and extra:
         title = f"{name} ({module.kind}) has {quoted(sorted(extra))} too; the update is ambiguous"
         found.append(("method", title))
-    if module.kind == "ia3":  # the vector is [out, 1], or for a feedforward [1, in]
+    if module.kind == "ia3":  # the vector is [out, 1], or [1, in] for a feedforward module
         sizes, is_input = module.tensors["ia3"].shape, is_feedforward(module, config)
         if len(sizes) == 2 and sizes[0 if is_input else 1] != 1:
             what = f"the vector of {name} has shape {shape_text(sizes)}, but feedforward_modules in"

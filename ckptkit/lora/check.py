@@ -70,7 +70,7 @@ def check_lora(
     where = os.fspath(adapter) if isinstance(adapter, (str, os.PathLike)) else read.path
     under = None if base is None else opened(base)
     name = os.fspath(base) if isinstance(base, (str, os.PathLike)) else under and under.name
-    mends: dict[tuple[str, ...], None] = {}  # options that other findings require
+    mends: dict[tuple[str, ...], None] = {}  # options that solve the problems in the plan
 
     def command(*words: str) -> str | None:
         """Return a `lora merge` command with the options `words`.

@@ -56,7 +56,8 @@ _SWAPPED = "final_layer.adaLN_modulation.1"
 # The groups match the module of all experts, the index of an expert, and the name of a matrix.
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 # Maps each parameter that fuses all experts to the matrices of one expert. The parameter joins the
-# rows of these matrices. Models use different names, so each parameter has two alternatives.
+# rows of these matrices. Models use different names for these matrices, so each parameter has two
+# alternatives.
 _PARAMETERS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -77,13 +78,13 @@ def _files() -> tuple[tuple[re.Pattern[str], str, str], ...]:
 
 
 class Part(NamedTuple):
-    """The rows of a module that correspond to rows of another module.
+    """The rows of a module that correspond to rows of a module in the other spelling.
 
-    One module has its original name, and the other module has its diffusers name. `name` is the
-    name of the other module. The rows of this module are divided into `units` equal blocks. The
-    rows of the other module are divided into `whole` blocks of the same size. `length` blocks of
-    this module from block `start` on correspond to the blocks of the other module from block `at`
-    on.
+    One module has its original name, and the other has its diffusers name. The first module is the
+    one that was looked up. The second module is called `name`. The rows of the first are divided
+    into `units` equal blocks. The rows of the second are divided into `whole` blocks of the same
+    size. `length` blocks of the first, from block `start` on, correspond to `length` blocks of the
+    second, from block `at` on.
     """
 
     name: str
@@ -319,8 +320,8 @@ class BaseNames:
         """Return the tensors that a module changes. Return () if the base lacks the module.
 
         `path` is the name of the module. `shape` is the shape of the update. If `underscores` is
-        True, the dots in `path` are underscores, like in kohya. For a peft adapter, `component` is
-        None. Raises AmbiguousError if several tensors are possible.
+        True, `path` has underscores instead of dots, like in kohya. For a peft adapter, `component`
+        is None. Raises AmbiguousError if several tensors are possible.
         """
         if component is None and path in self.modules:
             return (Placed(self.modules[path], 0, shape[0], 0, shape[0]),)
@@ -396,8 +397,8 @@ class BaseNames:
         """Find the peft modules and complete tensors `paths` in the base.
 
         Return the names in the base, the renames of prefixes, the modules that the base lacks, and
-        the ambiguous modules. A module is ambiguous if several modules of the base match, or if
-        another module would get the same name.
+        the ambiguous modules. A module is ambiguous if several modules of the base match it, or if
+        another one of `paths` would get the same name.
 
         If the base has a module (except a head) under its name in the adapter, the first component
         of this name is correct. ckptkit then does not rename prefixes with this first component.
@@ -429,7 +430,8 @@ class BaseNames:
     def in_files(self, path: str) -> tuple[str, tuple[str, ...]]:
         """Convert the name of a module in memory to its name in files. Also return the renames.
 
-        If `path` matches the base, or if no name or several names in files match, return `path`.
+        Return `path` unchanged if the base has a match for it, or if none or several of its names
+        in files have a match. An exact match takes precedence.
         """
         made: dict[str, tuple[str, ...]] = {path: ()}
         if not self._ways(path):

@@ -474,7 +474,8 @@ def _module(
 
 def _scaled(module: Module, config: Mapping[str, Any]) -> Module:
     """Return a module with the scale from a peft configuration."""
-    is_inner = module.kind == "attention_out"  # peft compares patterns with the attention module
+    # peft compares patterns with the name of the attention module, without out_proj.
+    is_inner = module.kind == "attention_out"
     path = module.path.removesuffix(".out_proj") if is_inner else module.path
     rank = _number(config, "r", path, "rank_pattern")
     word = "alpha" if "alpha" in config else "lora_alpha"
@@ -558,8 +559,8 @@ def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None
     """Return the name of the parameter that an adapter with `target_parameters` changes.
 
     If the adapter changes several parameters of a module, peft nests one wrapper per parameter. The
-    wrappers have the order in which the model defines the parameters. Tensor names of an inner
-    wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
+    innermost wrapper belongs to the parameter that the model defines first. Tensor names of an
+    inner wrapper contain `base_layer`. Return None if `path` does not belong to a parameter.
 
     If `target_parameters` lists a parameter without the name of its module, the parameter may
     belong to any module. A module is an exception if it is in `target_modules` and `down` has as

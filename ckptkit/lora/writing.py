@@ -118,7 +118,8 @@ _EXTRA, _POWERS = 8, 2  # oversampling and power iterations of the randomized me
 _BLOCK = 1 << 20  # maximum number of elements of a difference in memory at once
 _LEAST = 1e-6  # singular values below this fraction of the largest singular value become zero
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
-# Other fields of a configuration that change the merge. Only peft folders store all of them.
+# Fields of a configuration, apart from `_RANKS`, that change the result of a merge. Only peft
+# folders store all of these fields.
 _KEPT = ("init_lora_weights", "fan_in_fan_out", "layer_replication", "ensure_weight_tying")
 
 
@@ -352,8 +353,9 @@ def _place(path: str, paths: list[str], is_xl: bool) -> int:
 def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
     """Split a fused module into the modules of its parts.
 
-    Each part gets the complete A and some rows of B. If B is block-diagonal, each part also gets
-    only some rows of A. Parts with the same name become one module.
+    Each part gets the complete A and some rows of B. If B is block-diagonal, each part instead gets
+    one block of B, and only the rows of A that belong to this block. Parts with the same name
+    become one module.
     """
     a, b = _factors(module)
     if b.shape[0] % parts[0].units:
@@ -924,7 +926,7 @@ def resize_lora(
         modules[f"{before}{key}"] = replace(
             module, tensors={**module.tensors, **pair}, rank=len(new_a), alpha=None, scale=1.0
         )
-    # diffusers sets alpha to the rank if the file does not contain its metadata.
+    # diffusers sets alpha to the rank if the file does not contain the metadata of diffusers.
     config = None
     if read.layout == "peft":
         kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}

@@ -1003,7 +1003,7 @@ def _split(name: str) -> Name:
 def _listed(lines: list[str], rows: dict[Name, Row] | None = None) -> Iterator[Name]:
     """Yield the names in lines of the form ``module: name name``.
 
-    A line ``module: @`` lists all names of the module in `rows`.
+    A line ``module: @`` means all names of this module that `rows` contains.
     """
     for line in lines:
         modules, _, names = line.partition(": ")

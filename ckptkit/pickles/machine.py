@@ -172,7 +172,7 @@ class Machine:
         self.most = most  # name of the limit on the number of bytes read
         self.builder = builder
         self.data = b""  # the window
-        self.base = start  # offset in the source of data[0]
+        self.base = start  # offset of data[0] in the source
         self.at = 0  # index of the current opcode in the window
         self.pos = 0  # index of the next byte, valid while the method of an opcode runs
         self.frame_end: int | None = None

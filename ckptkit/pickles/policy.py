@@ -47,8 +47,8 @@ _DEEP = 32  # maximum nesting depth of dtypes
 class _TreeView:
     """Gives `ckptkit.pickles.judge` access to the values of a tree. Implements `judge.View`.
 
-    The allowlist determines the category of an Object. `_judge_object` decides whether the call is
-    harmless.
+    The allowlist determines the category of an Object. `_judge_object` decides whether the
+    operations that create the Object are harmless.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class PickleStream:
     between two pickles.
 
     ``no_weights_only`` is the reason why `torch.load(weights_only=True)` cannot read the file, None
-    if `torch.load` can read the file. If ``weak`` is True, only the first bytes suggest a pickle.
+    if it can. If ``weak`` is True, only the first bytes suggest a pickle.
     """
 
     where: str
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     opcode: str
     kind: str
     args: str  # shortened
-    offset: int  # offset in the source of the first call's opcode
+    offset: int  # offset of the first call's opcode in the source
     times: int
 
 
@@ -112,10 +112,10 @@ class Nested(NamedTuple):
     """A byte string that looks like a file.
 
     If ``loaded`` is True, unpickling also loads the byte string as a file. If ``loaded`` is False,
-    only a program that uses the byte string may load it.
+    unpickling does not load the byte string, but a program may load it later.
     """
 
-    offset: int  # offset in the source of the opcode that pushes or loads the byte string
+    offset: int  # where the source contains the opcode that pushes or loads the byte string
     source: ByteSource
     loaded: bool
 

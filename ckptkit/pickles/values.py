@@ -45,7 +45,7 @@ class Unpickled(NamedTuple):
     root: Node
     globals: tuple[Global, ...]  # every class and function that the pickle names
     protocol: int
-    stop: int  # offset in the source of the first byte after STOP
+    stop: int  # offset of the first byte after STOP in the source
     warnings: tuple[str, ...]
 
 

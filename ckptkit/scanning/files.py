@@ -105,7 +105,8 @@ def scan_all(
     """Yield a verdict on each file, in order. For a folder, yield a verdict on each file in it.
 
     For a file that cannot be read, yield a Failure. `workers` is the number of processes. For 16
-    files or more, the default is the number of cores, but at most 8.
+    files or more, the default is the number of cores, but at most 8. For fewer files, the default
+    is 1.
 
     Calls of `progress` have two arguments: a path, and a number of bytes read from this file. For
     each file, the numbers add up to the size of the file. If a worker process scans a file,

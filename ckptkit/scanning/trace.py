@@ -93,7 +93,7 @@ class _SignView:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the type of each value. For a tuple, return the types of its items.
+        """Return the category of each value. For a tuple, return the categories of its items.
 
         Return None if a value is a list, dict or set, or if an item of a tuple is a container.
         """
@@ -125,7 +125,7 @@ class Tracer:
         self.refused: tuple[int, str] | None = None  # offset and reason
         self.view = _SignView()
         self.unfinished: Sign | None = None  # an object whose state the next opcode must set
-        # Cache for calls whose verdict depends only on the types of the arguments. Each value
+        # Cache for calls whose verdict depends only on the categories of the arguments. Each value
         # contains three items: the verdict, the result of the call, and a bool. The bool is True if
         # a pickle cannot change the result, so that all calls can return the same object.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
