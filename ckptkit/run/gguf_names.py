@@ -149,8 +149,8 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _common(file: Checkpoint, other: Checkpoint) -> set[str]:
-    """Return the names that a checkpoint has in common with a GGUF file. Leave out
-    ``output.weight``, because InternLM2 uses this name in both layouts."""
+    """Return the names that a checkpoint has in common with a GGUF file, except ``output.weight``.
+    InternLM2 uses this name in both layouts."""
     return (file.weights.keys() & other.weights.keys()) - {"output.weight"}
 
 
