@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.verify/1"
 FINDINGS = 1
 SHOWN = 20  # maximum number of printed findings of a file
-NAMED = 3  # maximum number of printed tensors of a finding
+NAMED = 3  # maximum number of tensor names printed for a finding
 
 
 @click.command("verify", cls=reading.Reader)

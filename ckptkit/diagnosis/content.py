@@ -45,7 +45,7 @@ from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
 
-BLOAT = 0.3  # ckptkit yields a note if optimizer state takes at least this fraction of a file
+BLOAT = 0.3  # ckptkit yields a note if optimizer state is more than this fraction of a file
 
 
 def causes(facts: Facts) -> list[Cause]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.page/1"
 LISTINGS = ("values", "objects", "metadata")
-LISTED = 400  # maximum number of values, objects or metadata entries on the page
+LISTED = 400  # maximum number of values, of objects, and of metadata entries on the page
 BINS = 32
 LARGEST = 1e300  # larger numbers are omitted, because calculations in the script would overflow
 MOST = 1 << 53  # maximum exact integer in JavaScript
