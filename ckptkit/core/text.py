@@ -1,9 +1,10 @@
 """Functions that format text: counts, lists of names, sizes, escapes, suggestions, URLs.
 
 If names differ only in an index, `fold` joins these names into one line such as
-``layers.{0..31}.attn.weight``. An index is a number between two dots. Each folded line lists the
-exact indices of its names. `fold` joins lines along one index at a time, from the last index to the
-first. Two lines are joined only if their other columns, such as dtype and shape, are equal.
+``layers.{0..31}.attn.weight``. An index is a component of a name that is a number. A folded line
+lists the indices of its names, and omits some of them if they form more than `RUNS` ranges. `fold`
+joins lines along one index at a time, from the last index to the first. Two lines are joined only
+if their other columns, such as dtype and shape, are equal.
 """
 
 from __future__ import annotations

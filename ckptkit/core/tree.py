@@ -9,8 +9,8 @@ The functions of this module do not recurse, because a file may nest values to a
 raises LimitError if a file exceeds the maximum depth.
 
 ckptkit does not hash, compare or print values of a file with Python operators, because Python's
-operators recurse. Only dict keys are hashed and compared. Readers limit the depth of dict keys
-first.
+operators recurse. Only dict keys are hashed and compared, after readers have checked the depth of
+the keys.
 
 `rebuild` copies a tree and replaces leaves or nodes. The copy has the same shared values and cycles
 as the tree.

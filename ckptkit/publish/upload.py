@@ -7,10 +7,10 @@ finishes or aborts the multipart uploads. On a remote file system, the transacti
 removes the written files.
 
 Index files (such as the metadata of a DCP folder) are finished last. The first file with tensors is
-finished just before the index files. Therefore, if a reader finds an index file, all listed files
-exist. If the process is killed before it finishes the first file with tensors, the finished files
-are not a checkpoint. A new upload of the same output can then replace the finished files. If a
-checksum precedes its bytes in the output, the input is read twice.
+finished just before the index files. Therefore, if a reader finds an index file, all files that the
+index lists exist. If the process is killed before it finishes the first file with tensors, the
+finished files are not a checkpoint. A new upload of the same output can then replace the finished
+files. If a checksum precedes its bytes in the output, the input is read twice.
 """
 
 from __future__ import annotations
