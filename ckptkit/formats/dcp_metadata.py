@@ -164,7 +164,7 @@ def read_metadata(source: ByteSource) -> DcpIndex:
 def _check_names(names: tuple[Global, ...]) -> list[str]:
     """Raise UnsafeGlobalError for the first name for which `is_foreign` is true.
 
-    Return a warning that lists the classes of other packages.
+    Return a warning that lists the ignored classes, which belong to packages other than torch.
     """
     unknown = []
     for name in names:

@@ -344,7 +344,10 @@ class _TreeDecoder:
                 self.nodes.append(self._made(statement))
 
     def value(self, operand: Any) -> Node:
-        """Return the value of an operand. Raises IndexError if no statement created its node."""
+        """Return the value of an operand.
+
+        Raises IndexError if the operand refers to a node that no statement created.
+        """
         if operand.__class__ is list:
             (number,) = operand
             node = self.nodes[_natural(number)]

@@ -165,8 +165,8 @@ class _Shards:
     ) -> Checkpoint:
         """Read the shards of the index called `name`.
 
-        `names` contains the files of the folder if the user named the folder. If the user named
-        the index, `names` is empty.
+        If the input is the folder, `names` contains the files of the folder. If the input is the
+        index, `names` is empty.
         """
         try:
             index = _index(self.folder, name)
@@ -442,7 +442,10 @@ DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Split tensor names into files of at most `limit` bytes. The default is `DEFAULT_SIZE`."""
+    """Return the names of the tensors in each file. `sizes` maps each name to a number of bytes.
+
+    A file contains at most `limit` bytes (by default `DEFAULT_SIZE`), or one larger tensor.
+    """
     limit = DEFAULT_SIZE if limit is None else limit
     files: list[list[str]] = []
     current: list[str] = []

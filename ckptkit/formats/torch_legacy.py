@@ -515,7 +515,7 @@ class _TarTable:
 
 
 def _decimal(node: Node) -> str:
-    """Return a key as a decimal string. Raises FormatError for other values."""
+    """Return a key as a decimal string. Raises FormatError if the key is not a number."""
     text = str(node) if type(node) is int else node
     if (
         not isinstance(text, str)

@@ -371,7 +371,7 @@ def member(
 
 
 def program(name: str, data: bytes) -> Program:
-    """Return the number of functions and the file operators in the code of a program."""
+    """Return the file operators in the code of a program, and how many functions it has."""
     files = {found.group().decode() for found in _FILES.finditer(data)}
     return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
 
