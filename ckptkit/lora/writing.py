@@ -494,8 +494,9 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
             value = np.array(_number(module))
             if to == "kohya" and not value:
                 hint = f"{typed('--bake', 'bake=True')} writes factors of zeros"
-                what = f"{module.path} has alpha 0, which readers of kohya replace by the rank"
-                raise UnsupportedError(what, hint=hint)
+                what = f"{module.path} has alpha 0"
+                why = "programs that read kohya files use the rank instead"
+                raise UnsupportedError(f"{what}; {why}", hint=hint)
             own = tensor_of(value, module.tensors["A"].dtype)
             exact = own if own.numpy() == value else tensor_of(value, BY_NAME["float32"])
             yield f"{key}.alpha", exact
