@@ -143,7 +143,7 @@ def _compare(
     with ExitStack() as stack:
         if b is None:
             first = stack.enter_context(api.reading(a, read))
-            del how["values"]  # a model has no values to compare
+            del how["values"]  # the values of a model are not compared
             if any(value not in (None, False) for value in how.values()):
                 what = "a model has only keys and shapes: remove --all, --atol and --rtol"
                 raise click.UsageError(what)

@@ -151,7 +151,7 @@ class Axes:
         )
 
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
-        """Return the box that consists of the elements of a copy.
+        """Return the box of this array that a copy reads or writes.
 
         `first` is the position of the first element. `dims` contains a triple for each dimension of
         the copy: size, stride in this array, and stride in the other array. Return None if the

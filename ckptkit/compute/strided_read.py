@@ -69,8 +69,8 @@ _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 class Arrange(Operation):
     """Copies elements from the inputs. The copies fill each output element exactly once.
 
-    Elements have 1, 2, 4, 8 or 16 bytes. The copies are in normal form. Each copy fills a box of
-    the output (:func:`on_axes`).
+    Elements have 1, 2, 4, 8 or 16 bytes. The dimensions of the copies are in normal form
+    (:func:`normal`). Each copy fills a box of the output (:func:`on_axes`).
     """
 
     itemsize: int

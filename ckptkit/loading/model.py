@@ -137,7 +137,8 @@ GROUP = 1 << 30  # approximate number of bytes that torch loads in one call
 class LoadReport:
     """The result of :func:`load_into`.
 
-    ``unexpected`` contains names in the file. All other attributes contain names in the model.
+    ``unexpected`` contains names in the file. ``loaded``, ``missing``, ``mismatched`` and
+    ``narrowed`` contain names in the model.
     ``stripped`` is the prefix that was removed from the names in the file, and ``added`` the prefix
     that was added. ``mismatched`` maps a name to the shape in the file and the shape in the model.
     If a cast to the model's dtype would lose more than precision, ``narrowed`` maps the name to a

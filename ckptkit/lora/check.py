@@ -111,7 +111,10 @@ def alone(read: Adapter) -> Iterator[Finding]:
 
 
 def _of(found: Iterable[Finding], command: Callable[..., str | None]) -> Iterator[Finding]:
-    """Yield problems with commands. Equal problems of several modules become one finding."""
+    """Yield each problem, with the command that solves the problem.
+
+    Equal problems of several modules become one finding.
+    """
     kinds: dict[str, list[Finding]] = {}
     for each in found:
         kinds.setdefault(each.code if each.modules else each.title, []).append(each)

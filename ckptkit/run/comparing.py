@@ -81,7 +81,7 @@ def diff(
 
         arguments.module("other", other)
         if atol is not None or rtol is not None:
-            raise UsageError("a model has no values to compare: remove atol and rtol")
+            raise UsageError("the values of a model are not compared: remove atol and rtol")
         module: Any = other
         return against_model(ck, module, ck.name, matches=matches)
 

@@ -98,7 +98,11 @@ def report(results: list[CheckResult], on: GpuMachine) -> dict[str, Any]:
 
 
 def as_markdown(found: dict[str, Any]) -> str:
-    """Return a report as Markdown: counts, a table of all checks, their tables and tracebacks."""
+    """Return a report as Markdown.
+
+    The report contains counts, a table with the outcomes of all checks, and the table or traceback
+    that a check produced.
+    """
     about = {name: each for name, each in found["versions"].items() if each and name != "gpus"}
     lines = [
         f"{found['device']}, {plural(found['gpus'], 'GPU')}, "

@@ -125,7 +125,7 @@ WORKS = (
     Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
     Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2, 200), sizes="one"),
     Work(
-        "rules, transpose of 8 bits", "matrix", "convert {src} out.safetensors --rule 'w [o i] -> w [i o]'", "transpose",
+        "rules, transpose of 8-bit numbers", "matrix", "convert {src} out.safetensors --rule 'w [o i] -> w [i o]'", "transpose",
         _moved(2, 200), sizes="one",
     ),
     Work(
