@@ -475,11 +475,15 @@ def _several(line: Line) -> Line | None:
 
 
 def _beside(line: Line) -> Line | None:
-    """Add the missing B of `diff`: the file beside A with the most similar name."""
+    """Add the missing B of `diff`: the checkpoint beside A with the most similar name."""
+    from ckptkit.api import open_checkpoint
+
     (place, *_) = line.parts()[0]
     others = {*glob(os.path.join(os.path.dirname(place), f"*{os.path.splitext(place)[1]}"))}
-    near = nearest(place, sorted(others - {place}), 0)
-    return line.with_words([*line.words, near[0]]) if near and os.path.isfile(place) else None
+    for near in nearest(place, sorted(others - {place}), 0) if os.path.isfile(place) else ():
+        with suppress(CkptkitError), open_checkpoint(near):
+            return line.with_words([*line.words, near])
+    return None
 
 
 def _takes_value(command: click.Command, option: str) -> bool:
@@ -801,7 +805,8 @@ def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> It
     is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
     if is_wrong and sources:
         yield from _of_output(place, line, sources)
-    if line.name == "convert" and place.endswith(".gguf") and "--dequantize" not in line.words:
+    is_gguf = place.endswith(".gguf") and sources[:1] == [place]
+    if line.name == "convert" and is_gguf and "--dequantize" not in line.words:
         yield line.with_words([*line.words, "--dequantize", "bfloat16"])
     if line.name == "show" and os.path.exists(
         place

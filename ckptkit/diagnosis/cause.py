@@ -146,7 +146,7 @@ class Facts:
 
         try:
             return dequantize(self.checkpoint)
-        except CkptkitError:  # for a weight that cannot be dequantized, `is_written` returns False
+        except CkptkitError:  # a weight cannot be dequantized; `is_written` then returns False
             return self.checkpoint
 
     @property

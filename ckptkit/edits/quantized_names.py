@@ -159,8 +159,11 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
 
 
 def with_members(found: Quantization, hits: set[str]) -> set[str]:
-    """Return the names in `hits`. If `hits` contains the name or the codes of a quantized weight,
-    also return the names of all tensors of this weight."""
+    """Return the names in `hits`.
+
+    If `hits` contains the name of a quantized weight, or the name of the tensor with its codes,
+    also return the names of all tensors of this weight.
+    """
     whole = (group for group in found.groups if group.parts[0] in hits or group.name in hits)
     return hits.union(*(group.members for group in whole))
 

@@ -430,7 +430,7 @@ class BaseNames:
     def in_files(self, path: str) -> tuple[str, tuple[str, ...]]:
         """Convert the name of a module in memory to its name in files.
 
-        Also return a text for each rename.
+        Also return each rename as a string.
 
         Return `path` unchanged if the base has a match for it, or if none or several of its names
         in files have a match. An exact match takes precedence.

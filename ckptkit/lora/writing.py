@@ -458,7 +458,10 @@ def _times(tensor: Tensor, factor: float | None, dtype: str = "") -> Tensor:
 
 
 def _baked(module: Module) -> Module:
-    """Multiply A and B by the scale, like diffusers. Return the module with the scale 1."""
+    """Multiply A and B by two factors whose product is the scale, like diffusers.
+
+    Return the module with the scale 1.
+    """
     first, second = module.pair
     if first not in module.tensors or "mid" in module.tensors:
         what = f"{module.path} ({module.kind}) is not a LoRA; ckptkit cannot bake in its scale"

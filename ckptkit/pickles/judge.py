@@ -20,7 +20,7 @@ contains patterns like these.
 ``(text int?)`` matches a tuple of a string and an optional integer.
 ``{text: tensor}`` matches a dict that maps strings to tensors.
 ``{a=int *=any}`` matches a dict with string keys in which the value of the key ``a`` is an integer.
-``<scalar list>`` matches scalars, and lists that contain only scalars and lists at every depth.
+``<scalar list>`` matches a scalar, and a list whose items are scalars or such lists again.
 ``%name`` matches a class or function from the set ``name``.
 A single word is the name of another pattern, or of a function in `_TESTS`.
 """
