@@ -750,9 +750,7 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
         command, known = new.split("`")[1], _COMMAND.findall(own or "")
         if own and len(known) == 1 and known[0].split()[:3] == command.split()[:3]:
             return own.replace(known[0], command)  # the same command, with the output of the user
-        is_path = own is not None and own.startswith(
-            "did you mean"
-        )  # whether `own` suggests only a path
+        is_path = (own or "").startswith("did you mean")  # `own` suggests only a path
         return new if is_path else "; ".join(filter(None, [own, new]))
     is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
     if is_missing and place is not None and has_magic(place):
@@ -782,9 +780,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
 def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> Iterator[Line]:
     """Yield corrected command lines for the input `place`."""
     if line.name in ("average", "join", "merge") and sources:
-        yield from filter(
-            None, [line.replaced(line.name, "lora", "merge")]
-        )  # SRC may be an adapter
+        # SRC may be an adapter.
+        yield from filter(None, [line.replaced(line.name, "lora", "merge")])
         if len(sources) == 2:  # the only input may be a folder of shards
             yield from filter(None, [line.replaced(line.name, "convert")])
         yield from filter(None, [line.replaced(line.name, "join")])  # the inputs may be shards
@@ -808,9 +805,7 @@ def _of_place(error: CkptkitError, place: str, line: Line, sources: Words) -> It
     is_gguf = place.endswith(".gguf") and sources[:1] == [place]
     if line.name == "convert" and is_gguf and "--dequantize" not in line.words:
         yield line.with_words([*line.words, "--dequantize", "bfloat16"])
-    if line.name == "show" and os.path.exists(
-        place
-    ):  # the user may have named an entry, not a tensor
+    if line.name == "show" and os.path.exists(place):  # the user may have named an entry
         inspect = line.with_words(["inspect" if each == "show" else each for each in line.words])
         yield from filter(None, [_selected(word, inspect) for word in sources[1:]])
     if line.name == "convert" and "--key" in line.words:

@@ -134,7 +134,7 @@ def is_stream(value: object) -> TypeGuard[IO[bytes]]:
         return False
     if hasattr(value, "encoding"):  # a text stream rejects bytes
         error = wrong("destination", "a binary file object", value)
-        error.hint = "open(path, 'wb') returns one"
+        error.hint = "open(path, 'wb') returns a binary file object"
         raise error
     return True
 

@@ -77,7 +77,8 @@ _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _MODEL = re.compile(r"((?:.*\.)?)(?:model|transformer)\.")
 # Classes of transformers without a language model head
 _HEADLESS = re.compile(
-    r".*(?<!LMHead)(?<!MT)(?<!DoubleHeads)Model|.*For(.*Classification|QuestionAnswering|MultipleChoice)"
+    r".*(?<!LMHead)(?<!MT)(?<!DoubleHeads)Model"
+    r"|.*For(.*Classification|QuestionAnswering|MultipleChoice)"
 )
 # Maps task types to the names of the modules that peft adds to modules_to_save
 _NEW_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score")}

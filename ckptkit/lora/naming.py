@@ -285,8 +285,8 @@ def is_fused(name: str, shape: Shape) -> bool:
 class BaseNames:
     """The names of a base, for finding the modules of an adapter.
 
-    `components` lists the components of the adapter. If only one component is a text encoder, the
-    modules of the text encoder in the base may lack a prefix. ``modules`` maps each module and
+    `components` lists the components of the adapter. If the adapter has only one text encoder, the
+    modules of this encoder in the base may lack a prefix. ``modules`` maps each module and
     parameter to its tensor. ``experts`` maps each fused parameter of all experts to the matrices of
     each expert.
     """
@@ -501,7 +501,7 @@ def _one(path: str, fits: Mapping[T, bool]) -> T | None:
     """
     fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
     if len(fitting) > 1:
-        names = [str(each if isinstance(each, str) else each[0]) for each in fitting]  # type: ignore
+        names = [str(each[0] if isinstance(each, tuple) else each) for each in fitting]
         hint = f"choose the name with {typed('lora merge --sub REGEX=REPL', 'sub=...')}"
         raise AmbiguousError(f"{shown(path)} could be {some(names, 4)}", hint=hint)
     return next(iter(fitting or fits), None)

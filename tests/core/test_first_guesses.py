@@ -69,7 +69,7 @@ GUESSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda net: ckptkit.save(ckptkit.recover(saved(net)), "x.pth"), "attribute checkpoint"),  # type: ignore[arg-type]
     (lambda net: ckptkit.convert(net, "x.pth", dequantize="bf16"), "ckptkit.dequantize)"),
     (lambda net: ckptkit.convert(net, "x.pth", drop="conv.*"), "drop='head.*'"),
-    (lambda net: ckptkit.save(net, io.StringIO()), "open(path, 'wb') returns one"),  # type: ignore[arg-type]
+    (lambda net: ckptkit.save(net, io.StringIO()), "open(path, 'wb') returns a binary file object"),  # type: ignore[arg-type]
     (lambda net: ckptkit.open(net, "model"), "key='model'"),  # type: ignore[arg-type]
     (lambda net: ckptkit.save(net, "x.pth", no_extras=True), "extras=False"),
     (lambda net: ckptkit.convert(net, "x.pth", cast="fp16"), "ckptkit.cast(ck, 'float16')"),
