@@ -5,7 +5,7 @@ Each public name is imported on first use, so ``import ckptkit`` itself is fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core import __version__, hooks
@@ -57,20 +57,6 @@ if TYPE_CHECKING:
     from ckptkit.run.comparing import diff as diff
 
     open = open_checkpoint
-
-# Functions that lower-level modules, such as core, call by name. Each value is (module, function).
-_HOOKS = {
-    "html": ("views.notebook", "html"),
-    "inside": ("scanning.find", "inside"),
-    "open": ("api", "open_checkpoint"),
-    "numpy": ("compute.torch_bridge", "numpy"),
-    "elements": ("compute.torch_bridge", "elements"),
-    "torch": ("compute.torch_bridge", "torch_tensor"),
-    "map": ("edits.elements", "map_weights"),
-    "set": ("edits.structure", "with_value"),
-    "drop": ("edits.structure", "drop_entry"),
-    "lora_hint": ("lora.merge", "hint"),
-}
 
 # The module of each public name. `edits.PUBLIC` contains the modules of edits.
 _PLACES = {
@@ -153,15 +139,80 @@ __all__ = [
 ]
 
 
-def _hook(name: str) -> Callable[..., Any]:
-    from importlib import import_module
+def _open_checkpoint(source: Any) -> Checkpoint:
+    from ckptkit.api import open_checkpoint
 
-    module, attribute = _HOOKS[name]
-    found: Callable[..., Any] = getattr(import_module(f"ckptkit.{module}"), attribute)
-    return found
+    return open_checkpoint(source)
 
 
-hooks.find = _hook
+def _with_value(checkpoint: Checkpoint, path: str, value: object) -> Checkpoint:
+    from ckptkit.edits.structure import with_value
+
+    return with_value(checkpoint, path, value)
+
+
+def _drop_entry(checkpoint: Checkpoint, path: str) -> Checkpoint:
+    from ckptkit.edits.structure import drop_entry
+
+    return drop_entry(checkpoint, path)
+
+
+def _map_weights(
+    checkpoint: Checkpoint, function: Callable[..., Any], keys: str | Iterable[str]
+) -> Checkpoint:
+    from ckptkit.edits.elements import map_weights
+
+    return map_weights(checkpoint, function, keys)
+
+
+def _numpy(tensor: Tensor) -> Any:
+    from ckptkit.compute.torch_bridge import numpy
+
+    return numpy(tensor)
+
+
+def _elements(tensor: Tensor, index: object) -> Any:
+    from ckptkit.compute.torch_bridge import elements
+
+    return elements(tensor, index)
+
+
+def _torch_tensor(tensor: Tensor, device: object) -> Any:
+    from ckptkit.compute.torch_bridge import torch_tensor
+
+    return torch_tensor(tensor, device)
+
+
+def _html(value: object) -> str:
+    from ckptkit.views.notebook import html
+
+    return html(value)
+
+
+def _pickles_inside(source: Any) -> Any:
+    from ckptkit.scanning.find import inside
+
+    return inside(source)
+
+
+def _lora_hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
+    from ckptkit.lora.merge import hint
+
+    return hint(adapter, others)
+
+
+# The functions import their rooms on first use. The rooms of these functions import `core`, so
+# `core` cannot import these rooms.
+hooks.open_checkpoint = _open_checkpoint
+hooks.with_value = _with_value
+hooks.drop_entry = _drop_entry
+hooks.map_weights = _map_weights
+hooks.numpy = _numpy
+hooks.elements = _elements
+hooks.torch_tensor = _torch_tensor
+hooks.html = _html
+hooks.pickles_inside = _pickles_inside
+hooks.lora_hint = _lora_hint
 
 
 def __getattr__(name: str) -> object:

@@ -246,7 +246,7 @@ class Diff:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook."""
-        html: str = hooks.call("html", self)
+        html: str = hooks.html(self)
         return html
 
     def __str__(self) -> str:

@@ -311,12 +311,12 @@ class Checkpoint:
         `value` is any value that `ckptkit.save` accepts: plain values, torch tensors, numpy arrays,
         tensors of checkpoints, and containers of these.
         """
-        made: Checkpoint = hooks.call("set", self, path, value)
+        made: Checkpoint = hooks.with_value(self, path, value)
         return made
 
     def without(self, path: str) -> Checkpoint:
         """Return a checkpoint without the entry at the dotted `path`."""
-        made: Checkpoint = hooks.call("drop", self, arguments.text("path", path))
+        made: Checkpoint = hooks.drop_entry(self, arguments.text("path", path))
         return made
 
     def map(self, function: Callable[..., Any], keys: str | Iterable[str] = "*") -> Checkpoint:
@@ -328,7 +328,7 @@ class Checkpoint:
         the argument is a meta tensor, or the weight if `function` fails on meta tensors. The second
         call happens when the checkpoint is written. Only one weight at a time is in memory.
         """
-        made: Checkpoint = hooks.call("map", self, function, keys)
+        made: Checkpoint = hooks.map_weights(self, function, keys)
         return made
 
     def __enter__(self) -> Checkpoint:
@@ -346,7 +346,7 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks, with tables of the weights and the other entries."""
-        html: str = hooks.call("html", self)
+        html: str = hooks.html(self)
         return html
 
     @property
@@ -383,7 +383,7 @@ def opened(source: Source) -> Checkpoint:
     """Return `source` if it is a Checkpoint. Otherwise, open `source` and return its checkpoint."""
     if isinstance(source, Checkpoint):
         return source
-    made: Checkpoint = hooks.call("open", source)
+    made: Checkpoint = hooks.open_checkpoint(source)
     return made
 
 

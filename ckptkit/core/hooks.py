@@ -1,16 +1,17 @@
-"""Hooks: `ckptkit.core` calls functions of other subpackages by name, without importing them."""
+"""Functions of later rooms that earlier rooms call. `ckptkit/__init__.py` sets each function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-
-def find(name: str) -> Callable[..., Any]:
-    """Return the function called `name`. `ckptkit/__init__.py` replaces this function."""
-    raise NotImplementedError(name)
-
-
-def call(name: str, *args: Any) -> Any:
-    """Call the hook `name` with `args` and return its result."""
-    return find(name)(*args)
+open_checkpoint: Callable[..., Any]
+with_value: Callable[..., Any]
+drop_entry: Callable[..., Any]
+map_weights: Callable[..., Any]
+numpy: Callable[..., Any]
+elements: Callable[..., Any]
+torch_tensor: Callable[..., Any]
+html: Callable[..., Any]
+pickles_inside: Callable[..., Any]
+lora_hint: Callable[..., Any]

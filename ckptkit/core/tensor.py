@@ -134,12 +134,12 @@ class Tensor:
         bfloat16 and 8-bit floats become dtypes of the package ml_dtypes. Raises TensorError if
         numpy cannot represent the tensor.
         """
-        array: Array = hooks.call("numpy", self)
+        array: Array = hooks.numpy(self)
         return array
 
     def torch(self, device: object = None) -> torch.Tensor:
         """Read the elements into a torch tensor on `device` (default: the CPU)."""
-        tensor: torch.Tensor = hooks.call("torch", self, device)
+        tensor: torch.Tensor = hooks.torch_tensor(self, device)
         return tensor
 
     def __getitem__(self, index: object) -> Array:
@@ -150,7 +150,7 @@ class Tensor:
         ckptkit reads only the bytes of these elements, and gaps of less than 64 KiB between
         elements.
         """
-        found: Array = hooks.call("elements", self, index)
+        found: Array = hooks.elements(self, index)
         return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:

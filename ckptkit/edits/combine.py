@@ -69,7 +69,7 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
         raise UnsupportedError(
             f"is an adapter of a model, such as LoRA ({seen}): {why}",
             where=ck.name,
-            hint=hooks.call("lora_hint", ck, others),
+            hint=hooks.lora_hint(ck, others),
         )
 
 

@@ -236,7 +236,7 @@ def _source_holds_calls(source: ByteSource) -> bool:
 
 
 def _is_proved(source: ByteSource) -> bool:
-    for seen in hooks.call("inside", source):
+    for seen in hooks.pickles_inside(source):
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved
         if unproved or (isinstance(seen, Program) and seen.files):
             return False
