@@ -24,10 +24,6 @@ LIMIT = 180  # time limit of a check in seconds
 Facts = dict[str, Any]
 
 
-class NotHere(Exception):
-    """A check is not possible on this machine."""
-
-
 class Failed(Exception):
     """A check has failed."""
 
@@ -53,23 +49,19 @@ class GpuMachine:
         """Two GPUs, or the CPU twice to simulate two devices."""
         return ("cuda:0", "cuda:1") if self.gpus > 1 else ("cpu", "cpu")
 
-    def needs(self, gpus: int) -> None:
-        """Raise NotHere if the machine has fewer than `gpus` GPUs."""
-        if self.gpus < gpus:
-            raise NotHere(f"needs {plural(gpus, 'GPU')}, but this machine has {self.gpus}")
-
 
 @dataclass(frozen=True)
 class DeviceCheck:
     """A check. ``function(machine, folder)`` gets an empty folder, and returns measurements.
 
-    If the machine has fewer than `gpus` GPUs, the check is only simulated. `function` raises
-    NotHere if the machine cannot run the check, and Failed if the check fails.
+    If the machine has fewer than `gpus` GPUs, the check is only simulated. With fewer than `needs`
+    GPUs, the check is not possible. `function` raises Failed if the check fails.
     """
 
     name: str
     gpus: int
     function: Callable[[GpuMachine, Path], Facts]
+    needs: int = 0
 
 
 @dataclass
@@ -118,6 +110,9 @@ def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
 
     If the check used several processes, the list ``processes`` contains the report of each process.
     """
+    if on.gpus < check.needs:
+        why = f"needs {plural(check.needs, 'GPU')}, but this machine has {on.gpus}"
+        return CheckResult(check.name, "not possible here", why=why)
     started, result = monotonic(), CheckResult(check.name, "failed")
     folder.mkdir()
     witness = Witness()
@@ -126,13 +121,11 @@ def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
             result.facts = check.function(on, folder)
         processes = result.facts.get("processes", [])
         witness.devices |= {each["device"] for each in processes}
-        result.status = "simulated" if on.gpus < check.gpus else "passed"
-        if result.status == "passed":
+        if on.gpus >= check.gpus:
             require_evidence(check, witness, processes)
-    except NotHere as reason:
-        result.status, result.why = "not possible here", str(reason)
+        result.status = "simulated" if on.gpus < check.gpus else "passed"
     except Exception as error:
-        result.status, result.why = "failed", f"{type(error).__name__}: {error}"
+        result.why = f"{type(error).__name__}: {error}"
         result.traceback = traceback.format_exc()
     result.devices = sorted(witness.devices)
     result.seconds = round(monotonic() - started, 2)

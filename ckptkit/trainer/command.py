@@ -18,37 +18,41 @@ from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles
 
 INTERRUPTED = 130  # exit code of an interrupted run (Ctrl-C)
 FILE = click.Path(dir_okay=False, path_type=Path)
+FILES = tuple(each.name for each in fields(RunFiles))
 CHECKPOINT = click.Path(path_type=Path)  # a file or a folder of shards
 
 
-def _of_config(function: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of Config."""
-    for each in reversed(fields(Config)):
+def _options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of Config and of RunFiles."""
+    for each in reversed((*fields(Config), *fields(RunFiles))):
         function = _option(each)(function)
     return function
 
 
 def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    name, how = of.name.replace("_", "-"), of.metadata
+    flag, how = f"--{of.name.replace('_', '-')}", of.metadata
     words = {"default": of.default, "help": how["help"], "metavar": how.get("metavar")}
-    if of.name == "devices":
+    words["show_default"] = True
+    if of.name == "resume":
+        words |= {"type": CHECKPOINT, "is_eager": True, "callback": _resume}
+    elif of.name in FILES:
+        words["type"] = FILE
+    elif of.name == "devices":
         words |= {"default": "", "show_default": False, "callback": _devices}
-        return click.option(f"--{name}", **words)
-    if isinstance(of.default, bool):
+    elif isinstance(of.default, bool):
         # --resume may set a flag from a checkpoint, so there must be an option that clears the
         # flag.
         if of.name in CHANGEABLE:
-            return click.option(f"--{name}/--no-{name}", show_default=True, **words)
-        return click.option(f"--{name}", is_flag=True, **words)
-    kind: Any = None
-    if "choices" in how:
-        kind = click.Choice(how["choices"])
+            flag += f"/--no-{flag[2:]}"
+        words["is_flag"] = True
+    elif "choices" in how:
+        words["type"] = click.Choice(how["choices"])
     elif isinstance(of.default, int) or "least" in how:
-        kind = click.IntRange(how.get("least", 0))
+        words["type"] = click.IntRange(how.get("least", 0))
     elif not isinstance(of.default, str):
         least, is_open = how.get("above", 0), "above" in how
-        kind = click.FloatRange(least, how.get("below"), min_open=is_open, max_open=True)
-    return click.option(f"--{name}", type=kind, show_default=True, **words)
+        words["type"] = click.FloatRange(least, how.get("below"), min_open=is_open, max_open=True)
+    return click.option(flag, **words)
 
 
 def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -66,29 +70,7 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
 
 @click.command("train")
 @click.argument("out", type=click.Path(path_type=Path), required=False)
-@_of_config
-@click.option(
-    "--resume",
-    type=CHECKPOINT,
-    metavar="FILE",
-    is_eager=True,
-    callback=_resume,
-    help="Resume from a checkpoint of --save-form full, with the options of its run.",
-)
-@click.option("--metrics", type=FILE, metavar="FILE", help="Write metrics as JSON lines.")
-@click.option("--plot", type=FILE, metavar="FILE", help="Write a plot of loss and accuracy (PNG).")
-@click.option(
-    "--memory-report",
-    type=FILE,
-    metavar="FILE",
-    help="Write the memory and the seconds of each step as JSON lines.",
-)
-@click.option(
-    "--memory-snapshot",
-    type=FILE,
-    metavar="FILE",
-    help="Write all allocations on GPUs, for pytorch.org/memory_viz.",
-)
+@_options
 @click.option("--trace-shapes", is_flag=True, help="Print how batches are split over devices.")
 @click.option(
     "--evaluate",
@@ -100,11 +82,6 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
 @click.option("--quiet", "-q", is_flag=True, help="Do not print a line per epoch.")
 def command(
     out: Path | None,
-    resume: Path | None,
-    metrics: Path | None,
-    plot: Path | None,
-    memory_report: Path | None,
-    memory_snapshot: Path | None,
     trace_shapes: bool,
     evaluate: Path | None,
     force: bool,
@@ -127,6 +104,7 @@ def command(
     if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
         # The checkpoint had a prefix, but this run has no wrapper.
         options["keep_module_prefix"] = False
+    files = RunFiles(**{name: options.pop(name) for name in FILES})
     config = Config(**options)
     from ckptkit.trainer import loop, saving
 
@@ -138,8 +116,7 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
-    files = RunFiles(resume, metrics, plot, memory_report, memory_snapshot)
-    after = saving.finished_epochs(resume) if resume else 0
+    after = saving.finished_epochs(files.resume) if files.resume else 0
     saving.check_output(out, files, config, force, after)
     log = loop.silent if quiet else log
     loop.train(config, out, files, trace_shapes=trace_shapes, log=log, bar=_bar)

@@ -37,6 +37,34 @@ RECORDED_IF_USED = (
     "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",
     "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
+# Options that have an effect only with certain values of another option.
+NEEDED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "segments": ("model", SEGMENTED),
+    "memory_efficient": ("model", ("densenet",)),
+    "dropout": ("model", ("densenet",)),
+    "keep_module_prefix": ("parallel", PREFIXED),
+    "output_device": ("parallel", ("dp",)),
+    "sync_batch_norm": ("parallel", ("ddp", "fsdp")),
+    "amp_dtype": ("amp", (True,)),
+}
+# Options that cannot be combined, and the reason. True stands for any value that is not 0 or empty.
+CONFLICTS: tuple[tuple[dict[str, Any], str], ...] = (
+    (
+        {"dropout": True, "preserve_rng": False},
+        "recomputing would use another dropout mask, and compute wrong gradients",
+    ),
+    ({"save_best": True, "validation": 0}, "the test set must not select a checkpoint"),
+    (
+        {"deterministic": True, "benchmark": True},
+        "cuDNN would choose algorithms by time, so runs would not be deterministic",
+    ),
+    (
+        {"amp_dtype": "float16", "parallel": "fsdp"},
+        "float16 needs loss scaling, which the trainer does not support with fsdp",
+    ),
+    ({"ema": True, "parallel": "fsdp"}, "the trainer does not support this"),
+    ({"ema": True, "save_form": "bare"}, "a bare checkpoint cannot contain the moving average"),
+)
 VALIDATION = 10  # default with --save-best: hold out every tenth training image
 
 
@@ -186,77 +214,20 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        is_densenet, is_prefixed = self.model == "densenet", self.parallel in PREFIXED
-        for is_wrong, message, hint in (
-            (
-                self.segments and self.model not in SEGMENTED,
-                f"{self.model} has no segments to recompute",
-                f"use --model {' or '.join(SEGMENTED)}",
-            ),
-            (
-                self.memory_efficient and not is_densenet,
-                f"{self.model} has no bottlenecks to recompute",
-                "use --model densenet",
-            ),
-            (
-                self.dropout and not is_densenet,
-                f"{self.model} has no dropout layers",
-                "use --model densenet",
-            ),
-            (
-                self.dropout and not self.preserve_rng,
-                "--no-preserve-rng would recompute with another dropout mask, and compute wrong "
-                "gradients",
-                "remove --dropout",
-            ),
-            (
-                self.keep_module_prefix and not is_prefixed,
-                f"--parallel {self.parallel} adds no prefix to the keys",
-                f"use --parallel {' or '.join(PREFIXED)}",
-            ),
-            (
-                self.output_device and self.parallel != "dp",
-                f"--parallel {self.parallel} gathers no outputs on --output-device",
-                "use --parallel dp",
-            ),
-            (
-                self.save_best and self.validation == 0,
-                "--save-best needs held-out images: the test set must not select a checkpoint",
-                f"use --validation {VALIDATION}",
-            ),
-            (
-                self.benchmark and self.deterministic,
-                "--benchmark lets cuDNN choose algorithms by time, so runs are not deterministic",
-                "remove --deterministic",
-            ),
-            (
-                self.amp_dtype != "bfloat16" and not self.amp,
-                f"--amp-dtype {self.amp_dtype} has no effect without --amp",
-                "add --amp",
-            ),
-            (
-                self.parallel == "fsdp" and self.amp_dtype == "float16",
-                "float16 needs loss scaling: the trainer does not support loss scaling with fsdp",
-                "use --amp-dtype bfloat16, or --parallel ddp",
-            ),
-            (
-                self.parallel == "fsdp" and self.ema,
-                "the trainer does not support --ema with fsdp",
-                "use --parallel ddp",
-            ),
-            (
-                self.sync_batch_norm and self.parallel not in ("ddp", "fsdp"),
-                f"--parallel {self.parallel} is a single process: there are no statistics to sync",
-                "use --parallel ddp",
-            ),
-            (
-                self.ema and self.save_form == "bare",
-                "a bare checkpoint cannot contain the moving average",
-                "use --save-form wrapped",
-            ),
-        ):
-            if is_wrong:
-                raise RequestError(message, hint=hint)
+        for name, (other, values) in NEEDED.items():
+            value = getattr(self, name)
+            if value != DEFAULTS[name] and getattr(self, other) not in values:
+                needed = " or ".join(typed(other, each) for each in values)
+                raise RequestError(f"{typed(name, value)} needs {needed}", hint=f"use {needed}")
+        for options, why in CONFLICTS:
+            given = {name: getattr(self, name) for name in options}
+            if all(
+                bool(given[name]) == each if isinstance(each, bool) else given[name] == each
+                for name, each in options.items()
+            ):
+                words = [typed(name, value) for name, value in given.items()]
+                hint = f"remove {words[0].split()[0]}"
+                raise RequestError(f"{' '.join(words)}: {why}", hint=hint)
 
     @property
     def held_out(self) -> int:
@@ -302,11 +273,20 @@ def typed(name: str, value: object) -> str:
 class RunFiles:
     """Files that a run reads and writes in addition to its checkpoint. None means no file."""
 
-    resume: Path | None = None
-    metrics: Path | None = None
-    plot: Path | None = None
-    memory_report: Path | None = None
-    memory_snapshot: Path | None = None
+    # ruff: noqa: RUF009  (option returns a field)
+    resume: Path | None = option(
+        None,
+        "Resume from a checkpoint of --save-form full, with the options of its run.",
+        metavar="FILE",
+    )
+    metrics: Path | None = option(None, "Write metrics as JSON lines.", metavar="FILE")
+    plot: Path | None = option(None, "Write a plot of loss and accuracy (PNG).", metavar="FILE")
+    memory_report: Path | None = option(
+        None, "Write the memory and the seconds of each step as JSON lines.", metavar="FILE"
+    )
+    memory_snapshot: Path | None = option(
+        None, "Write all allocations on GPUs, for pytorch.org/memory_viz.", metavar="FILE"
+    )
 
     @property
     def written(self) -> list[Path]:

@@ -29,8 +29,8 @@ from typing import Any
 import click
 import torch
 
-import ckptkit
 from ckptkit.core.text import plural
+from ckptkit.trainer import saving
 from ckptkit.trainer.checking import LIMIT, CheckResult, Facts, GpuMachine, run_limited
 from ckptkit.trainer.gpu_checks import CHECKS
 
@@ -52,35 +52,25 @@ def driver_version(text: str) -> str | None:
 
 def versions(on: GpuMachine) -> Facts:
     """Return the versions of libraries and driver, and the GPUs with their UUIDs."""
-    found: Facts = {
-        "ckptkit": ckptkit.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "driver": None,
-        "cudnn": None,
-        "nccl": None,
-        "gpus": [],
-    }
+    about: Facts = {**saving.versions(), "driver": None, "nccl": None, "gpus": []}
     if on.gpus:
-        backend: Any = torch.backends.cudnn  # torch.backends.cudnn has no type annotations
-        found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # torch is built without nccl
             nccl: Any = torch.cuda.nccl  # torch.cuda.nccl has no type annotations
-            found["nccl"] = ".".join(map(str, nccl.version()))
+            about["nccl"] = ".".join(map(str, nccl.version()))
         with suppress(OSError):  # not Linux
-            found["driver"] = driver_version(DRIVER.read_text())
+            about["driver"] = driver_version(DRIVER.read_text())
     for number in range(on.gpus):
-        about = torch.cuda.get_device_properties(number)
-        found["gpus"].append(
+        gpu = torch.cuda.get_device_properties(number)
+        uuid, capability = getattr(gpu, "uuid", ""), f"{gpu.major}.{gpu.minor}"  # since torch 2.4
+        about["gpus"].append(
             {
-                "name": about.name,
-                "uuid": str(getattr(about, "uuid", "")),  # since torch 2.4
-                "capability": f"{about.major}.{about.minor}",
-                "memory": about.total_memory,
+                "name": gpu.name,
+                "uuid": str(uuid),
+                "capability": capability,
+                "memory": gpu.total_memory,
             }
         )
-    return found
+    return about
 
 
 def report(results: list[CheckResult], on: GpuMachine) -> dict[str, Any]:
@@ -103,28 +93,30 @@ def as_markdown(found: dict[str, Any]) -> str:
     The report contains counts, a table with the outcomes of all checks, and the table or traceback
     that a check produced.
     """
-    about = {name: each for name, each in found["versions"].items() if each and name != "gpus"}
+    versions = (
+        f"{name} {each}" for name, each in found["versions"].items() if each and name != "gpus"
+    )
     lines = [
-        f"{found['device']}, {plural(found['gpus'], 'GPU')}, "
-        + ", ".join(f"{name} {each}" for name, each in about.items()),
+        ", ".join([found["device"], plural(found["gpus"], "GPU"), *versions]),
         "",
-        ", ".join(f"{count} {status}" for status, count in found["counts"].items()),
+        summary(found),
         "",
         "| check | outcome | devices | seconds | |",
         "|---|---|---|---|---|",
     ]
+    blocks: list[str] = []
     for result in found["results"]:
         why = result["why"].replace("\n", " ").replace("|", "/")
-        devices = ", ".join(result["devices"])
-        lines.append(
-            f"| {result['name']} | {result['status']} | {devices} | {result['seconds']} | {why} |"
-        )
-    for result in found["results"]:
-        if "table" in result["facts"]:
-            lines += ["", result["name"], "", "```text", *result["facts"]["table"], "```"]
-        if result["traceback"]:
-            lines += ["", result["name"], "", "```text", result["traceback"].rstrip(), "```"]
-    return "\n".join(lines) + "\n"
+        cells = result["name"], result["status"], ", ".join(result["devices"]), result["seconds"]
+        lines.append(f"| {' | '.join(map(str, cells))} | {why} |")
+        for block in ("\n".join(result["facts"].get("table", ())), result["traceback"].rstrip()):
+            blocks += ["", result["name"], "", "```text", block, "```"] if block else []
+    return "\n".join([*lines, *blocks]) + "\n"
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Return the number of checks with each outcome in a report."""
+    return ", ".join(f"{count} {status}" for status, count in found["counts"].items())
 
 
 @click.command("gpu")
@@ -161,7 +153,7 @@ def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
             found = report(results, on)
             (out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
             (out / "report.md").write_text(as_markdown(found))
-    click.echo(", ".join(f"{count} {status}" for status, count in found["counts"].items()))
+    click.echo(summary(found))
     raise SystemExit(int(found["counts"]["failed"] > 0))
 
 

@@ -11,7 +11,8 @@ import gc
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -28,10 +29,10 @@ import ckptkit
 from ckptkit.core.text import plural
 from ckptkit.trainer import loop, parallel
 from ckptkit.trainer.checking import DeviceCheck, Facts, GpuMachine, Witness, require
-from ckptkit.trainer.config import FORMS, MODELS, Config, RequestError, RunFiles
+from ckptkit.trainer.config import FORMS, MODELS, Config, RunFiles
 from ckptkit.trainer.log import SavedBytes
 from ckptkit.trainer.models import Cnn
-from ckptkit.trainer.run import prepare
+from ckptkit.trainer.run import Run, prepare
 from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
@@ -40,22 +41,47 @@ NET = (3, 32, 32), 10, 0.25  # arguments of the class Cnn for the model of SMALL
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}
 CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32
 CHECKS: list[DeviceCheck] = []
+Check = Callable[[GpuMachine, Path], Facts]
 
 
-def check(name: str, gpus: int = 1) -> Callable[[Callable[[GpuMachine, Path], Facts]], Any]:
+def check(name: str, gpus: int = 1, needs: int = 0) -> Callable[[Check], Check]:
     """Return a decorator that adds a function to CHECKS."""
 
-    def add(function: Callable[[GpuMachine, Path], Facts]) -> Callable[[GpuMachine, Path], Facts]:
-        CHECKS.append(DeviceCheck(name, gpus, function))
+    def add(function: Check) -> Check:
+        CHECKS.append(DeviceCheck(name, gpus, function, needs))
         return function
 
     return add
 
 
+def small(on: GpuMachine, **options: Any) -> Config:
+    """Return the config of a small run, by default on the first device."""
+    return replace(SMALL, **{"devices": (str(on.device),), **options})
+
+
 def train(on: GpuMachine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
-    """Train a small run on the first device. Return the accuracy."""
-    options = {"devices": (str(on.device),), **options}
-    return loop.train(replace(SMALL, **options), out, files, log=loop.silent)
+    """Train a small run. Return the accuracy."""
+    return loop.train(small(on, **options), out, files, log=loop.silent)
+
+
+@contextmanager
+def prepared(on: GpuMachine, **options: Any) -> Iterator[Run]:
+    """Yield a small run before its first epoch."""
+    config = small(on, **options)
+    with parallel.group(config) as group:
+        yield prepare(config, group)
+
+
+@contextmanager
+def refused(message: str) -> Iterator[None]:
+    """Raise Failed unless the ``with`` block raises an error that contains a message."""
+    try:
+        yield
+    except (ckptkit.CkptkitError, RuntimeError) as error:
+        said = f"{error} {getattr(error, 'hint', '')}"
+        require(message in said, said)
+    else:
+        require(False, f"no error with {message!r}")
 
 
 def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
@@ -114,10 +140,12 @@ def _report_of(out: Path, rank: int) -> Path:
 def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
     """Return the largest difference of the weights in two files. Raises Failed if the difference
     exceeds `most`."""
-    ours, theirs = (ckptkit.load(path, map_location="cpu") for path in (one, other))
     ours, theirs = (
-        {name.removeprefix("module."): value for name, value in each.items()}
-        for each in (ours, theirs)
+        {
+            name.removeprefix("module."): value
+            for name, value in ckptkit.load(path, map_location="cpu").items()
+        }
+        for path in (one, other)
     )
     require(list(ours) == list(theirs), "other keys")
     difference = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
@@ -141,14 +169,10 @@ def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
     keys = ckptkit.load(folder / "two.pth", map_location="cpu")
     require(all(key.startswith("module.") for key in keys), "keys without module.")
-    try:
-        parallel.Replicated(Cnn(*NET).to(on.pair[1]), tuple(map(torch.device, on.pair)))(
-            torch.zeros(4, 3, 32, 32, device=on.pair[0])
-        )
-    except RuntimeError as error:
-        require("device_ids[0]" in str(error), str(error))  # the model is not on the first device
-    else:
-        require(on.gpus < 2, "torch accepted a model on the second device")
+    if on.gpus > 1:  # the model is not on the first device
+        devices = tuple(map(torch.device, on.pair))
+        with refused("device_ids[0]"):
+            parallel.Replicated(Cnn(*NET).to(devices[1]), devices)(torch.zeros(4, 3, 32, 32))
     return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
 
 
@@ -220,7 +244,7 @@ def models(on: GpuMachine, folder: Path) -> Facts:
     for model in MODELS:
         options: Facts = {"model": model, "width": 0.1}
         here = train(on, folder / f"{model}.pth", **options)
-        config = replace(SMALL, devices=("cpu",), **options)
+        config = small(on, **options, devices=("cpu",))
         there = loop.evaluate(config, folder / f"{model}.pth", log=loop.silent)
         require(
             abs(here - there) < 0.03, f"{model}: accuracy {here} after training, {there} on the CPU"
@@ -260,10 +284,8 @@ def device_count(visible: str) -> int:
 
 @check("S09 options choose the first device and the output device; devices can be hidden", gpus=2)
 def choosing(on: GpuMachine, folder: Path) -> Facts:
-    try:
+    with refused("no device cuda:77"):
         train(on, folder / "none.pth", devices=("cuda:77",))
-    except RequestError as error:
-        require("no device cuda:77" in str(error), str(error))
     second = on.pair[1]
     train(on, folder / "second.pth", devices=(second,))
     train(on, folder / "out.pth", parallel="dp", devices=on.pair[::-1], output_device=on.pair[0])
@@ -309,11 +331,10 @@ def contents(on: GpuMachine, folder: Path) -> Facts:
 
 @check("S17 the outputs of a recurrent model have the batch in dim 0", gpus=2)
 def recurrent(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "run.pth", model="crnn", parallel="dp", devices=on.pair, width=0.1)
-    config = replace(SMALL, model="crnn", parallel="dp", devices=on.pair, width=0.1)
-    with parallel.group(config) as group:
-        run = prepare(config, group)
-        scores = run.wrapped.eval()(run.data.train[0][:6].to(group.device))
+    options: Facts = {"model": "crnn", "parallel": "dp", "devices": on.pair, "width": 0.1}
+    train(on, folder / "run.pth", **options)
+    with prepared(on, **options) as run:
+        scores = run.wrapped.eval()(run.data.train[0][:6].to(run.group.device))
     require(len(scores) == 6, f"the outputs are {list(scores.shape)}")
     return {"outputs": list(scores.shape)}
 
@@ -340,9 +361,8 @@ def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
     return {"bytes": len(one)}
 
 
-@check("S20 every GPU has its own UUID, and empty_cache returns memory")
+@check("S20 every GPU has its own UUID, and empty_cache returns memory", needs=1)
 def about_gpus(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(1)
     train(on, folder / "run.pth", empty_cache=True)
     reserved = torch.cuda.memory_reserved()
     torch.zeros(1 << 20, device=on.device)
@@ -357,12 +377,10 @@ def about_gpus(on: GpuMachine, folder: Path) -> Facts:
 @check("S23 clipping limits the norm, and the schedule changes the learning rate")
 def clipping(on: GpuMachine, folder: Path) -> Facts:
     """With a learning rate of 1, one step moves the weights by exactly the clipped norm."""
-    config = replace(SMALL, devices=(str(on.device),), lr=1.0, momentum=0.0, batch_size=512)
+    how: Facts = {"lr": 1.0, "momentum": 0.0, "batch_size": 512, "clip_norm": 0.01}
     moved = {}
     for kind in (2.0, float("inf")):
-        options: Facts = {"clip_norm": 0.01, "clip_norm_type": kind}
-        with parallel.group(config) as group:
-            run = prepare(replace(config, **options), group)
+        with prepared(on, clip_norm_type=kind, **how) as run:
             before = [each.detach().clone() for each in run.model.parameters()]
             loop.train_epoch(run)
             after = (each.detach() for each in run.model.parameters())
@@ -375,9 +393,8 @@ def clipping(on: GpuMachine, folder: Path) -> Facts:
     return moved
 
 
-@check("S25 DDP with nccl trains the same weights as one device", gpus=2)
+@check("S25 DDP with nccl trains the same weights as one device", gpus=2, needs=2)
 def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(2)
     processes = train_in_processes(on.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
     train(on, folder / "one.pth", accumulate=2)
     return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
@@ -403,8 +420,7 @@ def fsdp(on: GpuMachine, folder: Path) -> Facts:
     found = same_weights(folder / "run", folder / "more", 1e-5)
     train(on, folder / "one.pth")
     same_weights(folder / "one.pth", folder / "run", CLOSE)
-    config = replace(SMALL, devices=(str(on.device),))
-    accuracy = loop.evaluate(config, folder / "run", log=loop.silent)
+    accuracy = loop.evaluate(small(on), folder / "run", log=loop.silent)
     return {**found, "accuracy": accuracy, "processes": processes}
 
 
@@ -425,9 +441,8 @@ def elsewhere(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1}
     train(on, folder / "run.pth", **options)
     lines: list[str] = []
-    config = replace(SMALL, devices=("cpu",), **options)
     files = RunFiles(resume=folder / "run.epoch1.pth")
-    loop.train(config, folder / "more.pth", files, log=lines.append)
+    loop.train(small(on, **options, devices=("cpu",)), folder / "more.pth", files, log=lines.append)
     require(not on.gpus or f"on cpu instead of {on.device}" in lines[0], lines[0])
     return {"message": lines[0], **same_weights(folder / "run.pth", folder / "more.pth", CLOSE)}
 
@@ -436,14 +451,12 @@ def elsewhere(on: GpuMachine, folder: Path) -> Facts:
 def amp(on: GpuMachine, folder: Path) -> Facts:
     dtypes = {}
     for kind in ("none", "dp", "dp-balanced"):
-        devices = (str(on.device),) if kind == "none" else on.pair
-        config = replace(SMALL, parallel=kind, devices=devices, amp=True)
-        with parallel.group(config) as group:
-            run = prepare(config, group)
-            with parallel.autocast(config, group.device):
-                made: Any = run.wrapped(run.data.train[0][:8].to(group.device))
+        options: Facts = {"parallel": kind, "amp": True}
+        options |= {} if kind == "none" else {"devices": on.pair}
+        with prepared(on, **options) as run, parallel.autocast(run.config, run.group.device):
+            made: Any = run.wrapped(run.data.train[0][:8].to(run.group.device))
         dtypes[kind] = str((made if isinstance(made, Tensor) else made[0]).dtype)
-        train(on, folder / f"{kind}.pth", parallel=kind, devices=devices, amp=True)
+        train(on, folder / f"{kind}.pth", **options)
     require(set(dtypes.values()) == {"torch.bfloat16"}, f"computes in {dtypes}")
     return dtypes
 
@@ -456,11 +469,10 @@ def float16(on: GpuMachine, folder: Path) -> Facts:
     return {"scaler": scaler}
 
 
-@check("inputs on any device work with DataParallel", gpus=2)
+@check("inputs on any device work with DataParallel", gpus=2, needs=2)
 def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
     """Answer an open question of an article about DataParallel: must inputs be on the first
     device?"""
-    on.needs(2)
     gpus = list(range(on.gpus))
     wrapped = nn.DataParallel(nn.Linear(4, 2).to(on.device), gpus)
     found = {}
@@ -470,9 +482,8 @@ def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
     return found
 
 
-@check("SyncBatchNorm uses the statistics of all processes", gpus=2)
+@check("SyncBatchNorm uses the statistics of all processes", gpus=2, needs=2)
 def sync_batch_norm(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(2)
     options: Facts = {"model": "densenet", "epochs": 1}
     processes = train_in_processes(
         on.gpus, folder / "run.pth", parallel="ddp", sync_batch_norm=True, **options
@@ -488,46 +499,36 @@ def pinned(on: GpuMachine, folder: Path) -> Facts:
     return same_weights(folder / "none.pth", folder / "two.pth", CLOSE)
 
 
-@check("a snapshot of the allocator is written to a file")
+@check("a snapshot of the allocator is written to a file", needs=1)
 def snapshot(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(1)
     path = folder / "snapshot.pickle"
     train(on, folder / "run.pth", RunFiles(memory_snapshot=path), epochs=1)
     require(path.stat().st_size > 1000, "the snapshot is empty")
     return {"bytes": path.stat().st_size}
 
 
-@check("an out-of-memory error has a hint")
+@check("an out-of-memory error has a hint", needs=1)
 def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(1)
     total = torch.cuda.get_device_properties(on.device).total_memory
     torch.cuda.set_per_process_memory_fraction(64e6 / total, on.device)
     try:
-        train(on, folder / "run.pth", model="mlp", width=1.0)
-    except ckptkit.CkptkitError as error:
-        require("--batch-size" in (error.hint or ""), f"the hint is {error.hint}")
-        require("Tried to allocate" in str(error), str(error))
-        # The check must run layers on the GPU, so train once with enough memory.
-        torch.cuda.set_per_process_memory_fraction(1.0, on.device)
-        train(on, folder / "run.pth", epochs=1)
-        return {"message": str(error), "hint": error.hint}
+        with refused("Tried to allocate"):
+            train(on, folder / "run.pth", model="mlp", width=1.0)
+        with refused("--batch-size"):
+            train(on, folder / "run.pth", model="mlp", width=1.0)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, on.device)
         torch.cuda.empty_cache()
-    require(False, "64 MB were enough")
+    # The check must run layers on the GPU, so train once with enough memory.
+    train(on, folder / "run.pth", epochs=1)
     return {}
 
 
-@check("--deterministic refuses models without deterministic kernels")
+@check("--deterministic refuses models without deterministic kernels", needs=1)
 def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(1)
     for model in ("generator", "crnn"):
-        try:
+        with refused("no deterministic"):
             train(on, folder / "run.pth", model=model, deterministic=True)
-        except ckptkit.CkptkitError as error:
-            require("no deterministic" in str(error), str(error))
-        else:
-            require(False, f"{model} trained")
         train(on, folder / f"{model}.pth", model=model, width=0.1, epochs=1)
     return {}
 
@@ -535,8 +536,10 @@ def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
 def keep(on: GpuMachine, path: Path) -> None:
     """Copy a checkpoint to the fixtures folder, if the machine has such a folder."""
     if on.fixtures:
-        on.fixtures.mkdir(parents=True, exist_ok=True)
-        (on.fixtures / path.name).write_bytes(path.read_bytes())
+        for source in path.iterdir() if path.is_dir() else [path]:
+            copy = on.fixtures / source.relative_to(path.parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(source.read_bytes())
 
 
 def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) -> None:
@@ -558,7 +561,6 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
 
 def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
     """Save all forms of checkpoints on one GPU, and compare them with simulated checkpoints."""
-    on.needs(index + 1)
     for form in FORMS:
         path = folder / f"none_{form}_cuda{index}.pth"
         options: Facts = {"save_form": form, "optimizer": "adam"}
@@ -571,14 +573,13 @@ def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
 
 for _index in (0, 1):
     # A run on cuda:1 uses only one GPU, but cuda:1 exists only on machines with two GPUs.
-    check(f"checkpoints tagged cuda:{_index} equal their simulations")(
+    check(f"checkpoints tagged cuda:{_index} equal their simulations", needs=_index + 1)(
         partial(tagged, index=_index)
     )
 
 
-@check("cuDNN stores the weights of an LSTM in one storage")
+@check("cuDNN stores the weights of an LSTM in one storage", needs=1)
 def lstm_storage(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(1)
     path = folder / "crnn_bare_cuda0.pth"
     train(on, path, model="crnn", width=0.05, epochs=1, save_form="bare")
     weights = ckptkit.open(path).weights
@@ -589,9 +590,8 @@ def lstm_storage(on: GpuMachine, folder: Path) -> Facts:
     return {"offsets": {name: each.offset for name, each in views.items()}}
 
 
-@check("checkpoints of DataParallel and DDP equal their simulations", gpus=2)
+@check("checkpoints of DataParallel and DDP equal their simulations", gpus=2, needs=2)
 def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
-    on.needs(2)
     options: Facts = {"save_form": "full", "optimizer": "adam", "keep_module_prefix": True}
     train(on, folder / "dp_full_cuda0.pth", parallel="dp", devices=on.pair, **options)
     train(on, folder / "cpu.pth", parallel="dp", devices=("cpu",), **options)
@@ -608,8 +608,5 @@ def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
     ours, theirs = (ckptkit.open(folder / name).weights for name in ("fsdp_full", "fsdp_cpu"))
     require({k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()},
             "FSDP: names or shapes differ")  # fmt: skip
-    if on.fixtures:
-        (on.fixtures / "fsdp_full").mkdir(parents=True, exist_ok=True)
-        for each in (folder / "fsdp_full").iterdir():
-            (on.fixtures / "fsdp_full" / each.name).write_bytes(each.read_bytes())
+    keep(on, folder / "fsdp_full")
     return {"processes": processes}

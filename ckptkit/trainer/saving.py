@@ -16,13 +16,15 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from glob import escape
 from itertools import product
 from pathlib import Path
 from shlex import quote
 from sys import intern
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -75,9 +77,8 @@ def best(out: Path) -> Path:
 
 def remove_leftovers(out: Path) -> None:
     """Remove stale temporary files and folders of a killed run with the same OUT."""
-    for path in (out, best(out)):
-        _remove(_part(path))
-    for part in out.parent.glob(escape(f".{out.stem}.epoch") + "*" + escape(f"{out.suffix}.part")):
+    numbered = out.parent.glob(escape(f".{out.stem}.epoch") + "*" + escape(f"{out.suffix}.part"))
+    for part in (_part(out), _part(best(out)), *numbered):
         _remove(part)
 
 
@@ -144,16 +145,12 @@ def _save_file(contents: State, path: Path) -> None:
     archive.
     """
     part = _part(path)
-    try:
+    with _part_removed(path, OSError, RuntimeError):
         with part.open("wb") as file:
             torch.save(contents, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except (OSError, RuntimeError) as error:
-        raise SavingError(f"cannot be written: {_why(error)}", where=str(path)) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _save_shards(run: Run, path: Path, states: list[State]) -> None:
@@ -172,14 +169,23 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
 
     weights, optimizer = get_state_dict(run.model, run.optimizer)
     part = _part(path)
-    try:
+    with _part_removed(path, OSError, RuntimeError, CheckpointException):
         save_shards(_contents(run, weights, optimizer, states), storage_writer=NamedWriter(part))
         if run.group.rank == 0:
             _remove(path)  # os.replace cannot replace a non-empty folder, and `part` is complete
             os.replace(part, path)
-    except (OSError, RuntimeError, CheckpointException) as error:
-        _remove(part)
-        raise SavingError(f"cannot be written: {_why(error)}", where=str(path)) from error
+
+
+@contextmanager
+def _part_removed(path: Path, *errors: type[BaseException]) -> Iterator[None]:
+    """If the ``with`` block fails, remove what it wrote. Turn `errors` into SavingError."""
+    try:
+        yield
+    except BaseException as error:
+        _remove(_part(path))
+        if isinstance(error, errors):
+            raise SavingError(f"cannot be written: {_why(error)}", where=str(path)) from error
+        raise
 
 
 def _why(error: BaseException) -> str:
@@ -218,43 +224,34 @@ def check_output(out: Path, files: RunFiles, config: Config, force: bool, after:
 
     `after` is the number of epochs that were finished before the run was resumed.
     """
-    named = [*([files.resume] if files.resume else []), *files.written]
+
+    def refuse(path: Path, what: str, hint: str) -> NoReturn:
+        raise RequestError(what, where=str(path), hint=hint)
+
     for path in (out, *files.written):
         if not path.parent.is_dir():
-            raise RequestError(
-                "the folder of this file does not exist",
-                where=str(path),
-                hint=f"mkdir -p {quote(str(path.parent))}",
-            )
+            hint = f"mkdir -p {quote(str(path.parent))}"
+            refuse(path, "the folder of this file does not exist", hint)
     checkpoints = [out, *([best(out)] if config.save_best else [])]
     if config.save_every:
         epochs = range(after + 1, config.epochs)
         checkpoints += [numbered(out, n) for n in epochs if n % config.save_every == 0]
     places = [path.resolve() for path in (*checkpoints, *files.written)]
-    for path, place in zip((*checkpoints, *files.written), places, strict=True):
-        if places.count(place) > 1 or (path in files.written and named.count(path) > 1):
-            raise RequestError("would be written twice", where=str(path), hint="use another file")
+    resumed = [files.resume.resolve()] if files.resume else []
+    for path in (*checkpoints, *files.written):
+        taken = places + resumed if path in files.written else places
+        if taken.count(path.resolve()) > 1:
+            refuse(path, "would be written twice", "use another file")
     for path in checkpoints:
-        _check_replaceable(path, config.parallel == "fsdp", force)
-
-
-def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
-    """Raise RequestError if a checkpoint must not replace the file or folder at a path."""
-    if path.is_dir() and not is_folder:
-        raise RequestError("is a folder", where=str(path), hint="use the path of a file")
-    if path.is_dir() and any(path.iterdir()):
-        if not (path / ".metadata").is_file():
-            raise RequestError(
-                "is a non-empty folder, but not a checkpoint",
-                where=str(path),
-                hint="use a new folder",
-            )
-        if not force:
-            raise RequestError(
-                "is already a checkpoint", where=str(path), hint="--force replaces it"
-            )
-    if path.exists() and not path.is_dir() and not force:
-        raise RequestError("already exists", where=str(path), hint="--force replaces it")
+        if path.is_dir():
+            if config.parallel != "fsdp":
+                refuse(path, "is a folder", "use the path of a file")
+            if not any(path.iterdir()):
+                continue
+            if not (path / ".metadata").is_file():
+                refuse(path, "is a non-empty folder, but not a checkpoint", "use a new folder")
+        if path.exists() and not force:
+            refuse(path, "already exists", "--force replaces it")
 
 
 def resume(run: Run, path: Path) -> str:
@@ -263,8 +260,8 @@ def resume(run: Run, path: Path) -> str:
     Raises CkptkitError if the file is not a full checkpoint, is for another model, or contradicts
     an option.
     """
-    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
-    missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
+    tree = _read(path)
+    missing = [name for name in NEEDED if name not in tree]
     if missing:
         raise ckptkit.CkptkitError(
             f"cannot be resumed: the checkpoint has no {missing[0]}",
@@ -326,13 +323,18 @@ def settle_buckets(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+def _read(path: Path) -> State:
+    """Load a checkpoint on the CPU. Return no items if it is not a dict."""
+    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
+    return tree if isinstance(tree, dict) else {}
+
+
 def settings(path: Path) -> dict[str, Any]:
     """Return the options with which a full checkpoint was trained.
 
     If this machine has all devices of the run, the options include these devices.
     """
-    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
-    made_with = tree.get("args", {}) if isinstance(tree, dict) else {}
+    made_with = _read(path).get("args", {})
     found = {name: value for name, value in made_with.items() if name in DEFAULTS}
     devices = found.pop("devices", [])
     if devices and set(devices) <= set(available()):
@@ -342,8 +344,7 @@ def settings(path: Path) -> dict[str, Any]:
 
 def finished_epochs(path: Path) -> int:
     """Return the number of epochs recorded in a checkpoint, or 0 if the number is missing."""
-    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
-    epochs = tree.get("epoch", 0) if isinstance(tree, dict) else 0
+    epochs = _read(path).get("epoch", 0)
     return epochs if isinstance(epochs, int) else 0
 
 
@@ -388,8 +389,7 @@ def load_weights(run: Run, path: Path) -> None:
 
 def _what_fits(run: Run, path: Path) -> str:
     """Return a hint: the options of a model that fits the weights in a file."""
-    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
-    made_with = tree.get("args") if isinstance(tree, dict) else None
+    made_with = _read(path).get("args")
     if isinstance(made_with, dict):
         names = [name for name in ("model", "data", "width") if name in made_with]
         return f"the run used {' '.join(typed(name, made_with[name]) for name in names)}"
@@ -416,10 +416,8 @@ def _load_sharded(run: Run, path: Path) -> list[str]:
     weights = ckptkit.load(checkpoint, map_location="cpu")
     expected = {name: tuple(value.shape) for name, value in run.model.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in weights.items()}
-    if found != expected:
-        names = sorted(
-            name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
-        )
+    names = sorted({name for name, _ in found.items() ^ expected.items()})
+    if names:
         return [f"missing, unexpected or with a different shape: {some(names, 4)}"]
     set_model_state_dict(run.model, weights, options=StateDictOptions(full_state_dict=True))
     return []
@@ -428,24 +426,21 @@ def _load_sharded(run: Run, path: Path) -> list[str]:
 def _load_optimizer(run: Run, state: State) -> None:
     """Load the optimizer state. The keys are parameter numbers, or names if the run was sharded."""
     names = [name for name, _ in run.model.named_parameters()]
-    numbers = {name: number for number, name in enumerate(names)}
     by_name = isinstance(state["param_groups"][0]["params"][0], str)
-    if run.config.parallel != "fsdp":
-        run.optimizer.load_state_dict(_renamed(state, numbers) if by_name else state)
+    is_sharded = run.config.parallel == "fsdp"
+    if by_name != is_sharded:
+        pairs = enumerate(names)
+        keys: dict[Any, Any] = {name: n for n, name in pairs} if by_name else dict(pairs)
+        groups = [
+            {**group, "params": [keys[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        values = {keys[key]: value for key, value in state["state"].items()}
+        state = {"state": values, "param_groups": groups}
+    if not is_sharded:
+        run.optimizer.load_state_dict(state)
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    named = state if by_name else _renamed(state, dict(enumerate(names)))
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(run.model, run.optimizer, named, options=options)
-
-
-def _renamed(state: State, names: dict[Any, Any]) -> State:
-    """Replace the keys of parameters in an optimizer state."""
-    return {
-        "state": {names[key]: value for key, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    set_optimizer_state_dict(run.model, run.optimizer, state, options=options)

@@ -174,18 +174,21 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (("--segments", "2"), "cnn has no segments to recompute", "use --model mlp or generator"),
-        (("--memory-efficient",), "cnn has no bottlenecks to recompute", "use --model densenet"),
-        (("--dropout", "0.1"), "cnn has no dropout layers", "use --model densenet"),
         (
-            ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
-            "--no-preserve-rng would recompute with another dropout mask, and compute wrong gradients",
-            "remove --dropout",
+            ("--segments", "2"),
+            "--segments 2 needs --model mlp or --model generator",
+            "use --model mlp or --model generator",
         ),
         (
-            ("--keep-module-prefix",),
-            "--parallel none adds no prefix to the keys",
-            "use --parallel dp or dp-balanced or ddp",
+            ("--memory-efficient",),
+            "--memory-efficient needs --model densenet",
+            "use --model densenet",
+        ),
+        (
+            ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
+            "--dropout 0.1 --no-preserve-rng: recomputing would use another dropout mask, and "
+            "compute wrong gradients",
+            "remove --dropout",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_F8_force_replaces_a_folder_of_shards(tmp_path: Path) -> None:
     assert invoked(tmp_path / "run", *fsdp).code == 0
     again = invoked(tmp_path / "run", *fsdp)
     assert (again.code, again.stderr.splitlines()[1]) == (2, "hint: --force replaces it")
-    assert "is already a checkpoint" in again.stderr
+    assert "already exists" in again.stderr
     assert invoked(tmp_path / "run", *fsdp, "--force").code == 0
 
 
