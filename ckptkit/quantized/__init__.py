@@ -7,6 +7,7 @@ no quantized values. This package uses core and compute.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -54,20 +55,33 @@ def families() -> tuple[QuantizationMethod, ...]:
     """Return all quantization methods, in the order in which ckptkit tries them."""
     from ckptkit.quantized import finding
 
-    return finding.families()
+    return finding.FAMILIES
 
 
-def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
+def dequantized_view(
+    ck: Checkpoint,
+    types: Mapping[str, DType] | None = None,
+    found: Quantization | None = None,
+) -> Checkpoint:
     """Replace each quantized weight by one dequantized tensor.
 
     Weights that ckptkit cannot dequantize are unchanged. A tensor is dequantized when its bytes are
     read. `types` maps names of quantized weights to the dtypes of their dequantized tensors. Other
-    weights get the default dtype of :func:`ckptkit.dequantize`.
+    weights get the default dtype of :func:`ckptkit.dequantize`. `found` contains the weights to
+    replace, by default all. The attribute ``logical`` of the new checkpoint maps the id of each new
+    tensor to the tensor and its group.
     """
-    found = find(ck)
-    if not found:
+    found, types = find(ck) if found is None else found, types or {}
+    view = found.view
+    groups = tuple(group for group in found.groups if group.layout is not None)
+    if not groups or view is None:
         return ck
-    return quantization.dequantized_view(ck, found, types or {})
+    dtypes = {
+        id(group): types.get(group.name) or quantization.default_dtype(view, group)
+        for group in groups
+    }
+    root, made = quantization.exchanged(ck, Quantization(groups, (), view), dtypes)
+    return replace(ck, root=root, logical=made)
 
 
 def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -89,9 +103,6 @@ def dequantized_for_model(ck: Checkpoint, expected: Mapping[str, str]) -> Checkp
     name of a weight, the weight is dequantized to the dtype of this tensor. Codes and scales that
     the model itself stores are not dequantized.
     """
-    found = find(ck)
-    if not found:
-        return ck
     targets = quantization.TARGETS
     types = {name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in targets}
-    return quantization.dequantized_view(ck, found.foreign_to(expected), types)
+    return dequantized_view(ck, types, find(ck).foreign_to(expected))

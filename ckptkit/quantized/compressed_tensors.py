@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptkit.compute.packing import Blocks, Packing, ZeroPoint
+from ckptkit.compute.packing import Packing, ZeroPoint
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -23,6 +23,7 @@ DROPPED = (
 # The first version of compressed-tensors in which a code of 3, 5, 6 or 7 bits can extend over two
 # int32 elements.
 _DENSE_SINCE = (0, 18)
+_NO_STRATEGY = " in any strategy of config.json"
 _ROTATED = "it is rotated (transform_config), so the dequantized weight would give wrong results"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
 _MX = g.MX._replace(product_dtype="bfloat16")  # compute products in bfloat16 for any target dtype
@@ -31,21 +32,18 @@ _MX = g.MX._replace(product_dtype="bfloat16")  # compute products in bfloat16 fo
 def schemes(view: TensorView) -> list[dict[str, Any]]:
     """Return the quantization scheme of each entry of ``config_groups`` in the configuration."""
     groups = view.quantization.get("config_groups")
-    if not isinstance(groups, dict):
-        return []
-    found = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
+    groups = groups.values() if isinstance(groups, dict) else ()
+    found = [each.get("weights") for each in groups if isinstance(each, dict)]
     return [each for each in found if isinstance(each, dict)]
 
 
 def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
     """Yield (height, width) of each block size in the configuration."""
     for scheme in schemes(view):
-        if scheme.get("type", kind) != kind:
-            continue
         size = g.block_size(scheme.get("block_structure"))
-        found = size or g.block_size([1, scheme.get("group_size")])
-        if found is not None:
-            yield found
+        size = size or g.block_size([1, scheme.get("group_size")])
+        if size is not None and scheme.get("type", kind) == kind:
+            yield size
 
 
 def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -63,23 +61,17 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.refused(_ROTATED)
     if scale.dtype.name in g.EXPONENTS:
         return group.in_blocks(_MX, weight, scale)
-    found = g.grid_for(weight.shape, scale.shape, _sizes(view, kind))
-    if found is None or not g.is_scale(scale):
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} match no strategy in config.json"
-        )
-    grid, label = found
-    more: dict[str, Any] = {"product_dtype": scale.dtype.name}
+    grid, label = g.grid_for(weight.shape, scale.shape, _sizes(view, kind)) or (None, "")
+    if grid is None or not g.is_scale(scale):
+        return group.unfit(_NO_STRATEGY, scales=scale)
+    inputs, more = [weight, scale], dict[str, Any](product_dtype=scale.dtype.name)
     is_byte = zero is not None and zero.dtype.name in ("int8", "uint8")
-    if zero is None or (kind == "float" and not is_byte):
-        return group.flat(f"{word} {label}", grid, weight, scale, **more)
-    if zero.shape != scale.shape or not is_byte:
-        return group.refused(
-            f"its zero points must be 8-bit integers and have the shape of the scales, but have "
-            f"dtype {zero.dtype} and shape {g.shown(zero.shape)}"
-        )
-    more["zero"] = g.numbers(2, zero, grid, dtype=zero.dtype.name)
-    return group.flat(f"{word} {label}", grid, weight, scale, zero, **more)
+    if zero is not None and (is_byte or kind == "int"):
+        if zero.shape != scale.shape or not is_byte:
+            return group.unfit(scales=scale, zero_points=zero)
+        inputs.append(zero)
+        more["zero"] = g.numbers(2, zero, grid, dtype=zero.dtype.name)
+    return group.flat(f"{word} {label}", grid, *inputs, **more)
 
 
 def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -106,10 +98,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     last = codes.shape[-1] if codes.shape else 0
     bits = last * 8 // (32 * blocks) if blocks else 0
     if scale.dtype.name != "uint8" or bits not in (4, 6) or last * 8 != bits * 32 * blocks:
-        return group.refused(
-            f"codes of shape {g.shown(codes.shape)} do not fit scales of shape "
-            f"{g.shown(scale.shape)} and dtype {scale.dtype}"
-        )
+        return group.unfit(codes=codes, scales=scale)
     group.family, group.shape = f"mxfp{bits}", (*codes.shape[:-1], 32 * blocks)
     if bits == 4:
         return group.in_blocks(_MX, codes, scale)
@@ -137,28 +126,21 @@ def _integers(
     packing = _packing(view, shape[1], codes.shape[1])
     if isinstance(packing, str):
         return group.refused(packing, g.NEEDS_CONFIG)
-    found = g.grid_for(shape, scale.shape, _sizes(view, "int"))
-    if found is None or not g.is_scale(scale):
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} match no strategy in config.json"
-        )
-    (grid, label), bits = found, packing.bits
-    inputs: tuple[Tensor, ...] = (codes, scale)
-    point, half = None, 1 << (bits - 1)
+    grid, label = g.grid_for(shape, scale.shape, _sizes(view, "int")) or (None, "")
+    if grid is None or not g.is_scale(scale):
+        return group.unfit(_NO_STRATEGY, scales=scale)
+    bits, inputs, point = packing.bits, [codes, scale], None
+    half = 1 << (bits - 1)
     if zero is not None:
         stored = (-(-shape[0] * bits // 32), grid.columns if grid.height == 1 else 0)
         if packing.kind == "words" or zero.dtype.name != "int32" or zero.shape != stored:
-            return group.refused(
-                f"zero points of dtype {zero.dtype} and shape {g.shown(zero.shape)} do not fit "
-                f"codes of shape {g.shown(codes.shape)}"
-            )
-        inputs += (zero,)
+            return group.unfit(codes=codes, scales=scale, zero_points=zero)
+        inputs.append(zero)
         point = ZeroPoint(2, bits, grid, "down", offset=half)
-    layout = Blocks(
-        1, *shape, packing, (g.numbers(1, scale, grid),), offset=half, zero=point,
+    return group.with_layout(
+        f"int{bits} {label}", packing, grid, *inputs, offset=half, zero=point,
         product_dtype=scale.dtype.name,
     )  # fmt: skip
-    return group.with_layout(f"int{bits} {label}", layout, *inputs)
 
 
 def _packing(view: TensorView, columns: int, words: int) -> Packing | str:

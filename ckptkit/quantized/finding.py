@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
+from dataclasses import replace
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.text import flatten
 from ckptkit.core.weights import Weights
-from ckptkit.quantized import gguf
+from ckptkit.quantized import compressed_tensors, fp8, gguf, int4, modelopt_mlx, torchao_quanto
 from ckptkit.quantized import group as g
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -24,11 +23,10 @@ from ckptkit.quantized.quantization import (
 
 # Quantization methods in the order in which ckptkit tries them. Methods whose tensor names are
 # unique come first.
-METHODS_OF = (
-    "gguf.GGUF", "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
-    "torchao_quanto.QUANTO", "fp8.UNREAD", "int4.GPTQ", "int4.AWQ", "modelopt_mlx.MLX",
-    "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
-    "fp8.FP8_BLOCK",
+FAMILIES: tuple[QuantizationMethod, ...] = (
+    gguf.GGUF, torchao_quanto.TORCHAO, *fp8.COMFY, *int4.BITSANDBYTES, int4.HQQ,
+    torchao_quanto.QUANTO, fp8.UNREAD, int4.GPTQ, int4.AWQ, modelopt_mlx.MLX, int4.GPT_OSS,
+    *compressed_tensors.COMPRESSED_TENSORS, *modelopt_mlx.MODELOPT, fp8.FP8_BLOCK,
 )  # fmt: skip
 # Only quantized inference uses tensors whose names end in one of these components.
 SERVING = frozenset(
@@ -39,44 +37,33 @@ _SMALL = 4096  # maximum number of elements in a tensor that `serving` lists
 _CONFIGURED = ("fp8", "modelopt", "compressed-tensors", "fbgemm_fp8")
 
 
-@cache
-def families() -> tuple[QuantizationMethod, ...]:
-    """Return all quantization methods, in the order in which ckptkit tries them."""
-    found: list[QuantizationMethod] = []
-    for place in METHODS_OF:
-        module, _, name = place.partition(".")
-        each = getattr(import_module(f"ckptkit.quantized.{module}"), name)
-        found += each if isinstance(each, tuple) else (each,)
-    return tuple(found)
-
-
 def find(ck: Checkpoint, weights: Weights) -> Quantization:
     """Find the quantized weights. Read only tensors of at most 64 KiB."""
     marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
-    float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
-    blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
     # GGUF weights are recognized without config.json.
+    blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
     groups = [gguf.recognize(view, name) for name in blocks]
     groups += _groups(view, marked)
-    taken = set(flatten(group.members for group in groups))
-    groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
+    groups += _incomplete(view, set(flatten(group.members for group in groups)), marked)
     for group in groups:
         group.nbytes = sum([tensors[name].nbytes for name in group.members])
         if len(group.parts) == 1:  # tensors inside a pickled tensor subclass have no names
             group.nbytes = max(group.nbytes, sum([each.nbytes for each in group.inputs]))
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
-    serving = []
-    if any(group.family.startswith(_SERVING_FAMILIES) for group in groups):
-        taken = set(flatten(group.members for group in groups))
-        serving = [
-            name
-            for name, tensor in tensors.items()
-            if last_component(name) in SERVING and name not in taken and tensor.numel <= _SMALL
-        ]
-    return Quantization(tuple(groups), tuple(serving), view)
+    found = Quantization(tuple(groups), (), view)
+    if not any(group.family.startswith(_SERVING_FAMILIES) for group in groups):
+        return found
+    serving = (
+        name
+        for name, tensor in tensors.items()
+        if last_component(name) in SERVING
+        and name not in found.by_member
+        and tensor.numel <= _SMALL
+    )
+    return replace(found, serving=tuple(serving))
 
 
 def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
@@ -85,13 +72,11 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
     for name in marked:
         by_last[last_component(name)].append(name)
     unread = METHODS.get(view.method) if marked else None
-    for family in families():
-        names = [
-            name
-            for last, some in by_last.items()
-            if last in family.marks or (family.endings and last.endswith(family.endings))
-            for name in some
-        ]
+    for family in FAMILIES:
+        names: list[str] = []
+        for last, some in by_last.items():
+            if last in family.marks or last.endswith(family.endings):
+                names += some
         if family.subclasses:
             names += [name for name in marked if is_subclass(view.nodes[name])]
         for name in names:
@@ -105,13 +90,13 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
             yield group
 
 
-def _incomplete(
-    view: TensorView, float8: list[str], taken: set[str], marked: list[str]
-) -> Iterator[QuantizedWeight]:
+def _incomplete(view: TensorView, taken: set[str], marked: list[str]) -> Iterator[QuantizedWeight]:
     """Yield a group for each weight without a scale, and for each scale without a weight.
 
     The group contains the reason why ckptkit cannot dequantize the weight.
     """
+    codes = (name for name, tensor in view.tensors.items() if tensor.dtype.name in g.FLOAT8)
+    float8 = [name for name in codes if name not in taken]
     is_configured = view.method in _CONFIGURED if float8 or marked else False
     family = view.method if view.method not in ("", "fp8") else "fp8-block"
     for name in float8 if is_configured else ():
@@ -132,21 +117,17 @@ def markdown() -> str:
         "| family | detected by | read | option to write | tested against |",
         "|---|---|---|---|---|",
     ]
-    for family in families():
+    for family in FAMILIES:
         if family.read:
             marks = (*family.marks, *(f"*{ending}" for ending in family.endings))
             written = f"`--quantize {family.written}`" if family.written else ""
             known = ", ".join(f"`{mark}`" for mark in marks) or "dtypes"
             rows.append(f"| {family.title} | {known} | yes | {written} | {family.oracle} |")
     rows += ["", "| recognized and refused | detected by | read by |", "|---|---|---|"]
-    seen = set()
+    others: dict[str, str] = {}
     for other in OTHERS:
-        if other.name not in seen:
-            names = (other.codes, *other.companions)
-            known = ", ".join(f"`{mark}`" for mark in names)
-            rows.append(f"| {other.name} | {known} | {other.reader} |")
-        seen.add(other.name)
-    for name in dict.fromkeys(METHODS.values()):
-        if name not in seen:
-            rows.append(f"| {name} | `quant_method` | the library {name} |")
-    return "\n".join(rows) + "\n"
+        known = ", ".join(f"`{mark}`" for mark in (other.codes, *other.companions))
+        others.setdefault(other.name, f"| {other.name} | {known} | {other.reader} |")
+    for name in METHODS.values():
+        others.setdefault(name, f"| {name} | `quant_method` | the library {name} |")
+    return "\n".join([*rows, *others.values()]) + "\n"

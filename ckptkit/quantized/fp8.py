@@ -30,27 +30,22 @@ def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
         return None
     stem = name.removesuffix(".weight")
     dropped = view.present(stem, _NOT_FP8_BLOCK) if stem != name else ()
-    shape = weight.shape
-    group = QuantizedWeight("fp8-block", "fp8", name, shape, (name, mark), dropped)
+    group = QuantizedWeight("fp8-block", "fp8", name, weight.shape, (name, mark), dropped)
     if weight.dtype.name not in g.FLOAT8:  # FP4 experts, stored like MXFP4
         found = group.in_blocks(g.MX._replace(label="fp4 1x32"), weight, scale)
         return found if is_exponent and not found.reason else None
     if scale.numel == 1:
-        return group.flat("fp8 tensor", g.single_block(shape), weight, scale)
+        return group.flat("fp8 tensor", g.single_block(weight.shape), weight, scale)
     size = g.block_size(view.quantization.get("weight_block_size"))
     if size is None:
         return group.refused(
             "the size of its blocks is unknown: config.json has no weight_block_size",
             g.NEEDS_CONFIG,
         )
-    height, width = size
-    if scale.shape != g.blocks_of(shape, height, width):
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} do not fit a weight of shape {g.shown(shape)} "
-            f"with blocks of {height}x{width}"
-        )
-    grid = g.grid_of(shape, height, width)
-    return group.flat(f"fp8 {height}x{width}", grid, weight, scale)
+    blocks = f"{size[0]}x{size[1]}"
+    if scale.shape != g.blocks_of(weight.shape, *size):
+        return group.unfit(f" with blocks of {blocks}", scales=scale)
+    return group.flat(f"fp8 {blocks}", g.grid_of(weight.shape, *size), weight, scale)
 
 
 FP8_BLOCK = QuantizationMethod(
@@ -89,9 +84,7 @@ def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
     dropped = view.present(stem, DROPPED)
     group = QuantizedWeight("comfy", "fp8", name, weight.shape, (name, mark), dropped)
     if scale.numel != 1:
-        return group.refused(
-            f"its scale must have one element, but has shape {g.shown(scale.shape)}"
-        )
+        return group.unfit(": it must have one element", scale_weight=scale)
     return group.flat("fp8 tensor", g.single_block(weight.shape), weight, scale, **g.IN_TARGET)
 
 
@@ -108,24 +101,19 @@ def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("comfy", "comfy", name, weight.shape, parts, dropped)
     form = str(settings.get("format"))
     if "convrot" in form or settings.get("convrot") or form not in {*_BLOCKS, *_FLAT}:
+        known = ", ".join([*_BLOCKS, *_FLAT])
         return group.refused(
-            f"its format is {form}; ckptkit supports only {', '.join([*_BLOCKS, *_FLAT])}, all "
-            f"without rotation (convrot)"
+            f"its format is {form}; ckptkit supports only {known}, all without rotation (convrot)"
         )
     if scale is None:
         return group.refused(f"{name}_scale is missing")
     if form in _BLOCKS:
         return group.in_blocks(_BLOCKS[form], weight, scale, view.get(f"{name}_scale_2", "float32"))
-    if weight.dtype.name not in _FLAT[form]:
-        return group.refused(f"its codes have dtype {weight.dtype}, but its format is {form}")
     is_integer = form == "int8_tensorwise"
-    found = g.grid_for(weight.shape, scale.shape)
-    if found is None or not g.is_scale(scale) or not (is_integer or scale.numel == 1):
-        return group.refused(
-            f"scales of dtype {scale.dtype} and shape {g.shown(scale.shape)} do not fit a weight "
-            f"of shape {g.shown(weight.shape)}"
-        )
-    grid, label = found
+    grid, label = g.grid_for(weight.shape, scale.shape) or (None, "")
+    fits = weight.dtype.name in _FLAT[form] and g.is_scale(scale)
+    if grid is None or not fits or not (is_integer or scale.numel == 1):
+        return group.unfit(f" with the format {form}", codes=weight, scales=scale)
     if is_integer:
         label = "row" if label == "channel" else label
         return group.flat(f"int8 {label}", grid, weight, scale)
@@ -135,7 +123,7 @@ def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
 def _settings(view: TensorView, stem: str) -> dict[str, Any] | None:
     if f"{stem}.comfy_quant" in view.tensors:
         return view.json(f"{stem}.comfy_quant")
-    layers = g.parsed(view.extras.get(_HEADER, "").encode()).get("layers")
+    layers = view.header(_HEADER).get("layers")
     found = layers.get(stem) if isinstance(layers, dict) else None
     return found if isinstance(found, dict) else None
 
@@ -185,20 +173,12 @@ OTHERS = (
     UnreadMethod("QQQ", "B", ("s_channel", "s_group"), "GPTQModel"),
     UnreadMethod("Marlin", "B", ("s",), "vLLM"),
     UnreadMethod("compressed-tensors marlin-24", "weight_packed", ("meta",), "vLLM"),
-    UnreadMethod(
-        "compressed-tensors sparse-bitmask",
-        "compressed",
-        ("bitmask", "row_offsets"),
-        "compressed-tensors 0.10",
-    ),
-    UnreadMethod(
-        "compressed-tensors sparse-24-bitmask",
-        "compressed",
-        ("bitmask",),
-        "compressed-tensors 0.10",
-    ),
+    UnreadMethod("compressed-tensors sparse-bitmask", "compressed", ("bitmask", "row_offsets"),
+                 "compressed-tensors 0.10"),
+    UnreadMethod("compressed-tensors sparse-24-bitmask", "compressed", ("bitmask",),
+                 "compressed-tensors 0.10"),
     UnreadMethod("BitNet", "weight", ("weight_scale",), "transformers", ("uint8",)),
-)
+)  # fmt: skip
 # Maps unsupported values of quant_method, in lower case, to the names of quantization methods.
 METHODS = {
     "aqlm": "AQLM", "eetq": "EETQ", "vptq": "VPTQ", "higgs": "HIGGS", "spqr": "SpQR",
@@ -218,13 +198,9 @@ def recognize_unread(view: TensorView, mark: str) -> QuantizedWeight | None:
             codes = view.get(f"{stem}.{other.codes}", *other.dtypes)
             names = view.present(stem, (f".{each}" for each in other.companions))
             if stem != mark and codes is not None and len(names) == len(other.companions):
-                parts = (f"{stem}.{other.codes}", *names)
-                group = QuantizedWeight(
-                    other.name, other.name, f"{stem}.weight", codes.shape, parts
-                )
-                return group.refused(
-                    f"ckptkit does not support {other.name}", f"{other.reader} reads it"
-                )
+                name, parts = other.name, (f"{stem}.{other.codes}", *names)
+                group = QuantizedWeight(name, name, f"{stem}.weight", codes.shape, parts)
+                return group.refused(f"ckptkit does not support {name}", f"{other.reader} reads it")
     return None
 
 

@@ -21,10 +21,13 @@ from ckptkit.core.bytesource import ByteSource, Folder, Pending, small_file_besi
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node
 
 SMALL = 64 << 10  # maximum number of bytes of a tensor that a recognizer reads
 NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
+# The end of the reason why the weights of some layers are not dequantized.
+NOT_ALONE = "so the dequantized weight alone would give wrong results"
 ELSEWHERE = "the missing tensor may be in another shard: give the folder or the index"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -106,21 +109,36 @@ class QuantizedWeight:
         self.reason, self.hint, self.layout, self.inputs = reason, hint, None, ()
         return self
 
-    def with_layout(self, label: str, layout: Blocks, *inputs: Tensor) -> QuantizedWeight:
-        """Set the label, layout and input tensors of the weight."""
+    def unfit(self, how: str = "", **tensors: Tensor) -> QuantizedWeight:
+        """Refuse the weight, because the shapes or dtypes of `tensors` are wrong."""
+        told = ", ".join(
+            f"{name} of dtype {tensor.dtype} and shape {shape_text(tensor.shape)}"
+            for name, tensor in tensors.items()
+        ).replace("_", " ")
+        return self.refused(f"{told} do not fit a weight of shape {shape_text(self.shape)}{how}")
+
+    def with_layout(
+        self, label: str, packing: Packing, scales: ScaleGrid | tuple[Numbers, ...],
+        *inputs: Tensor, shape: Shape | None = None, **more: Any,
+    ) -> QuantizedWeight:  # fmt: skip
+        """Set the label, the layout and the input tensors: the codes, the scales and others.
+
+        `scales` may be the grid of the scales. `shape` is the shape in which the codes are stored,
+        if it differs from the shape of the weight. See `Blocks` for `more`.
+        """
+        if isinstance(scales, ScaleGrid):
+            scales = (numbers(1, inputs[1], scales),)
+        layout = Blocks(*matrix(shape or self.shape), packing, scales, **more)
         self.label, self.layout, self.inputs = label, layout, inputs
         return self
 
-    def flat(self, label: str, grid: ScaleGrid, codes: Tensor, scale: Tensor, *inputs: Tensor,
-             **more: Any) -> QuantizedWeight:  # fmt: skip
+    def flat(
+        self, label: str, grid: ScaleGrid, codes: Tensor, *inputs: Tensor, **more: Any
+    ) -> QuantizedWeight:
         """Set a layout with one 8-bit code for each element, and one scale for each block."""
         is_integer = codes.dtype.name == "int8"
-        batches, rows, columns = matrix(self.shape)
-        layout = Blocks(
-            batches, rows, columns, Packing("flat", 8), (numbers(1, scale, grid),),
-            table=None if is_integer else codes.dtype.name, signed=is_integer, **more,
-        )  # fmt: skip
-        return self.with_layout(label, layout, codes, scale, *inputs)
+        more |= {"table": None if is_integer else codes.dtype.name, "signed": is_integer}
+        return self.with_layout(label, Packing("flat", 8), grid, codes, *inputs, **more)
 
     def in_blocks(
         self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
@@ -139,33 +157,30 @@ class QuantizedWeight:
                 self.shape = doubled(codes.shape)
         bits, width, shape = packing.bits, form.width, self.shape
         self.label = form.label.format(bits=bits, width=width)
-        order = "tiles" if form.tiled else "rows"
-        grid, (batches, rows, columns) = grid_of(shape, 1, width, order), matrix(shape)
+        grid = grid_of(shape, 1, width, "tiles" if form.tiled else "rows")
+        batches, rows, columns = matrix(shape)
         fits = len(shape) > 1 and scale.dtype.name in form.stored
+        how = f" with blocks of {width}"
         if form.tiled:  # tiles of 128 x 4 scales, with padding
+            how += " in tiles of 128x4"
             padded = -(-rows // 128) * 128 * (-(-columns // width // 4) * 4)
             fits = fits and batches == 1 and columns % width == 0 and scale.numel == padded
         else:
             fits = fits and scale.shape == blocks_of(shape, 1, width)
         scales, inputs = [numbers(1, scale, grid, dtype=form.dtype)], [codes, scale]
         if form.second:
+            how += ", or its second scale is missing"
+            if second is not None:
+                scales.append(numbers(2, second, single_block(shape), combine=form.second))
+                inputs.append(second)
             fits = fits and second is not None and second.numel in (1, batches)
         if not fits:
-            where = " in tiles of 128x4" if form.tiled else ""
-            return self.refused(
-                f"scales of dtype {scale.dtype} and shape {shown(scale.shape)} do not fit a weight "
-                f"of shape {shown(shape)} with blocks of {width}{where}"
-                + (", or its second scale is missing" if form.second else "")
-            )
-        if form.second and second is not None:
-            scales.append(numbers(2, second, single_block(shape), combine=form.second))
-            inputs.append(second)
-        layout = Blocks(
-            batches, rows, columns, packing, tuple(scales),
+            return self.unfit(how, scales=scale)
+        return self.with_layout(
+            self.label, packing, tuple(scales), *inputs,
             table=form.table or (codes.dtype.name if bits == 8 else "e2m1"),
             scale_dtype=form.scale_dtype, product_dtype=form.product_dtype,
         )  # fmt: skip
-        return self.with_layout(self.label, layout, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +204,13 @@ class QuantizationMethod:
     written: str = ""
 
 
+@dataclass
 class TensorView:
     """Gives recognizers access to names, dtypes, shapes, small tensors and configuration files."""
 
-    def __init__(
-        self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]
-    ) -> None:
-        self.nodes = nodes
-        self.tensors = tensors
-        self.extras = ck.extras
-        self._source = ck.source
+    ck: Checkpoint
+    nodes: Mapping[str, Node]
+    tensors: Mapping[str, Tensor]
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:
         """Return the tensor `name`. Return None if the tensor is missing or has none of `dtypes`.
@@ -245,10 +257,14 @@ class TensorView:
         """Parse the bytes of a small tensor as a JSON object. Return {} for invalid bytes."""
         return parsed(self.read(name) or b"")
 
+    def header(self, name: str) -> dict[str, Any]:
+        """Parse an entry of the file's header as a JSON object. Return {} for invalid JSON."""
+        return parsed(self.ck.extras.get(name, "").encode())
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """Contents of the file ``config.json`` in the folder of the checkpoint."""
-        return read_json_of(self._source, "config.json")
+        return read_json_of(self.ck.source, "config.json")
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -259,7 +275,7 @@ class TensorView:
         found = quantization_of(self.config)
         if found:
             return found
-        older = read_json_of(self._source, "hf_quant_config.json")
+        older = read_json_of(self.ck.source, "hf_quant_config.json")
         inner = older.get("quantization")
         return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else {}
 
@@ -274,7 +290,7 @@ class TensorView:
     @cached_property
     def qmap(self) -> dict[str, Any]:
         """Contents of the file ``quanto_qmap.json`` in the folder of the checkpoint."""
-        return read_json_of(self._source, "quanto_qmap.json")
+        return read_json_of(self.ck.source, "quanto_qmap.json")
 
 
 def configured(source: ByteSource | Folder | None) -> str:
@@ -401,8 +417,3 @@ def dtype_named(text: object) -> str | None:
     """Parse a dtype such as ``torch.bfloat16``. Return None unless the dtype is floating-point."""
     name = str(text).removeprefix("torch.")
     return name if name in FLOATS and name in BY_NAME else None
-
-
-def shown(shape: Shape) -> str:
-    """Format a shape, for example ``[4, 8]``."""
-    return str(list(shape))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
-from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
+from ckptkit.compute.packing import Numbers, Packing, ScaleGrid, ZeroPoint
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -25,14 +26,6 @@ _SYMMETRIC = {b"\x77": 1, b"\x88": 0}
 _SMALL = 1 << 20
 
 
-def _not_int32(codes: Tensor, zeros: Tensor) -> str | None:
-    """Return a reason that names the tensor that is not int32. Return None if both are int32."""
-    for name, tensor in (("codes (qweight)", codes), ("qzeros", zeros)):
-        if tensor.dtype.name != "int32":
-            return f"its {name} are {tensor.dtype.name}, not int32"
-    return None
-
-
 def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     """Recognize a weight by `mark`, the name of its codes.
 
@@ -50,21 +43,30 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
     if zeros is None:
         return group.refused("its qzeros are missing")
-    if (problem := _not_int32(codes, zeros)) is not None:
-        return group.refused(problem)
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
-    if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
-        return group.refused(
-            f"qzeros of shape {g.shown(zeros.shape)} do not fit scales of shape "
-            f"{g.shown(scales.shape)} with codes of 2, 3, 4 or 8 bits"
-        )
-    columns = words * 32 // bits
-    group.label, group.shape = f"gptq int{bits}", (rows, columns)
-    if (problem := _packing(view)) is not None:
-        return group.refused(problem)
-    config, add = view.quantization, None  # `add` is added to each stored zero point
+    fits = codes.dtype.name == zeros.dtype.name == "int32" and not odd and bits in _BITS
+    group.shape = (rows, words * 32 // (bits or 32))
+    if not fits or zeros.shape != (groups, rows * bits // 32):
+        how = " with codes of 2, 3, 4 or 8 bits"
+        return group.unfit(how, qweight=codes, scales=scales, qzeros=zeros)
+    group.label = f"gptq int{bits}"
+    config = view.quantization
+    form = str(config.get("checkpoint_format") or "gptq")
+    if config.get("is_marlin_format") and form == "gptq":
+        form = "marlin"
+    supported = (
+        ("checkpoint_format", form, ("gptq", "gptq_v2")),
+        ("pack_dtype", str(config.get("pack_dtype") or "int32"), ("int32",)),
+        ("packing_format", str(config.get("packing_format") or _PACKING[0]), _PACKING),
+    )
+    for key, value, known in supported:
+        if value not in known:
+            return group.refused(
+                f"its {key} is {value}, but ckptkit supports only {' and '.join(known)}"
+            )
+    add = None  # the number to add to each stored zero point
     if view.method in _METHODS or (not view.method and "bits" in config):
-        add = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        add = 0 if form == "gptq_v2" else 1
     elif bits == 4 and (data := view.read(f"{stem}.qzeros", _SMALL)):
         add = _SYMMETRIC.get(bytes(set(data)))
     if add is None:
@@ -72,57 +74,42 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
             "its checkpoint_format is unknown: gptq stores zero points minus 1, gptq_v2 does not",
             g.NEEDS_CONFIG,
         )
-    width = _group_size(view, columns, groups)
-    if index is not None:  # g_idx contains the group of each column
-        width = (width or columns) if index.numel == columns else None
-    if width is None:
+    packing = Packing("columns", bits, stride=words)
+    return _in_groups(group, view, packing, codes, scales, zeros, index, add=add)
+
+
+def _in_groups(
+    group: QuantizedWeight, view: TensorView, packing: Packing, codes: Tensor, scales: Tensor,
+    zeros: Tensor, index: Tensor | None = None, **zero: Any,
+) -> QuantizedWeight:  # fmt: skip
+    """Set the layout of a weight whose columns form groups of equal size.
+
+    `index` contains the group of each column. Refuse the weight if the configuration contradicts
+    the number of groups.
+    """
+    (rows, columns), groups = group.shape, scales.shape[0]
+    size = view.quantization.get("group_size")
+    width = columns if size == -1 or (size is None and groups == 1) else size
+    fits = type(width) is int and width > 0 and -(-columns // width) == groups
+    if index is not None:
+        width, fits = width if fits else columns, index.numel == columns
+    if not fits:
         return group.refused(
             f"its group_size is unknown, or does not result in {groups} groups", g.NEEDS_CONFIG
         )
+    assert type(width) is int
     grid = ScaleGrid(1, width, rows, groups, "columns")
-    inputs = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
-    layout = Blocks(
-        1, rows, columns, Packing("columns", bits, stride=words), (g.numbers(1, scales, grid),),
-        zero=ZeroPoint(2, bits, grid, add=add), index=0 if index is None else 3,
+    return group.with_layout(
+        group.label + ("" if index is not None and width == columns else f" g{width}"), packing,
+        grid, codes, scales, zeros, *(() if index is None else (index,)),
+        zero=ZeroPoint(2, packing.bits, grid, **zero), index=0 if index is None else 3,
     )  # fmt: skip
-    label = group.label + ("" if index is not None and width == columns else f" g{width}")
-    return group.with_layout(label, layout, *inputs)
-
-
-def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
-    """Return the number of columns in a group.
-
-    Return None if the configuration contradicts the number of groups.
-    """
-    size = view.quantization.get("group_size")
-    width = columns if size == -1 or (size is None and groups == 1) else size
-    return width if type(width) is int and width > 0 and -(-columns // width) == groups else None
-
-
-def _packing(view: TensorView) -> str | None:
-    """Return the reason why ckptkit does not support the packing, or None for a supported one."""
-    config = view.quantization
-    form = str(config.get("checkpoint_format") or "gptq")
-    if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
-        name = form if form != "gptq" else "marlin"
-        return f"ckptkit does not support its checkpoint_format {name}, the layout of a GPU kernel"
-    if str(config.get("pack_dtype") or "int32") != "int32":
-        return f"its pack_dtype is {config['pack_dtype']}, but ckptkit supports only int32"
-    packing = str(config.get("packing_format") or _PACKING[0])
-    return (
-        None
-        if packing in _PACKING
-        else f"its packing_format is {packing}, but ckptkit supports only {_PACKING[0]}"
-    )
 
 
 GPTQ = QuantizationMethod(
-    "gptq",
-    "GPTQ, AutoRound",
-    recognize_gptq,
-    marks=("qweight",),
-    oracle="GPTQModel f4c327a (7.3.4)",
-)
+    "gptq", "GPTQ, AutoRound", recognize_gptq,
+    marks=("qweight",), oracle="GPTQModel f4c327a (7.3.4)",
+)  # fmt: skip
 
 
 # AWQ in the ``gemm`` format of AutoAWQ has integer codes of 4 bits.
@@ -152,27 +139,13 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
         )
     if scales.shape[1:] != (rows,):
         return None
-    groups = scales.shape[0]
     if zeros is None:
         return group.refused("its qzeros are missing")
-    if (problem := _not_int32(codes, zeros)) is not None:
-        return group.refused(problem)
-    if zeros.shape != (groups, words):
-        return group.refused(
-            f"qzeros of shape {g.shown(zeros.shape)} do not fit scales of shape "
-            f"{g.shown(scales.shape)} with codes of 4 bits"
-        )
-    width = _group_size(view, columns, groups)
-    if width is None:
-        return group.refused(
-            f"its group_size is unknown, or does not result in {groups} groups", g.NEEDS_CONFIG
-        )
-    grid = ScaleGrid(1, width, rows, groups, "columns")
-    layout = Blocks(
-        1, rows, columns, Packing("interleaved", 4), (g.numbers(1, scales, grid),),
-        zero=ZeroPoint(2, 4, grid, "interleaved"),
-    )  # fmt: skip
-    return group.with_layout(f"awq int4 g{width}", layout, codes, scales, zeros)
+    is_packed = codes.dtype.name == zeros.dtype.name == "int32"
+    if not is_packed or zeros.shape != (scales.shape[0], words):
+        return group.unfit(qweight=codes, scales=scales, qzeros=zeros)
+    packing = Packing("interleaved", 4)
+    return _in_groups(group, view, packing, codes, scales, zeros, kind="interleaved")
 
 
 AWQ = QuantizationMethod(
@@ -205,31 +178,26 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
     packing = view.text(f"{stem}.packing")
     if view.number(f"{stem}.view_as_float"):
         return group.refused("its codes are stored as floats (view_as_float)")
-    if packing != _PACKED.get(bits or 0, "?"):
+    if bits is None or packing != _PACKED.get(bits):
         return group.refused(
             f"its packing is {packing!r} with {bits} bits, which ckptkit does not support"
         )
-    assert bits is not None
     if len(shape) != 2 or min(shape) <= 0 or axis not in (0, 1) or scale is None or zero is None:
         return group.refused("its shape, axis, scale or zero is missing or invalid")
     size = size or shape[1 - axis]
     groups = prod(shape) // size
-    rows, columns = (groups, size) if axis else (size, groups)
+    stored = (groups, size) if axis else (size, groups)
     dtype, each = ("int32", 10) if bits == 3 else ("uint8", 8 // bits)  # codes per element
     fits = scale.numel == zero.numel == groups and groups * size == prod(shape)
-    is_whole = codes.dtype.name == dtype and codes.numel == -(-rows // each) * columns
+    is_whole = codes.dtype.name == dtype and codes.numel == -(-stored[0] // each) * stored[1]
     if not (fits and is_whole and g.is_scale(scale) and scale.dtype == zero.dtype):
-        return group.refused(
-            f"its scales or codes do not fit a weight of shape {g.shown(shape)} in groups of {size}"
-        )
+        return group.unfit(f" in groups of {size}", codes=codes, scales=scale, zero=zero)
     grid = ScaleGrid(1, size, groups, 1) if axis else ScaleGrid(size, 1, 1, groups)
-    layout = Blocks(
-        1, rows, columns,
-        Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8),
-        (g.numbers(1, scale, grid),), zero=g.numbers(2, zero, grid),
-        product_dtype=scale.dtype.name,
+    return group.with_layout(
+        f"hqq int{bits} g{size}",
+        Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8), grid, codes,
+        scale, zero, shape=stored, zero=g.numbers(2, zero, grid), product_dtype=scale.dtype.name,
     )  # fmt: skip
-    return group.with_layout(f"hqq int{bits} g{size}", layout, codes, scale, zero)
 
 
 HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hqq 0.2.8.post1")
@@ -255,11 +223,12 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (name, mark, *view.present(name, others))
     group = QuantizedWeight("bnb-4bit", "bnb 4bit", name, weight.shape, parts)
     state = view.json(mark)
-    shape, size, kind = (state.get(each) for each in ("shape", "blocksize", "quant_type"))
-    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    if not is_shape or type(size) is not int:
+    shape, size, kind, wide, offset = (
+        state.get(each)
+        for each in ("shape", "blocksize", "quant_type", "nested_blocksize", "nested_offset")
+    )
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         return group.refused("its quant_state is not JSON with a shape and a blocksize")
-    assert isinstance(shape, list)
     group.label, group.shape, count = f"{kind} {size}", tuple(shape), prod(shape)
     absmax = view.get(f"{name}.absmax", "float32", "uint8")
     table = view.get(f"{name}.quant_map", "float32")
@@ -267,39 +236,33 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.refused(
             f"ckptkit requires nf4 or fp4 with absmax and quant_map; its type is {kind!r}"
         )
-    room = weight.nbytes - -(-count // 2)
-    if size <= 0 or not 0 <= room < weight.dtype.itemsize or absmax.numel != -(-count // size):
-        return group.refused(
-            f"its codes or scales do not fit a weight of shape {g.shown(group.shape)} with blocks "
-            f"of {size}"
-        )
+    fits = type(size) is int and size > 0 and absmax.numel == -(-count // size)
+    if not fits or not 0 <= weight.nbytes - -(-count // 2) < weight.dtype.itemsize:
+        return group.unfit(f" with blocks of {size}", codes=weight, absmax=absmax)
+    assert type(size) is int
     inputs = [weight, absmax, table]
     scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
     if absmax.dtype.name == "uint8":
         nested = view.get(f"{name}.nested_absmax", "float32")
         codes = view.get(f"{name}.nested_quant_map", "float32")
-        wide, offset = state.get("nested_blocksize"), state.get("nested_offset")
         is_given = type(wide) is int and wide > 0 and type(offset) is float
         if nested is None or codes is None or not is_given:
             return group.refused("its absmax is quantized, but the nested tensors are missing")
         assert type(wide) is int and type(offset) is float
         if nested.numel != -(-absmax.numel // wide) or codes.numel != 256:
-            return group.refused(
-                f"nested_absmax does not fit an absmax of {absmax.numel} elements in blocks of "
-                f"{wide}, or nested_quant_map does not have 256 elements"
-            )
+            how = f" with blocks of {size} in blocks of {wide}"
+            return group.unfit(how, absmax=absmax, nested_absmax=nested, nested_quant_map=codes)
         inputs += [nested, codes]
         grid = ScaleGrid(1, size * wide, 1, nested.numel)
         scales = [
             Numbers(1, "map", scales[0].grid, map=4),
             Numbers(3, "float32", grid, add=offset),
         ]
-    layout = Blocks(
-        1, 1, count, Packing("flat", 4, high_first=True), tuple(scales),
+    group.own = g.dtype_named(state.get("dtype"))
+    return group.with_layout(
+        group.label, Packing("flat", 4, high_first=True), tuple(scales), *inputs, shape=(1, count),
         table="map-signed" if kind == "fp4" else "map", map=2,
     )  # fmt: skip
-    group.own = g.dtype_named(state.get("dtype"))
-    return group.with_layout(group.label, layout, *inputs)
 
 
 def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -315,10 +278,7 @@ def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
     if form != 0:
         return group.refused(f"its weight_format is {form}, but ckptkit supports only 0 (row)")
     if len(shape) != 2 or scale.shape != shape[:1]:
-        return group.refused(
-            f"an SCB of shape {g.shown(scale.shape)} does not fit a weight of shape "
-            f"{g.shown(shape)}"
-        )
+        return group.unfit(SCB=scale)
     grid = g.grid_of(shape, 1, shape[1])
     return group.flat("int8 row", grid, weight, scale, factor=_INT8_FACTOR)
 
@@ -357,15 +317,14 @@ def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("mxfp4", "mxfp4", name, shape, (mark, *view.present("", (other,))))
     if scales is None or scales.shape != codes.shape[:-1]:
         return group.refused(
-            f"its scales ({other}) are missing or do not fit the codes",
-            "the scales may be in another shard: give the folder or the index",
+            f"its scales ({other}) are missing or do not fit the codes", g.ELSEWHERE
         )
     if ending == ".blocks":
         return group.in_blocks(_MXFP4, codes, scales, packing=Packing("flat", 4))
     group.shape = (*batch, columns, rows)
     scale = Numbers(1, "ldexp", ScaleGrid(32, 1, groups, rows, "columns"))
-    layout = Blocks(prod(batch), columns, rows, Packing("turned", 4), (scale,), table="e2m1")
-    return group.with_layout("mxfp4 1x32", layout, codes, scales)
+    packing = Packing("turned", 4)
+    return group.with_layout("mxfp4 1x32", packing, (scale,), codes, scales, table="e2m1")
 
 
 GPT_OSS = QuantizationMethod(

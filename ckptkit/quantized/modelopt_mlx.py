@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.compute.packing import Blocks, Packing, ScaleGrid
+from ckptkit.compute.packing import Packing, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -33,10 +33,7 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("modelopt", "fp8", name, shape, parts, dropped)
     extra = view.present(stem, (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"))
     if extra:
-        return group.refused(
-            f"the layer also computes with {extra[0]}, so the dequantized weight alone would give "
-            f"wrong results"
-        )
+        return group.refused(f"the layer also computes with {extra[0]}, {g.NOT_ALONE}")
     if weight.dtype.name == "uint8":
         if second is None or scale.dtype.name != "float8_e4m3fn":
             return None
@@ -46,22 +43,18 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
         return group.in_blocks(_NVFP4, weight, scale, second)
     if method == "fbgemm_fp8":
         return _fbgemm(group, weight, scale)
-    if scale.dtype.name in g.EXPONENTS:
-        if method != "modelopt":
-            return group.refused("the library that quantized the weight is unknown", _NEEDS_CONFIG)
-        return group.in_blocks(g.MX, weight, scale)
-    if not g.is_scale(scale):
+    is_exponent = scale.dtype.name in g.EXPONENTS
+    if not is_exponent and not g.is_scale(scale):
         return None
     if method != "modelopt":
-        return group.refused(
-            "the dtype in which codes and scales are multiplied is unknown", _NEEDS_CONFIG
-        )
-    found = _fp8_grid(view, shape, scale.shape)
-    if found is None:
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} match no known layout of ModelOpt"
-        )
-    return group.flat(f"fp8 {found[1]}", found[0], weight, scale, **g.IN_TARGET)
+        what = "the library that quantized the weight, and the dtype of its products, are unknown"
+        return group.refused(what, _NEEDS_CONFIG)
+    if is_exponent:
+        return group.in_blocks(g.MX, weight, scale)
+    grid, label = _fp8_grid(view, shape, scale.shape) or (None, "")
+    if grid is None:
+        return group.unfit(" in any known layout of ModelOpt", scales=scale)
+    return group.flat(f"fp8 {label}", grid, weight, scale, **g.IN_TARGET)
 
 
 def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, str] | None:
@@ -87,16 +80,13 @@ def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, 
 
 
 def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedWeight:
-    shape = group.shape
+    shape, is_float = group.shape, scale.dtype.name == "float32"
     group.family = "fbgemm-fp8"
-    if scale.dtype.name == "float32" and scale.shape in ((*shape[:-1], 1), shape[:-1]):
+    if is_float and scale.shape in ((*shape[:-1], 1), shape[:-1]):
         return group.flat("fp8 channel", g.grid_of(shape, 1, shape[-1]), weight, scale)
-    if scale.dtype.name == "float32" and len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
+    if is_float and len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
         return group.flat("fp8 column", g.grid_of(shape, shape[1], 1), weight, scale)
-    return group.refused(
-        f"scales of dtype {scale.dtype} and shape {g.shown(scale.shape)} do not fit a weight of "
-        f"shape {g.shown(shape)}"
-    )
+    return group.unfit(scales=scale)
 
 
 def recognize_experts(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -147,11 +137,8 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (f"{stem}.weight", mark, *((biases,) if biases else ()))
     group = QuantizedWeight("mlx", "mlx", f"{stem}.weight", weight.shape, parts)
     settings = _settings(view, stem)
-    mode, size, bits = (
-        settings.get("mode", "affine"),
-        settings.get("group_size"),
-        settings.get("bits"),
-    )
+    mode = settings.get("mode", "affine")
+    size, bits = settings.get("group_size"), settings.get("bits")
     if mode in _MODES:
         bits, form = _MODES[mode]
         size = form.width
@@ -162,29 +149,20 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
     words = weight.shape[-1]
     shape = (*weight.shape[:-1], words * 32 // bits)
     group.label, group.shape = f"mlx {mode} int{bits}", shape
-    if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != words * 32:
-        return group.refused(
-            f"scales of shape {g.shown(scales.shape)} do not fit a weight of shape "
-            f"{g.shown(shape)} in groups of {size}"
-        )
     if mode in _MODES:
-        if scales.dtype.name != "uint8":
-            return group.refused(
-                f"its mode {mode} requires uint8 scales, but its scales have dtype {scales.dtype}"
-            )
         return group.in_blocks(form, weight, scales, packing=Packing("flat", bits))
+    if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != words * 32:
+        return group.unfit(f" in groups of {size}", scales=scales)
     bias = view.get(biases)
     if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
         return group.refused(
             f"its mode is {mode!r}; ckptkit supports mxfp4, nvfp4, mxfp8, and affine with float "
-            f"scales and biases of the same shape"
+            "scales and biases of the same shape"
         )
-    grid = g.grid_of(shape, 1, size)
-    layout = Blocks(
-        *g.matrix(shape), Packing("rows", bits, stride=4 * words), (g.numbers(1, scales, grid),),
-        bias=g.numbers(2, bias, grid),
-    )  # fmt: skip
-    return group.with_layout(f"mlx int{bits} g{size}", layout, weight, scales, bias)
+    grid, packing = g.grid_of(shape, 1, size), Packing("rows", bits, stride=4 * words)
+    numbers = g.numbers(2, bias, grid)
+    label = f"mlx int{bits} g{size}"
+    return group.with_layout(label, packing, grid, weight, scales, bias, bias=numbers)
 
 
 def _settings(view: TensorView, stem: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -84,10 +84,7 @@ class Quantization:
     @property
     def labels(self) -> dict[str, int]:
         """A dict that maps each label to its number of weights."""
-        counts: dict[str, int] = defaultdict(int)
-        for group in self.groups:
-            counts[group.label] += 1
-        return dict(counts)
+        return dict(Counter(group.label for group in self.groups))
 
     @property
     def unread(self) -> tuple[QuantizedWeight, ...]:
@@ -101,43 +98,23 @@ class Quantization:
         components in their names, such as ``weight_scale``. If a group contains a tensor with the
         name of the weight, this tensor is not compared.
         """
-        endings = set(map(last_component, names))
-        groups = (each for each in self.groups if not _holds(endings, each))
+        endings, groups = set(map(last_component, names)), []
+        for group in self.groups:
+            others = {last_component(name) for name in group.parts if name != group.name}
+            if not others or not others <= endings:
+                groups.append(group)
         return replace(self, groups=tuple(groups))
 
     def touching(self, names: Iterable[str]) -> Iterator[QuantizedWeight]:
         """Yield the groups that contain any of the tensors `names`. Yield each group once."""
-        seen = {
-            id(group): group for name in names if (group := self.by_member.get(name)) is not None
-        }
-        yield from seen.values()
-
-
-def _holds(endings: Collection[str], group: QuantizedWeight) -> bool:
-    others = [last_component(name) for name in group.parts if name != group.name]
-    return bool(others) and all(each in endings for each in others)
+        found = (self.by_member.get(name) for name in names)
+        yield from {id(group): group for group in found if group is not None}.values()
 
 
 # Checkpoints with one dequantized tensor in place of each quantized weight
 
 TARGETS = ("bfloat16", "float16", "float32")  # dtypes of dequantized weights
 _HALF = ("gptq", "awq")  # methods whose libraries compute in float16
-
-
-def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
-    """Replace each quantized weight that ckptkit can dequantize by one tensor.
-
-    `types` maps weights to dtypes. Other weights get the default dtype of `dequantize`. This
-    function reads no bytes. The attribute ``logical`` of the new checkpoint maps the id of each new
-    tensor to the tensor and its group.
-    """
-    groups = [group for group in found.groups if group.layout is not None]
-    if not groups or found.view is None:
-        return ck
-    view = found.view
-    dtypes = {id(group): types.get(group.name) or default_dtype(view, group) for group in groups}
-    root, made = exchanged(ck, Quantization(tuple(groups), (), view), dtypes)
-    return replace(ck, root=root, logical=made)
 
 
 def float_types(ck: Checkpoint) -> dict[str, DType]:
@@ -157,39 +134,28 @@ def exchanged(
     """
     weights = ck.required
     made: dict[int, tuple[Tensor, QuantizedWeight]] = {}
-    entries = dict(_entries(weights, found, types, made))
+    entries: dict[Node, Node] = {}
+    done, serving = set[int](), set(found.serving)
     old = mapping_of(weights)
-    node: Node = OrderedMapping(entries, old.state) if isinstance(old, OrderedMapping) else entries
-    return rebuild(ck.root, swap={id(weights.node): node}), made
-
-
-def mapping_of(weights: Weights) -> Mapping[Node, Node]:
-    """Return the dict that contains the weights. For a pickled module, return its state_dict."""
-    node: Mapping[Node, Node] = (
-        plain_state_dict(weights.nodes) if weights.is_module else weights.node
-    )
-    return node
-
-
-def _entries(
-    weights: Weights,
-    found: Quantization,
-    types: Mapping[int, DType],
-    made: dict[int, tuple[Tensor, QuantizedWeight]],
-) -> Iterator[tuple[Node, Node]]:
-    serving, done = set(found.serving), set()
-    for key, node in mapping_of(weights).items():
+    for key, node in old.items():
         group = found.by_member.get(key) if isinstance(key, str) else None
         if group is None:
-            if not isinstance(key, str) or key not in serving:
-                yield key, node
+            if key not in serving:
+                entries[key] = node
         elif id(group) not in done:
             done.add(id(group))
             first = as_tensor(weights.nodes[group.parts[0]])
             device = "cpu" if first is None or first.device == "meta" else first.device
             tensor = group.tensor(types[id(group)], device)
             made[id(tensor)] = tensor, group
-            yield group.name, tensor
+            entries[group.name] = tensor
+    new: Node = OrderedMapping(entries, old.state) if isinstance(old, OrderedMapping) else entries
+    return rebuild(ck.root, swap={id(weights.node): new}), made
+
+
+def mapping_of(weights: Weights) -> Mapping[Node, Node]:
+    """Return the dict that contains the weights. For a pickled module, return its state_dict."""
+    return plain_state_dict(weights.nodes) if weights.is_module else weights.node
 
 
 def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:

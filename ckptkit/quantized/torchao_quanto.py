@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.compute.packing import TARGET, Blocks, Packing, ScaleGrid
+from ckptkit.compute.packing import TARGET, Packing, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
@@ -33,9 +33,8 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
     if not isinstance(args, tuple) or len(args) != 4 or tensor is None:
         return None
     _, kind, _, attributes = args
-    if not isinstance(kind, Global) or not kind.module.startswith("torchao."):
-        return None
-    if not isinstance(attributes, dict):
+    is_torchao = isinstance(kind, Global) and kind.module.startswith("torchao.")
+    if not is_torchao or not isinstance(attributes, dict):
         return None
     named = {key: each for key, each in attributes.items() if isinstance(key, str)}
     inner = {key: each for key, each in named.items() if isinstance(each, Tensor)}
@@ -44,10 +43,8 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
     group = QuantizedWeight("torchao", "torchao", name, tensor.shape, (name,), own=own)
     made = described(group, kind.name.rpartition(".")[2], data, inner)
     if made.layout is not None and made.shape != tensor.shape:
-        return made.refused(
-            f"its codes have shape {g.shown(made.shape)}, but the pickle declares the shape "
-            f"{g.shown(tensor.shape)}"
-        )
+        made.shape = tensor.shape
+        return made.unfit(", which the pickle declares", codes=made.inputs[0])
     return made
 
 
@@ -59,7 +56,7 @@ def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
     head, _, last = mark.rpartition("._")
     name = f"{head}.{last}" if head else mark.removeprefix("_")
     name = name.removesuffix("_qdata")
-    recorded = g.parsed(view.extras.get(name, "").encode())
+    recorded = view.header(name)
     names, data = recorded.get("_tensor_data_names"), recorded.get("_data")
     if not isinstance(names, list) or not isinstance(data, dict):
         return None
@@ -69,10 +66,7 @@ def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (mark, *(f"{prefix}{each}" for each in inner if each != "qdata"))
     group = QuantizedWeight("torchao", "torchao", name, view.tensors[mark].shape, parts)
     if len(inner) != len(names):
-        return group.refused(
-            "some of its tensors are missing",
-            "the tensors may be in another shard: give the folder or the index",
-        )
+        return group.refused("some of its tensors are missing", g.ELSEWHERE)
     return described(group, str(recorded.get("_type")), data, inner)
 
 
@@ -82,34 +76,26 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     group.label = f"torchao {kind}"
     given = [*inner, *(key for key, value in data.items() if value is not None)]
     if any("pre_scale" in each for each in given):
-        return group.refused(
-            "the layer also computes with act_pre_scale, so the dequantized weight alone would "
-            "give wrong results"
-        )
+        return group.refused(f"the layer also computes with act_pre_scale, {g.NOT_ALONE}")
     if kind not in _KINDS or codes is None or scale is None:
         return group.refused(f"the bytes of {kind} are packed for a GPU kernel", "torchao reads it")
     own = _dtype(data.get("dtype") or data.get("orig_dtype"))
     group.own = g.dtype_named(own) or group.own
-    group.shape, form = codes.shape, _KINDS[kind]
+    group.shape, form, block = codes.shape, _KINDS[kind], data.get("block_size")
     if isinstance(form, g.BlockForm):
-        size = data.get("block_size")
-        if type(size) is not int or size <= 0 or codes.dtype.name not in _CODES:
-            return group.refused(
-                f"ckptkit does not support a block_size of {size} with codes of dtype {codes.dtype}"
-            )
-        form = form._replace(width=size, tiled=bool(data.get("is_swizzled_scales")))
-        second = inner.get("per_tensor_scale")
-        if second is None:  # the second scale is optional
-            form = form._replace(second="")
+        if type(block) is not int or block <= 0 or codes.dtype.name not in _CODES:
+            return group.unfit(f" with a block_size of {block}", codes=codes, scales=scale)
+        second = inner.get("per_tensor_scale")  # optional
+        form = form._replace(
+            width=block, tiled=bool(data.get("is_swizzled_scales")),
+            second=form.second if second is not None else "",
+        )  # fmt: skip
         return group.in_blocks(form, codes, scale, second)
-    grid = _grid(codes.shape, data.get("block_size"), scale)
+    grid = _grid(codes.shape, block, scale)
     is_float = kind == "Float8Tensor"
     fits = codes.dtype.name in (g.FLOAT8 if is_float else ("int8",)) and g.is_scale(scale)
     if grid is None or not fits:
-        return group.refused(
-            f"codes of dtype {codes.dtype} and scales of shape {g.shown(scale.shape)} do not fit "
-            f"blocks of {data.get('block_size')}"
-        )
+        return group.unfit(f" with blocks of {block}", codes=codes, scales=scale)
     size = f"{grid.height}x{grid.width}"
     if is_float:
         return group.flat(f"fp8 {size}", grid, codes, scale)
@@ -119,10 +105,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     if zero is None:
         return group.flat(label, grid, codes, scale, **more)
     if zero.numel != scale.numel or zero.dtype.name not in ("int8", "int16", "int32", "uint8"):
-        return group.refused(
-            f"zero points of dtype {zero.dtype} and shape {g.shown(zero.shape)} do not fit scales "
-            f"of shape {g.shown(scale.shape)}"
-        )
+        return group.unfit(scales=scale, zero_points=zero)
     point = g.numbers(2, zero, grid, dtype=zero.dtype.name)
     return group.flat(label, grid, codes, scale, zero, zero=point, **more)
 
@@ -185,17 +168,13 @@ def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("quanto", "quanto", name, shape, parts, dropped)
     if is_packed:
         return _packed(group, view, stem, codes, scale)
-    if len(shape) != 2 or codes.dtype.name not in ("int8", *g.FLOAT8):
-        return group.refused(f"unsupported codes of dtype {codes.dtype} and shape {g.shown(shape)}")
-    found = g.grid_for(shape, scale.shape)
-    if found is None and scale.shape == (1, shape[1]):
-        found = g.grid_of(shape, shape[0], 1), "column"
-    if found is None:
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} do not fit a weight of shape {g.shown(shape)}"
-        )
+    grid, _ = g.grid_for(shape, scale.shape) or (None, "")
+    if len(shape) == 2 and scale.shape == (1, shape[1]):
+        grid = grid or g.grid_of(shape, shape[0], 1)
+    if grid is None or len(shape) != 2 or codes.dtype.name not in ("int8", *g.FLOAT8):
+        return group.unfit(codes=codes, scales=scale)
     word = "int8" if codes.dtype.name == "int8" else "fp8"
-    return group.flat(f"quanto {word}", found[0], codes, scale, product_dtype=scale.dtype.name)
+    return group.flat(f"quanto {word}", grid, codes, scale, product_dtype=scale.dtype.name)
 
 
 def _packed(
@@ -216,19 +195,16 @@ def _packed(
     (rows,), (stored, size), groups = bias.shape, codes.shape, scale.numel
     fits = scale.shape == (groups, 1) and rows and groups % rows == 0
     if not fits or -(-groups * bits // 8) != stored:
-        return group.refused(
-            f"scales of shape {g.shown(scale.shape)} do not fit {rows} rows (the size of the bias)"
-        )
+        how = f" with {rows} rows, the size of the bias"
+        return group.unfit(how, codes=codes, scales=scale)
     grid = ScaleGrid(1, size, groups, 1)
-    numbers = g.numbers(2, shift, grid, dtype=shift.dtype.name)
-    is_integer = shift.dtype.kind == "int"
-    layout = Blocks(
-        1, groups, size, Packing("parts", bits), (g.numbers(1, scale, grid),),
-        zero=numbers if is_integer else None, bias=None if is_integer else numbers,
-        subtract_bias=True, product_dtype=scale.dtype.name,
-    )  # fmt: skip
+    which = "zero" if shift.dtype.kind == "int" else "bias"
+    more = {which: g.numbers(2, shift, grid, dtype=shift.dtype.name)}
     group.shape = (rows, groups // rows * size)
-    return group.with_layout(f"quanto int{bits} g{size}", layout, codes, scale, shift)
+    return group.with_layout(
+        f"quanto int{bits} g{size}", Packing("parts", bits), grid, codes, scale, shift,
+        shape=(groups, size), subtract_bias=True, product_dtype=scale.dtype.name, **more,
+    )  # fmt: skip
 
 
 QUANTO = QuantizationMethod(

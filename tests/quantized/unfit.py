@@ -92,20 +92,20 @@ QUANTO = {
 UNFIT = {
     "awq without zero points": Refusal(AWQ, "qzeros are missing", method("awq", group_size=32)),
     "awq with zero points of int8": Refusal(
-        {**AWQ, f"{L}.qzeros": row("I8", [2, 2])}, "qzeros are int8", method("awq", group_size=32)
+        {**AWQ, f"{L}.qzeros": row("I8", [2, 2])}, "qzeros of dtype int8", method("awq", group_size=32)
     ),
     "awq with zero points of 5 groups": Refusal(
-        {**AWQ, f"{L}.qzeros": row("I32", [5, 2])}, "qzeros of shape", method("awq", group_size=32)
+        {**AWQ, f"{L}.qzeros": row("I32", [5, 2])}, "qzeros of dtype int32 and shape", method("awq", group_size=32)
     ),
     "gptq of 5 bits": Refusal(
         {**GPTQ, f"{L}.qzeros": row("I32", [2, 3])}, "2, 3, 4 or 8 bits", method("gptq", bits=5)
     ),
-    "nested scales": Refusal(nested(nested_absmax=ones([3])), "nested_absmax does not fit"),
-    "scales of int8": Refusal({W: I8, f"{L}.SCB": ones([4])}, "SCB of"),
+    "nested scales": Refusal(nested(nested_absmax=ones([3])), "nested absmax of dtype"),
+    "scales of int8": Refusal({W: I8, f"{L}.SCB": ones([4])}, "SCB of dtype"),
     "a scale of ComfyUI": Refusal(comfy("float8_e4m3fn", FP8, ones([2])), "do not fit"),
-    "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "must have one element"),
+    "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "it must have one element"),
     "int8 scales of ComfyUI": Refusal(comfy("int8_tensorwise", I8, ones([3])), "do not fit"),
-    "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "its codes have"),
+    "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "with the format int8_tensorwise"),
     "nvfp4 of ComfyUI": Refusal(
         comfy("nvfp4", U8, row("F8_E4M3", [8, 2]), weight_scale_2=ones([])), "tiles of 128x4"
     ),
@@ -127,7 +127,7 @@ UNFIT = {
     ),
     "exponents of fp4": Refusal(packed(U8, row("U8", [4, 1])), "do not fit", ct("float", bits=4)),
     "a grid of packed integers": Refusal(
-        packed(row("I32", [4, 4]), ones([2, 1], "BF16"), 4, 32), "no strategy", ct("int", bits=4)
+        packed(row("I32", [4, 4]), ones([2, 1], "BF16"), 4, 32), "in any strategy", ct("int", bits=4)
     ),
     "packed zero points": Refusal(
         packed(row("I32", [4, 4]), ones([4, 1], "BF16"), 4, 32, zero_point=row("I32", [3, 1])),
@@ -139,7 +139,7 @@ UNFIT = {
     "the groups of hqq": Refusal(hqq(scale=ones([1, 4], "F16")), "in groups of"),
     "scales of mlx": Refusal(MLX, "do not fit", mlx(group_size=32, bits=4)),
     "a mode of mlx and its scales": Refusal(
-        {W: MLX[W], f"{L}.scales": ones([4, 2])}, "its mode mxfp4 requires", mlx(mode="mxfp4")
+        {W: MLX[W], f"{L}.scales": ones([4, 2])}, "with blocks of 32", mlx(mode="mxfp4")
     ),
     "scales of fp8 blocks for a vector": Refusal(
         {W: row("F8_E4M3", [64]), f"{W}_scale_inv": ones([2])}, "do not fit",
@@ -150,10 +150,10 @@ UNFIT = {
     ),
     "exponents of ModelOpt": Refusal({W: FP8, S: row("U8", [8, 2])}, "blocks of 32", MODELOPT),
     "stacked experts of ModelOpt, as many as rows": Refusal(
-        {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "no known layout", MODELOPT
+        {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "any known layout", MODELOPT
     ),
     "scales of FBGEMM": Refusal({W: FP8, S: ones([4, 1])}, "do not fit", method("fbgemm_fp8")),
-    "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "unsupported codes"),
+    "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "codes of dtype uint8"),
     "scales of quanto": Refusal({f"{W}._data": I8, f"{W}._scale": ones([3, 1])}, "do not fit"),
     "the rows of quanto": Refusal(QUANTO, "neither the shape nor a bias", beside=QMAP),
     "quanto without a shift": Refusal(
