@@ -112,8 +112,8 @@ def _whole(
     ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
         raise FormatError("its list of ties contains values that are not names")
-    found = safetensors_tree.restore(fields, tensors)
-    return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
+    root, globals_ = safetensors_tree.restore(fields, tensors)
+    return Restored(root, _rest(known, ties, metadata), (), globals_, True)
 
 
 def restore_ties(

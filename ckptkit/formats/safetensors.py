@@ -415,7 +415,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     Raises the errors of the .pth writer, because ckptkit must be able to convert the output to a
     .pth.
     """
-    from ckptkit.formats.safetensors_tree import StoredTree, record_of
+    from ckptkit.formats.safetensors_tree import StoredTree
     from ckptkit.formats.torch_zip import Numbering
     from ckptkit.pickles.policy import without_objects
     from ckptkit.pickles.writer import write_pickle
@@ -432,7 +432,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
         )
     write_pickle(root, Numbering())
     whole = StoredTree(root, _obstacle)
-    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.extras)})
+    text = dump({"version": VERSION, **whole.record(), "values": values(checkpoint.extras)})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **whole.ties,

@@ -31,7 +31,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, repeat
@@ -56,7 +56,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import and_more, flatten, merge_all, owners, some
+from ckptkit.core.text import and_more, flatten, merge_all, owners, some, without
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats import safetensors, strict_json, table, torch_zip
@@ -84,7 +84,6 @@ _FETCH_THEM = "download the missing shards"
 
 Entries = dict[Node, Node]  # entries of a shard, by name
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
-Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
@@ -106,13 +105,18 @@ def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
     Tensors have the order of the index, or of the shards if there is no index. `restore` restores
     the state_dict from the tensors and the metadata of the index.
     """
-    return _read(probe, format, restore, _raise)[0]
+
+    def refuse(error: CkptkitError) -> None:
+        raise error
+
+    return _Shards(probe, refuse).read(format, restore)
 
 
 def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield every defect of the index and the shards, and each checksummed range of a shard."""
     wrong: list[CkptkitError] = []
-    checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
+    shards = _Shards(probe, wrong.append)
+    checkpoint = shards.read("", restore_ties)
     for error in wrong:
         yield Defect(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
@@ -122,36 +126,15 @@ def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
             yield from (replace(found, file=name) for found in format.check(each))
 
 
-def _read(
-    probe: Probe, format: str, restore: Restore, refuse: Refuse
-) -> tuple[Checkpoint, _Shards]:
-    """Read the shards. Call `refuse` with each defect.
-
-    If `refuse` does not raise, reading continues without the defective data.
-    """
-    if not probe.is_folder:
-        place = probe.source.folder_and_name()
-        assert place is not None
-        shards = _Shards(place[0], format, refuse)
-        return shards.with_index(place[1], restore), shards
-    chosen = best(probe.names)
-    assert chosen is not None
-    shards = _Shards(probe.folder, format, refuse)
-    if chosen.form == "shards":
-        return shards.without_index(chosen, probe.names), shards
-    return shards.with_index(chosen.files[0], restore, probe.names), shards
-
-
-def _raise(error: CkptkitError) -> None:
-    raise error
-
-
 class _Shards:
-    """A reader of the shards in a folder."""
+    """A reader of the shards in a folder.
 
-    def __init__(self, folder: Folder, format: str, refuse: Refuse) -> None:
-        self.folder = folder
-        self.format = format
+    `refuse` is called with each defect. If `refuse` does not raise, reading continues without the
+    defective data.
+    """
+
+    def __init__(self, probe: Probe, refuse: Callable[[CkptkitError], None]) -> None:
+        self.probe = probe
         self.refuse = refuse
         self.probes: dict[str, tuple[Format, Probe]] = {}
         self.shards: dict[str, Checkpoint] = {}
@@ -160,74 +143,94 @@ class _Shards:
     def _refuse(self, kind: type[CkptkitError], what: str, hint: str = _FETCH) -> None:
         self.refuse(kind(what, hint=hint))
 
-    def with_index(
-        self, name: str, restore: Restore, names: frozenset[str] = frozenset()
-    ) -> Checkpoint:
-        """Read the shards of the index called `name`.
-
-        If the input is the folder, `names` contains the files of the folder. If the input is the
-        index, `names` is empty.
-        """
+    def read(self, format: str, restore: Restore) -> Checkpoint:
+        """Read the shards of a folder, or of an index."""
+        names, chosen = self.probe.names, best(self.probe.names)
+        if chosen is None:
+            place = self.probe.source.folder_and_name()
+            assert place is not None
+            self.folder, name = place
+        else:
+            self.folder, name = self.probe.folder, chosen.files[0]
+        if chosen is not None and chosen.form == "shards":
+            self._check_numbers(chosen)
+            held = dict(self._read(chosen.files))
+            root = self._merged(owners(held.items()), held.items())
+            warning = "there is no index: the shards are read in the order of their numbers"
+            warnings = (warning, *unread(names, chosen.files))
+            return self._assembled(root, format, {}, restore, warnings)
         try:
             index = _index(self.folder, name)
-            places: dict[str, str] = index["weight_map"]
+            places: dict[Node, str] = index["weight_map"]
             files = set(places.values())
             self._check_names(files)
-            if name.removesuffix(INDEX) in names - files:
-                self._refuse(
-                    AmbiguousError,
-                    f"does not list {name.removesuffix(INDEX)}, which is in the same folder",
-                )
+            whole = name.removesuffix(INDEX)
+            if whole in names - files:
+                what = f"does not list {whole}, which is in the same folder"
+                self._refuse(AmbiguousError, what)
             root = self._merged(places, self._read(files))
             metadata = index.get("metadata") or {}
-            return self._assembled(root, metadata, restore, unread(names, {name, *files}))
+            beside = unread(names, {name, *files})
+            return self._assembled(root, format, metadata, restore, beside)
         except CkptkitError as error:
-            error.at(os.path.join(self.folder.name, name))
-            raise
+            raise error.at(os.path.join(self.folder.name, name)) from error.__cause__
 
-    def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
-        """Read the shards of a folder that has no index."""
-        self._check_numbers(chosen)
-        places: dict[str, str] = {}
-        held = dict(self._read(set(chosen.files)))
-        for file in chosen.files:
-            for name in held.get(file, ()):
-                if name in places:
-                    what = f"the tensor {name[:80]!r} is in two shards: {places[name]} and {file}"
-                    self._refuse(AmbiguousError, what)
-                places[name] = file
-        root = self._merged(places, held.items())
-        warning = "there is no index: the shards are read in the order of their numbers"
-        return self._assembled(root, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
+    def _check_names(self, names: set[str]) -> None:
+        """Check that the shards exist, and that the number of shards in each file name is right.
 
-    def _read(self, files: set[str]) -> Iterator[tuple[str, Entries]]:
+        If such a number is wrong, the folder may contain files of two downloads. Remove the missing
+        shards from `names`.
+        """
+        missing = sorted(name for name in names if name not in self.folder)
+        if missing:
+            what = f"{len(missing):,} of {len(names):,} shards are missing: {some(missing)}"
+            self._refuse(CorruptError, what, _FETCH_THEM)
+        totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
+        if totals and totals != {len(names)}:
+            counts = " and ".join(map(str, sorted(totals)))
+            what = f"lists {len(names):,} shards, but the total in their file names is {counts}"
+            self._refuse(CorruptError, what)
+        names.difference_update(missing)
+
+    def _check_numbers(self, chosen: Candidate) -> None:
+        """Check that each shard number occurs in exactly one file name."""
+        numbers = [int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))]
+        total, first, known = int(chosen.total), min(*numbers, 1), set(numbers)
+        missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
+        if missing:
+            count = total - len(known)
+            listed = some(map(str, missing)) + and_more(count - len(missing))
+            what = f"{count:,} of {total:,} shards are missing: number {listed}"
+            self._refuse(CorruptError, what, _FETCH_THEM)
+        elif len(numbers) != total:
+            what = f"there are {len(numbers):,} shards"
+            self._refuse(AmbiguousError, f"{what}, but the total in their file names is {total:,}")
+
+    def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Entries]]:
         """Read shards. Yield the file name and the entries of each shard."""
-        for file in sorted(files):
+        for name in sorted(files):
             try:
-                shard = self._read_shard(file)
+                probe = Probe(self.folder.open(name))
+                try:
+                    format = next((each for each in SHARD_FORMATS if each.matches(probe)), None)
+                    if format is None:
+                        pointer = probe.head.startswith(b"version https://git-lfs")
+                        hint = "it is a Git LFS pointer: `git lfs pull` fetches the file"
+                        what = "is neither a safetensors nor a torch file"
+                        raise FormatError(what, hint=hint if pointer else None)
+                    self.probes[name] = format, probe
+                    shard = format.read(probe)
+                except CkptkitError as error:
+                    raise error.at(probe.name) from error.__cause__
                 entries = _entries(shard)
             except CkptkitError as error:
                 self.refuse(error)
                 continue
-            self.shards[file] = replace(shard, root=None)
-            yield file, entries
-
-    def _read_shard(self, name: str) -> Checkpoint:
-        probe = Probe(self.folder.open(name))
-        try:
-            for each in SHARD_FORMATS:
-                if each.matches(probe):
-                    self.probes[name] = each, probe
-                    return each.read(probe)
-            pointer = probe.head.startswith(b"version https://git-lfs")
-            hint = "it is a Git LFS pointer: `git lfs pull` fetches the file" if pointer else None
-            raise FormatError("is neither a safetensors nor a torch file", hint=hint)
-        except CkptkitError as error:
-            error.at(probe.name)
-            raise
+            self.shards[name] = replace(shard, root=None)
+            yield name, entries
 
     def _merged(
-        self, places: Mapping[str, str], shards: Iterable[tuple[str, Entries]]
+        self, places: Mapping[Node, str], shards: Iterable[tuple[str, Entries]]
     ) -> dict[Node, Node]:
         """Move the entries of all shards into one dict, in the order of `places`.
 
@@ -235,7 +238,7 @@ class _Shards:
         Lookups in one dict of half a million names are slower, because most lookups miss the
         processor's cache.
         """
-        names: defaultdict[str, list[str]] = defaultdict(list)
+        names: defaultdict[str, list[Node]] = defaultdict(list)
         # For each run of consecutive names in the same file: the file name, the number of names.
         runs: list[tuple[str, int]] = []
         for file, run in groupby(places.items(), itemgetter(1)):
@@ -253,28 +256,30 @@ class _Shards:
             zip(places, flatten(islice(rest[file], count) for file, count in runs), strict=True)
         )
         if object in {*map(type, root.values())}:
-            self._drop_absent(root, places)
+            for name in [name for name in places if root[name] is _ABSENT]:
+                del root[name]
+                # If the shard could not be read, its defect has been refused before.
+                if (file := places[name]) in self.shards:
+                    what = f"maps {name[:80]!r} to {file}, which does not contain it"
+                    self._refuse(CorruptError, what)
         for file, entries in self.left.items():
-            if entries:
-                root.update(self._ties(file, nodes[file], places))
+            # The index may omit an entry that is tied to a listed tensor of the same shard.
+            listed = {*map(_storage, nodes[file])} if entries else ()
+            for name, node in entries.items():
+                if name in places:
+                    what = f"the tensor {name[:80]!r} is in two shards: {file} and {places[name]}"
+                    self._refuse(AmbiguousError, what)
+                elif _storage(node) not in listed:
+                    what = f"{file} contains {name[:80]!r}, which the index does not list"
+                    self._refuse(CorruptError, what)
+                else:
+                    root[name] = node
         return root
-
-    def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
-        """Drop the names that no shard contains.
-
-        If the shard of a name could be read, call `refuse`, because the index contradicts this
-        shard.
-        """
-        for name in [name for name in places if root[name] is _ABSENT]:
-            del root[name]
-            file = places[name]
-            if file in self.shards:
-                what = f"maps {name[:80]!r} to {file}, which does not contain it"
-                self._refuse(CorruptError, what)
 
     def _assembled(
         self,
         root: dict[Node, Node],
+        format: str,
         metadata: Mapping[str, Any],
         restore: Restore,
         warnings: tuple[str, ...],
@@ -285,10 +290,14 @@ class _Shards:
             for key, text in metadata.items()
             if key != TOTAL
         }
-        restored = restore(root, texts)
+        restored = restore(root, texts) if texts else Restored(root, {})
+        merged, states = restored.root, self.left.values()
+        if type(merged) is dict and states and all(isinstance(e, OrderedMapping) for e in states):
+            versions = merge_all(module_versions(each) or {} for each in states)
+            merged = OrderedMapping(merged, versions_state(versions) if versions else None)
         return Checkpoint(
-            _ordered(restored.root, list(self.left.values())),
-            self.format,
+            merged,
+            format,
             self.folder,
             merge_all(shard.extras for _, shard in shards) | restored.metadata,
             globals=tuple(
@@ -297,65 +306,10 @@ class _Shards:
             warnings=(
                 *flatten(map(partial(within, name), shard.warnings) for name, shard in shards),
                 *restored.warnings,
-                *_wrong_total(metadata, root),
-                *_delta(metadata),
+                *_index_notices(metadata, root),
                 *warnings,
             ),
         )
-
-    def _check_names(self, names: set[str]) -> None:
-        """Check that the shards exist, and that the number of shards in each file name is right.
-
-        If such a number is wrong, the folder may contain files of two downloads.
-        """
-        missing = sorted(name for name in names if name not in self.folder)
-        if missing:
-            what = f"{len(missing):,} of {len(names):,} shards are missing: {some(missing)}"
-            self._refuse(CorruptError, what, _FETCH_THEM)
-        totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
-        if totals and totals != {len(names)}:
-            counts = " and ".join(map(str, sorted(totals)))
-            what = f"lists {len(names):,} shards, but the total in their file names is {counts}"
-            self._refuse(CorruptError, what)
-        names.difference_update(missing)
-
-    def _check_numbers(self, chosen: Candidate) -> None:
-        """Check that each shard number occurs in exactly one file name."""
-        numbers = sorted(
-            int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))
-        )
-        total, first = int(chosen.total), 0 if numbers[0] == 0 else 1
-        known = set(numbers)
-        missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
-        if missing:
-            count = total - len(known)
-            names = some(map(str, missing)) + and_more(count - len(missing))
-            what = f"{count:,} of {total:,} shards are missing: number {names}"
-            self._refuse(CorruptError, what, _FETCH_THEM)
-        elif len(numbers) != total:
-            what = (
-                f"there are {len(numbers):,} shards, but the total in their file names is {total:,}"
-            )
-            self._refuse(AmbiguousError, what)
-
-    def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
-        """Return the entries of `file` that the index omits, but that are tied to a listed tensor.
-
-        `own` contains the entries of `file` that the index lists. An omitted entry without such a
-        tie is an error.
-        """
-        ties: dict[Node, Node] = {}
-        known = {*map(_storage, own)}
-        for name, node in self.left[file].items():
-            if name in places:
-                what = f"the tensor {name[:80]!r} is in two shards: {file} and {places[name]}"
-                self._refuse(AmbiguousError, what)
-            elif _storage(node) not in known:
-                what = f"{file} contains {name[:80]!r}, which the index does not list"
-                self._refuse(CorruptError, what)
-            else:
-                ties[name] = node
-        return ties
 
 
 def _entries(shard: Checkpoint) -> Entries:
@@ -367,12 +321,11 @@ def _entries(shard: Checkpoint) -> Entries:
         and ({*map(type, root.values())} <= {Tensor} or shard.selection is None)
     ):
         return root
-    weights = shard.required
+    return _named(shard.required)
+
+
+def _named(weights: Weights) -> Entries:
     return weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
-
-
-def _as_it_is(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
-    return Restored(root, dict(texts))
 
 
 def _index(folder: Folder, name: str) -> dict[str, Any]:
@@ -393,46 +346,23 @@ def _storage(node: Node) -> int:
     return id(node if tensor is None else tensor.storage)
 
 
-def _ordered(root: Node, shards: list[Entries]) -> Node:
-    """Return `root`, as an OrderedDict if every shard is an OrderedDict.
-
-    The OrderedDict gets the merged ``_metadata`` of all shards.
-    """
-    if (
-        root.__class__ is not dict
-        or not shards
-        or not all(isinstance(each, OrderedMapping) for each in shards)
-    ):
-        return root
-    metadata = OrderedMapping()
-    for shard in shards:
-        metadata.update(module_versions(shard) or {})
-    return OrderedMapping(root, versions_state(metadata) if metadata else None)
-
-
-def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
+def _index_notices(metadata: Mapping[str, Any], root: Mapping[Node, Node]) -> Iterator[Notice]:
+    """Yield the warnings about a wrong total size, and about a delta."""
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum([tensor.nbytes for tensor in tensors])
     total = metadata.get(TOTAL, every)
-    if type(total) is int and total == every:
-        return []
-    once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    # `total_size` may include the packed parameters that quantized modules store inside objects.
-    leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
-    storages = {id(each.storage): each.storage for each in leaves if each.storage is not None}
-    stored = sum(storage.nbytes for storage in storages.values())
-    if type(total) is int and total in (once, stored):
-        return []
-    text = f"the index's total_size is {str(total)[:40]} bytes, but the tensors have {once:,}"
-    return [Notice(WRONG_TOTAL, text, nbytes=once)]
-
-
-def _delta(metadata: Mapping[str, Any]) -> list[str]:
-    if "delta_encoding" not in metadata:
-        return []
-    version, base = (str(metadata.get(word))[:9] for word in ("version", "base_version"))
-    what = f"contains a delta, not weights: version {version} of base {base}"
-    return [Notice(DELTA, f"{what}; `delta inspect` shows what it changes")]
+    if type(total) is not int or total != every:
+        once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
+        # `total_size` may include the packed parameters that quantized modules store inside
+        # objects.
+        stored = sum({id(each): each.nbytes for each in _storages(root)}.values())
+        if type(total) is not int or total not in (once, stored):
+            text = f"the index's total_size is {str(total)[:40]} bytes, but the tensors have"
+            yield Notice(WRONG_TOTAL, f"{text} {once:,}", nbytes=once)
+    if "delta_encoding" in metadata:
+        version, base = (str(metadata.get(word))[:9] for word in ("version", "base_version"))
+        what = f"contains a delta, not weights: version {version} of base {base}"
+        yield Notice(DELTA, f"{what}; `delta inspect` shows what it changes")
 
 
 # Choosing the file of each tensor
@@ -491,10 +421,28 @@ def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]
     return OutputFile(name + INDEX, (data,))
 
 
+def _folder(
+    title: tuple[str, str],
+    files: Iterable[OutputFile],
+    parts: Sequence[Iterable[Node]],
+    order: Iterable[str],
+    metadata: Mapping[str, Any],
+) -> tuple[OutputFile, ...]:
+    """Name the files of the shards, and add the index. A single file gets no index.
+
+    `title` is the stem and the suffix of the file names. `parts` contains the names of the tensors
+    in each file, and `order` all names in the order of the index.
+    """
+    stem, suffix = title
+    names = shard_names(stem, suffix, len(parts))
+    named = [replace(file, name=name) for file, name in zip(files, names, strict=True)]
+    if len(parts) > 1:
+        file_of = owners(zip(names, parts, strict=True))
+        named.append(index_file(stem + suffix, {name: file_of[name] for name in order}, metadata))
+    return tuple(named)
+
+
 # Shards of safetensors
-
-
-_STEM = "model"
 
 
 matches_safetensors = partial(matches, suffix=SAFE)
@@ -520,28 +468,16 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
     tensors, metadata, notes = safetensors.prepared(checkpoint, options)
     del metadata[TOTAL]
-    parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
-    names = shard_names(_STEM, SAFE, len(parts))
-    if len(parts) == 1:
-        return Plan((replace(safetensors.file_of(tensors, metadata), name=names[0]),), tuple(notes))
-    framework = {FRAMEWORK: metadata.pop(FRAMEWORK)}
-    files = [
-        replace(safetensors.file_of({each: tensors[each] for each in part}, framework), name=name)
-        for name, part in zip(names, parts, strict=True)
-    ]
-    file_of = owners(zip(names, parts, strict=True))
-    recorded = {
-        TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
-        **{key: text for key, text in metadata.items() if text is not None},
-    }
-    index = index_file(_STEM + SAFE, {name: file_of[name] for name in tensors}, recorded)
-    return Plan((*files, index), tuple(notes))
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    parts = split(sizes, options.shard_size)
+    inside = metadata if len(parts) == 1 else {FRAMEWORK: metadata.pop(FRAMEWORK)}
+    files = (safetensors.file_of({each: tensors[each] for each in part}, inside) for part in parts)
+    texts = {key: text for key, text in metadata.items() if text is not None}
+    recorded = {TOTAL: sum(sizes.values()), **texts}
+    return Plan(_folder(("model", SAFE), files, parts, tensors, recorded), tuple(notes))
 
 
 # Shards of torch.save
-
-
-_TORCH_STEM = "pytorch_model"
 
 
 matches_torch = partial(matches, suffix=BIN)
@@ -555,39 +491,9 @@ def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    weights = checkpoint.required
-    parts, total = _parts(weights, options.shard_size)
-    names = shard_names(_TORCH_STEM, BIN, len(parts))
-    extra, notes = leftovers(checkpoint, inside=False)
-    metadata = {**checkpoint.extras, **of_values({**values(checkpoint.extras), **extra})}
-    alone = metadata if len(parts) == 1 else {}
-    plans = [torch_zip.layout(Checkpoint(part, extras=alone), options) for part in parts]
-    files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
-    if len(parts) > 1:
-        file_of = owners(zip(names, parts, strict=True))
-        recorded = {
-            **{key: text for key, text in metadata.items() if key != FRAMEWORK},
-            TOTAL: total,
-        }
-        files.append(
-            index_file(
-                _TORCH_STEM + BIN, {name: file_of[name] for name in _named(weights)}, recorded
-            )
-        )
-    return Plan(
-        tuple(files),
-        tuple(dict.fromkeys((*notes, *flatten(plan.notes for plan in plans)))),
-    )
-
-
-def _named(weights: Weights) -> Mapping[str, Node]:
-    return weights.node if isinstance(weights.node, dict) else weights.nodes
-
-
-def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
-    """Return each shard's state_dict, and the number of bytes of all storages."""
-    entries = _named(weights)
-    first: dict[str, str] = {}  # maps each name to the first name with the same storage
+    like = checkpoint.required.node
+    entries = _named(checkpoint.required)
+    first: dict[Node, str] = {}  # maps each name to the first name with the same storage
     sizes: dict[str, int] = {}
     owner: dict[int, str] = {}
     for name, node in entries.items():
@@ -596,15 +502,24 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
         new = {id(each): each.nbytes for each in storages if id(each) not in owner}
         owner.update(dict.fromkeys(new, lead))
         sizes[lead] = sizes.get(lead, 0) + sum(new.values())
-    files = split(sizes, limit)
-    like = weights.node
+    groups = split(sizes, options.shard_size)
     parts: list[dict[Node, Node]] = [
-        OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {} for _ in files
+        OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {} for _ in groups
     ]
-    number = owners(enumerate(files))
+    number = owners(enumerate(groups))
     for name, node in entries.items():
         parts[number[first[name]]][name] = node
-    return parts, sum(sizes.values())
+    extra, notes = leftovers(checkpoint, inside=False)
+    metadata = {**checkpoint.extras, **of_values({**values(checkpoint.extras), **extra})}
+    inside = metadata if len(parts) == 1 else {}
+    plans = [torch_zip.layout(Checkpoint(part, extras=inside), options) for part in parts]
+    files = (plan.files[0] for plan in plans)
+    recorded = {**without(metadata, {FRAMEWORK}), TOTAL: sum(sizes.values())}
+    notes += flatten(plan.notes for plan in plans)
+    return Plan(
+        _folder(("pytorch_model", BIN), files, parts, entries, recorded),
+        tuple(dict.fromkeys(notes)),
+    )
 
 
 def _storages(root: Node) -> list[Storage]:

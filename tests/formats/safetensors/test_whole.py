@@ -33,9 +33,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Object, walk
-from ckptkit.formats import safetensors_tree
 from ckptkit.formats.record import RESERVED
-from ckptkit.formats.safetensors_tree import Skeleton, Statement
+from ckptkit.formats.safetensors_tree import Statement, StoredTree, restore
 from ckptkit.formats.strict_json import dump
 from ckptkit.formats.table import SAFETENSORS as FORMAT
 from tests.formats.torchscript.scripts import QUIET
@@ -397,34 +396,35 @@ def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
 F32 = BY_NAME["float32"]
 
 
-def statements(root: Any) -> Skeleton:
-    """Of a tree without bytes."""
-    return safetensors_tree.TreeEncoder(lambda held: pytest.fail("nothing has bytes")).write(root)
+def stored(root: Any) -> dict[str, Any]:
+    """The record of a tree without bytes."""
+    return StoredTree(root, lambda *_: pytest.fail("nothing has bytes")).record()
 
 
 def again(root: Any) -> Any:
-    return safetensors_tree.read(statements(root), {}).root
+    return restore(stored(root), {})[0]
 
 
 def test_an_object_that_is_an_argument_of_itself() -> None:
     made = Object(Global("m", "C"), new=True)
     made.args = (made,)
     with pytest.raises(UnsupportedError, match="an argument of its own construction"):
-        statements(made)
+        stored(made)
     made.new = False  # a call of what may be a function
     with pytest.raises(UnsafeGlobalError, match="allowlist"):
-        statements(made)
+        stored(made)
 
 
 def test_a_value_that_is_none_of_a_checkpoint() -> None:
     with pytest.raises(FormatError, match="cannot store a value of type object"):
-        statements({"a": object()})
+        stored({"a": object()})
 
 
 def test_a_sparse_tensor_without_bytes() -> None:
     tensor = Tensor(None, F32, (2, 3), (), layout="sparse_csr")
-    made = statements(tensor).statements
-    assert made == [["tensor", None, {"dtype": "float32", "shape": [2, 3], "layout": "sparse_csr"}]]
+    assert stored(tensor)["tree"] == [
+        ["tensor", None, {"dtype": "float32", "shape": [2, 3], "layout": "sparse_csr"}]
+    ]
     assert isomorphic(again(tensor), tensor)
 
 
@@ -442,9 +442,9 @@ def test_what_is_put_into_an_object(step: str) -> None:
 
 def test_an_object_is_filled_in_no_other_way() -> None:
     made: list[Statement] = [["global", "m", "C"], ["tuple"], ["object", [0], [1], None, True]]
-    assert isinstance(safetensors_tree.read(Skeleton(made, [2]), {}).root, Object)
+    assert isinstance(restore({"tree": made, "root": [2]}, {})[0], Object)
     with pytest.raises(FormatError, match="cannot fill a"):
-        safetensors_tree.read(Skeleton([*made, ["fill", 2, "odd", 1]], [2]), {})
+        restore({"tree": [*made, ["fill", 2, "odd", 1]], "root": [2]}, {})
 
 
 def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
