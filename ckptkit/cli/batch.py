@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/1"
-COMMANDS = (
-    "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
-    "run", "recover",
-)  # fmt: skip
 # Options that do not change the bytes of an output. If only these options change, `batch` does not
 # repeat finished jobs.
 HOW = {
@@ -47,12 +43,12 @@ class Commands(click.Group):
     DST."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(options.BATCHABLE)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Return the command `name` for many inputs. In the help of the options, "an output"
         replaces DST."""
-        if name not in COMMANDS:
+        if name not in options.BATCHABLE:
             return None
         found = copy(_original(name))
         text = "Folder or URL to write the outputs to."

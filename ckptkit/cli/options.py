@@ -17,6 +17,11 @@ from ckptkit.cli.request import SCHEMA, Request, report
 from ckptkit.core.options import Options
 from ckptkit.core.text import parse_size, shell_word
 
+# Commands that `batch` can run on many files.
+BATCHABLE = (
+    "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
+    "run", "recover",
+)  # fmt: skip
 Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import click
 import pytest
 
-from ckptkit.cli import COMMANDS, batch, help, main, render
+from ckptkit.cli import COMMANDS, help, main, options, render
 from tests.conftest import Run
 
 
 def commands() -> list[list[str]]:
-    return [[name] for name in COMMANDS] + [["batch", name] for name in batch.COMMANDS]
+    return [[name] for name in COMMANDS] + [["batch", name] for name in options.BATCHABLE]
 
 
 def found(words: list[str]) -> click.Command:
