@@ -51,7 +51,7 @@ def read(probe: Probe) -> Checkpoint:
     """
     layout = _layout(probe)
     assert layout is not None
-    found: Checkpoint = layout.read(probe, PARALLEL.name)
+    found: Checkpoint = layout.read(probe)
     return found
 
 

@@ -49,21 +49,16 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import flatten, merge_all, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
-from ckptkit.formats.distributed.joining import Copies, Joiner, Merger, Ranked, Replica
-from ckptkit.formats.distributed.meshes import REPLICATE, Piece, ShardPiece, piece_of, view
+from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked
+from ckptkit.formats.distributed.meshes import REPLICATE, ShardPiece, view
 from ckptkit.formats.distributed.reading import Fields, FlatRow, is_flat, own, reader_of, shared_out
 from ckptkit.formats.distributed.table import (
-    COLUMNS,
-    MEAN,
-    ROWS,
-    SAME,
     TP,
     ParallelLayout,
     RankFile,
     check_grid,
-    cut,
+    known_rows,
     merge,
-    rows,
 )
 from ckptkit.formats.format import Probe
 
@@ -84,79 +79,72 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
     Raises UnknownError if ckptkit cannot determine how the state was split.
     """
-    shapes, replicas = _parameters(model)
-    by_rank = {each.rank: each for each in ranks}
-    first, *others = [[by_rank[rank] for rank in group] for group in replicas]
-    held = [_states(each) for each in first]
-    copies = [[_states(each) for each in group] for group in others]
-    units = _units(shapes, held)
+    shapes, (first, *others) = _parameters(model, joiner)
+    files = {each.rank: each.file for each in ranks}
+    states = {each.rank: _states(each) for each in ranks}
+    units = _units(shapes, [states[rank] for rank in first])
     state: dict[str, State] = {name: {} for name in shapes}
     for number, unit in enumerate(units):
-        entries = [each.get(number, {}) for each in held]
-        for key in merge_all(entries):
+        entries = {rank: states[rank].get(number, {}) for rank in first}
+        for key in merge_all(entries.values()):
             path = f"optimizer.{_STATE}.{number}.{key}"
             # A rank without elements of a parameter has no entry for this parameter.
             values = [
-                each._replace(root=entry.get(key))
-                for each, entry in zip(first, entries, strict=True)
+                Ranked(rank, files[rank], entry.get(key))
+                for rank, entry in entries.items()
                 if entry
             ]
             for name, value in _cut(unit, shapes, values, path, joiner):
                 state[name][key] = value
-            for group in copies:
-                for entry, other in zip(entries, group, strict=True):
-                    a, b = as_tensor(entry.get(key)), as_tensor(other.get(number, {}).get(key))
-                    if a is not None and b is not None and a.shape == b.shape:
-                        joiner.copies.add(Replica(path, a, b, ("one replica", "another")))
+            for one, other in flatten(zip(first, group, strict=True) for group in others):
+                a = as_tensor(entries[one].get(key))
+                b = as_tensor(states[other].get(number, {}).get(key))
+                if a is not None and b is not None and a.shape == b.shape:
+                    joiner.replica(path, a, b, (files[one], files[other]))
     made: dict[Node, Node] = {_STATE: {name: each for name, each in state.items() if each}}
-    if _GROUPS in first[0].root:
-        groups = [each._replace(root=each.root.get(_GROUPS)) for each in ranks]
-        made[_GROUPS] = _groups(_same(groups, f"optimizer.{_GROUPS}", joiner), units, shapes)
+    if _GROUPS in ranks[0].root:
+        listed = [each._replace(root=each.root.get(_GROUPS)) for each in ranks]
+        groups = Merger(listed, joiner).merged((f"optimizer.{_GROUPS}",))
+        made[_GROUPS] = _groups(groups, units, shapes) if isinstance(groups, list) else groups
     return made
 
 
-def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
-    """Return a value that must be equal on all ranks. Raises CorruptError if the values differ."""
-    rooted = [each._replace(root={path: each.root}) for each in values]
-    merged = Merger(rooted, joiner, {}).merged()
-    return merged[path] if isinstance(merged, dict) else None
-
-
-def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
+def _parameters(
+    model: Sequence[Ranked], joiner: Joiner
+) -> tuple[dict[str, Shape], list[list[int]]]:
     """Return the shape of each parameter, and a list of ranks for each replica of the model.
 
     The shapes include only the first of several tied parameters. The ranks of a replica are in the
     order of their shards.
     """
-    weights = locate(model[0].root)
+    held = []  # the shards of each rank by name
+    for ranked in model:
+        weights = locate(ranked.root)
+        nodes = weights.nodes if weights is not None else {}
+        pieces = ((name, joiner.piece((name,), node)) for name, node in nodes.items())
+        held.append({name: piece for name, piece in pieces if piece is not None})
+    if not held[0]:
+        raise UnknownError("the files of the model contain no DTensors or ShardedTensors")
     shapes: dict[str, Shape] = {}
     seen: set[object] = set()
-    first: Piece | None = None
-    for name, node in (weights.nodes if weights is not None else {}).items():
-        piece = piece_of(node)
-        if piece is None:
-            continue
-        place = tuple((id(each.storage), each.offset) for each in piece.local()) or (id(node),)
+    for name, piece in held[0].items():
+        place = tuple((id(each.storage), each.offset) for each in piece.local()) or name
         if place not in seen:
             seen.add(place)
             shapes[name] = piece.shape
-            first = first or piece
-    if first is None:
-        raise UnknownError("the files of the model contain no DTensors or ShardedTensors")
     groups: dict[tuple[int, ...], list[int]] = {}
+    first = next(iter(held[0].values()))
     if isinstance(first, ShardPiece):
-        for each in model:
-            found = locate(each.root)
-            nodes = found.nodes.values() if found is not None else ()
-            listed = set(flatten(p.ranks for p in map(piece_of, nodes) if p is not None))
-            groups.setdefault(tuple(sorted(listed)), []).append(each.rank)
+        for ranked, pieces_of_rank in zip(model, held, strict=True):
+            listed = set(flatten(piece.ranks for piece in pieces_of_rank.values()))
+            groups.setdefault(tuple(sorted(listed)), []).append(ranked.rank)
         return shapes, list(groups.values())
     replicated = [each.kind == REPLICATE for each in first.placements]
     if replicated.count(False) != 1:
         raise UnknownError("its flat parameters are sharded along several mesh dimensions")
     for rank in first.mesh.ranks:
-        at = first.mesh.coordinates(rank)
-        apart = tuple(i for i, is_replica in zip(at, replicated, strict=True) if is_replica)
+        at = zip(first.mesh.coordinates(rank), replicated, strict=True)
+        apart = tuple(i for i, is_replica in at if is_replica)
         groups.setdefault(apart, []).append(rank)
     return shapes, list(groups.values())
 
@@ -181,15 +169,13 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
         tensors = [[as_tensor(v) for v in each.get(number, {}).values()] for each in held]
         sizes.append([max((t.numel for t in row if t and t.shape), default=0) for row in tensors])
     if count == len(shapes) and all(
-        sum(some) in (0, n) for some, n in zip(sizes, elements.values(), strict=True)
+        sum(row) in (0, n) for row, n in zip(sizes, elements.values(), strict=True)
     ):
         return [(name,) for name in shapes]
     found = []
     for units in _ways(list(shapes)):
-        totals = [sum(elements[name] for name in unit) for unit in units]
-        if len(units) == count and all(
-            set(some) == {-(-total // len(some))} for total, some in zip(totals, sizes, strict=True)
-        ):
+        shares = [-(-sum(elements[name] for name in unit) // len(held)) for unit in units]
+        if sizes == [[share] * len(held) for share in shares]:
             found.append(units)
     if len(found) != 1:
         why = "no division" if not found else "more than one division"
@@ -227,7 +213,7 @@ def _cut(
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
-        value = _same(values, path, joiner)
+        value = Merger(values, joiner).merged((path,))
         scalar = as_tensor(value)
         for name in unit:
             yield name, value if scalar is None else own(scalar)
@@ -240,12 +226,10 @@ def _cut(
         start += prod(shapes[name])
 
 
-def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
+def _groups(groups: list[Node], units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
     """Replace the parameter numbers in param_groups by names, in the order of the model."""
-    if not isinstance(node, list):
-        return node
     made = []
-    for group in node:
+    for group in groups:
         numbers = group.get(_PARAMS) if isinstance(group, dict) else None
         if not isinstance(numbers, list) or not all(
             type(n) is int and 0 <= n < len(units) for n in numbers
@@ -266,13 +250,6 @@ METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
 _OLD_NAMES = ("flat_param_0", "flat_param")  # names of flat parameters until fairscale 0.4.0
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
-TABLE = ParallelLayout(rows(
-    (r".*\.version|.*_float_tensor|.*embed_positions\..*", SAME),
-    (r".*(embed_tokens|ffn_layernorm|fc1|[kqv]_proj)\.(weight|bias)", ROWS),
-    (r".*(fc2|out_proj)\.weight", COLUMNS),
-    (r".*\.(qkv_proj|qkv)\.(weight|bias)", cut(0, 3)),
-    (r".*(fc2|out_proj)\.bias|.*layer_?norm.*\.(weight|bias)", MEAN),
-))  # fmt: skip
 
 
 def matches(probe: Probe) -> bool:
@@ -287,96 +264,86 @@ def matches(probe: Probe) -> bool:
     return isinstance(root, dict) and METADATA in root
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Return the state_dict, merged from all model parts and shards.
 
     Raises CorruptError if files are missing, or if the files are from several saves.
     """
-    reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
-    grid: dict[tuple[int, int], tuple[str, Fields]] = {}
-    stems = set()
-    for name in sorted(probe.names):
-        if found := NAME.fullmatch(name):
-            stems.add(found["stem"])
-            grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
+    reader, joiner = reader_of(probe), Joiner(probe)
+    named = {name: found for name in sorted(probe.names) if (found := NAME.fullmatch(name))}
+    stems = {found["stem"] for found in named.values()}
     if len(stems) > 1:
         raise CorruptError(
             f"contains the shards of {len(stems)} saves, not of one: {some(sorted(stems))}",
             hint="move the files of each save to a folder of its own",
         )
-    axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
-    files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
+    files = [
+        RankFile(name, {TP: int(found["part"] or 0), SHARD: int(found["shard"])}, {})
+        for name, found in named.items()
+    ]
+    axes = {axis: 1 + max(each.at[axis] for each in files) for axis in (TP, SHARD)}
     check_grid(files, axes, {TP: "model part"})
     parts = []
-    for m in range(axes[TP]):
-        shards = [grid[m, s] for s in range(axes[SHARD])]
-        parts.append(RankFile(shards[0][0], {TP: m}, _whole(shards)))
-    merged = merge(parts, {TP: axes[TP]}, TABLE, joiner)
+    for number in range(axes[TP]):
+        shards = [each for each in files if each.at[TP] == number]
+        shards.sort(key=lambda each: each.at[SHARD])
+        whole = _whole([reader.fields(each.file) for each in shards])
+        parts.append(RankFile(shards[0].file, {TP: number}, whole))
+    made = merge(parts, axes[TP], ParallelLayout(known_rows("fairscale")), joiner)
+    joiner.notes.append("dropped the optimizer, and other state of each rank")
     detail = f"{axes[TP]} model parts in {axes[SHARD]} shards each"
-    return Checkpoint(
-        {"model": merged.tensors}, format, probe.folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, "dropped the optimizer, and other state of each rank",
-                  *joiner.copies.warnings(), *reader.warnings),
-        about=f"fairscale: {detail}", key="model",
-    )  # fmt: skip
+    return joiner.checkpoint({"model": made}, reader, f"fairscale: {detail}", key="model")
 
 
 class Backing(NamedTuple):
     """The contents of a flat parameter: names, shapes and sizes of its parameters, in order.
 
-    ``padding`` is the number of padding elements at the end of the shard.
+    The first item of ``padding`` is the number of padding elements at the end of the shard.
     """
 
     names: list[str]
     shapes: list[Shape]
     numels: list[int]
-    padding: int
+    padding: list[int]
 
 
-def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
+def _whole(shards: Sequence[Fields]) -> dict[str, Node]:
     """Return the state_dict of one model part. Replace flat parameters by the original parameters.
 
     Buffers are taken from the first shard.
     """
-    held = [fields.names("model") for _, fields in shards]
-    modules: list[list[Fields]] = []
-    for name, fields in shards:
+    held = [fields.names("model") for fields in shards]
+    modules = []
+    for fields in shards:
         listed = fields.fields(METADATA).items(PARAMETERS)
-        modules.append([Fields(each, f"{name}: {PARAMETERS}") for each in listed])
-        if len(listed) < len(modules[0]):
-            raise FormatError(
-                f"lists {len(listed):,} modules, but the first shard lists {len(modules[0]):,}",
-                where=name,
-            )
+        modules.append([Fields(node, f"{fields.place}: {PARAMETERS}") for node in listed])
     made: dict[str, Node] = {}
     flat: set[str] = set()
     for index, module in enumerate(modules[0]):
         prefix = _prefix(module)
         count = 1 if module.node.get("no_broadcast_optim_state") is True else len(shards)
         layouts = [
-            _backings(modules[number][index], prefix, held[number]) for number in range(count)
+            _backings(described[index], prefix, nodes) if index < len(described) else {}
+            for described, nodes in zip(modules[:count], held, strict=False)
         ]
         for name, backing in layouts[0].items():
-            flat.add(prefix + name)
+            key = prefix + name
+            flat.add(key)
             pieces: list[Tensor] = []
-            for number, layout in enumerate(layouts):
-                tensor = as_tensor(held[number].get(prefix + name))
-                padding = layout[name].padding if name in layout else 0
-                if name not in layout or tensor is None or not is_flat(tensor):
-                    tensor = None
-                if tensor is None or padding > tensor.numel:
-                    raise FormatError(
-                        f"has no flat parameter {prefix + name!r}", where=shards[number][0]
-                    )
+            for fields, layout, nodes in zip(shards, layouts, held, strict=False):
+                tensor = as_tensor(nodes.get(key))
+                padding = sum(layout[name].padding[:1]) if name in layout else -1
+                if tensor is None or not is_flat(tensor) or not 0 <= padding <= tensor.numel:
+                    raise FormatError(f"has no flat parameter {key!r}", where=fields.place)
                 pieces.append(view(tensor, (0,), (tensor.numel - padding,)))
-            made |= _unflattened(prefix, name, backing, FlatRow(pieces))
+            made |= _unflattened(prefix, key, backing, FlatRow(pieces))
     for module in modules[0]:
         _share(made, module)
     for key, node in held[0].items():
         if key in flat or key in made or as_tensor(node) is None:
             continue
         if _FLAT.fullmatch(key):
-            raise FormatError(f"does not list the parameters inside {key!r}", where=shards[0][0])
+            raise FormatError(f"does not list the parameters inside {key!r}", where=shards[0].place)
         made[key] = node
     return made
 
@@ -391,55 +358,50 @@ def _share(made: dict[str, Node], module: Fields) -> None:
 
     Raises CorruptError if `made` lacks the first name.
     """
-    prefix = _prefix(module)
     for pair in module.node.get("shared_param_info") or ():
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise FormatError(f"{module.place}: shared_param_info is not a list of pairs")
-        original, shared = map(str, pair)
-        if original not in made:
-            original, shared = prefix + original, prefix + shared
-        if original not in made:
-            raise CorruptError(f"{module.place}: {shared!r} shares {original!r}, which is missing")
-        made[shared] = made[original]
+        names = list(map(str, pair)) if isinstance(pair, (tuple, list)) else []
+        starts = [each for each in ("", _prefix(module)) if names and each + names[0] in made]
+        if len(names) != 2 or not starts:
+            raise CorruptError(f"{module.place}: {pair!r} are not the names of a shared parameter")
+        made[starts[0] + names[1]] = made[starts[0] + names[0]]
 
 
 def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str, Backing]:
     """Return the contents of each flat parameter of a module, from the metadata of one shard."""
-    found: dict[str, Backing] = {}
     if "params" in module:
         params = module.fields("params")
-        for name in module.names("params"):
-            of = params.fields(name)
-            names = list(map(str, of.items("names")))
-            shapes = [of.shape(n, s) for n, s in zip(names, of.items("shapes"), strict=False)]
-            padding = sum(of.integers("padding")[:1])
-            found[name] = Backing(names, shapes, of.integers("numels"), padding)
-        return found
-    names = list(map(str, module.items("param_names")))
-    shapes = [module.shape(n, s) for n, s in zip(names, module.items("param_shapes"), strict=False)]
-    numels, padded = module.integers("param_numels"), module.integers("num_padded")
+        return {
+            name: _backing(params.fields(name), "names", "shapes", "numels", "padding")
+            for name in module.names("params")
+        }
+    whole = _backing(module, "param_names", "param_shapes", "param_numels", "num_padded")
     if module.node.get("is_flat") is True:
         flat = next((name for name in _OLD_NAMES if prefix + name in held), _OLD_NAMES[0])
-        return {flat: Backing(names, shapes, numels, sum(padded[:1]))}
-    for name, shape, n, pad in zip(names, shapes, numels, padded, strict=False):
-        found[name] = Backing([name], [shape], [n], pad)
-    return found
+        return {flat: whole}
+    return {
+        name: Backing([name], [shape], [numel], [padding])
+        for name, shape, numel, padding in zip(*whole, strict=False)
+    }
 
 
-def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
+def _backing(fields: Fields, names: str, shapes: str, numels: str, padding: str) -> Backing:
+    """Return the contents of a flat parameter, from the entries with these keys."""
+    listed = list(map(str, fields.items(names)))
+    sizes = [fields.shape(n, s) for n, s in zip(listed, fields.items(shapes), strict=False)]
+    return Backing(listed, sizes, fields.integers(numels), fields.integers(padding))
+
+
+def _unflattened(prefix: str, key: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
     """Split a flat parameter. Return the original parameters by name."""
     names, shapes, sizes, _ = backing
-    if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
+    if len(names) != len(shapes) or sizes != list(map(prod, shapes)) or sum(sizes) != row.numel:
         raise CorruptError(
-            f"{prefix + name!r} has {row.numel:,} elements, but its metadata lists {sum(sizes):,}"
+            f"{key!r} has {row.numel:,} elements, but its metadata lists {sum(sizes):,} elements "
+            f"in tensors of the shapes {some(map(str, shapes))}"
         )
     made: dict[str, Node] = {}
     start = 0
-    for each, shape, size in zip(names, shapes, sizes, strict=True):
-        if prod(shape) != size:
-            raise CorruptError(
-                f"{each!r}: its recorded shape {shape} does not have the recorded {size:,} elements"
-            )
-        made[prefix + each] = shared_out((row,), shape, start)
+    for name, shape, size in zip(names, shapes, sizes, strict=True):
+        made[prefix + name] = shared_out((row,), shape, start)
         start += size
     return made

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from ckptkit.core.bytesource import Folder
@@ -27,23 +28,18 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import strict_json
-from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.reading import reader_of
 from ckptkit.formats.distributed.table import (
-    COLUMNS,
-    ROWS,
-    SAME,
     TP,
     ParallelLayout,
     RankFile,
     check_grid,
-    cut,
     cut_all,
-    cut_in_ratio,
     file,
+    known_rows,
     merge,
     ranks_of,
-    rows,
 )
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import LLAMA_PARTS
@@ -53,7 +49,6 @@ PARAMS = "params.json"
 # Metadata key of the dimension along which the embedding was split.
 EMBEDDING = "llama.embedding_cut"
 _BYTES = 1 << 20  # maximum size of params.json
-_VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\."
 
 
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
@@ -64,29 +59,13 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
     experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
-    fused = cut_in_ratio(heads, groups, groups) if heads and groups else cut(0, 3)
-    return ParallelLayout(rows(
-        (r".*_extra_state", "drop: state of one process"),
-        (r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", SAME),
-        (r".*\.(router_DE|global_gate_stats_3E)", SAME),
-        (r".*\.(running_gate_stats_3E|expert_activation_DE)", "drop: counts of one process"),
-        (r"tok_embeddings\.weight", ROWS if by_rows else COLUMNS),
-        (r"output\.weight|layers\.[0-9]+\.attention\.w[qkv]\.weight", ROWS),
-        (r"layers\.[0-9]+\.attention\.wqkv\.weight", fused),
-        (r"layers\.[0-9]+\.attention\.wo\.weight", COLUMNS),
-        (r"layers\.[0-9]+\.feed_forward\.w[13]\.weight", ROWS),
-        (r"layers\.[0-9]+\.feed_forward\.w2\.weight", COLUMNS),
-        (r".*\.mlp\.fc1_weight", cut(0, 2)),
-        (r".*\.mlp\.fc2_weight|.*\.experts\.moe_w_(in|swiglu)_eD_F", COLUMNS),
-        (r".*\.experts\.moe_w_out_eF_D", cut(0, experts)),
-        (r".*\.w_(in_shared|swiglu)_FD\.weight", ROWS),
-        (r".*\.w_out_shared_DF\.weight", COLUMNS),
-        (rf"{_ENCODER}(class_embedding|positional_embedding_vlm)", SAME),
-        (rf"{_ENCODER}(.*\.)?ln_(1|2|pre|post)\.(weight|bias)", SAME),
-        (rf"{_VISION}.*\.(wo|c_proj)\.bias", SAME),
-        (rf"{_VISION}.*\.(wo|c_proj)\.weight", COLUMNS),
-        (rf"{_VISION}.*\.(w[qkv]|c_fc|_linear)\.(weight|bias)|vision_projection\.weight", ROWS),
-    ))  # fmt: skip
+    fused = "cut 0 blocks 3"
+    if heads and groups:  # the query has more heads than the key and the value
+        unit = gcd(heads, groups)
+        ratio = f"{heads // unit}|{groups // unit}|{groups // unit}"
+        fused = f"[(p n o) ...] -> [(p tp n o) ...] with p=3 n={ratio}"
+    embedding = 0 if by_rows else 1
+    return ParallelLayout(known_rows("llama", embedding=embedding, fused=fused, experts=experts))
 
 
 def matches(probe: Probe) -> bool:
@@ -95,7 +74,7 @@ def matches(probe: Probe) -> bool:
     return bool(found - {"consolidated.00.pth"})
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Return the merged state_dict, with Meta's tensor names.
 
     Raises CorruptError if the shards do not match.
@@ -103,7 +82,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     folder, reader = probe.folder, reader_of(probe)
     text = params_text(folder)
     params = read_params(text)
-    joiner = Joiner(Copies(probe.options.copies))
+    joiner = Joiner(probe)
     parts = []
     for name in sorted(probe.names):
         if not (found := NAME.fullmatch(name)):
@@ -120,16 +99,13 @@ def read(probe: Probe, format: str) -> Checkpoint:
     # If a shard of the embedding has `dim` columns, the embedding is split along its first
     # dimension.
     by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
-    merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
-    _check_totals(merged.tensors, params)
+    merged = merge(parts, count, table(params, by_rows=by_rows), joiner)
+    _check_totals(merged, params)
     kept = {PARAMS: text.decode()} if text else {}
     if text and count > 1:
         kept[EMBEDDING] = "0" if by_rows else "1"
-    return Checkpoint(
-        merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
-        about=f"Llama release of Meta: {count} of {count} shards",
-    )  # fmt: skip
+    about = f"Llama release of Meta: {count} of {count} shards"
+    return joiner.checkpoint(merged, reader, about, extras=kept)
 
 
 def params_text(folder: Folder) -> bytes:

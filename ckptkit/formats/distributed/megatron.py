@@ -32,26 +32,21 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.distributed.table import (
-    COLUMNS,
-    ROWS,
-    SAME,
     TP,
-    LayoutRow,
     Offset,
     ParallelLayout,
     RankFile,
     check_grid,
-    cut,
     cut_all,
     file,
     flattened,
+    known_rows,
     merge,
     ranks_of,
-    rows,
 )
 from ckptkit.formats.folder import TRACKER
 from ckptkit.formats.format import Probe
@@ -69,45 +64,6 @@ _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
 WORD = "embedding.word_embeddings.weight"
 LEGACY = "language_model."
-
-
-def _rows(gated: int) -> tuple[LayoutRow, ...]:
-    """Return the layout rows for mcore models, with or without layers of Transformer Engine."""
-    return rows(
-        (r".*\._extra_state.*", "drop: state of Transformer Engine on a single rank"),
-        (r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", SAME),
-        (r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", SAME),
-        (r"mtp\..*\.[eh]norm\.(weight|bias)", SAME),
-        (r"mtp\..*\.(eh|e|h)_proj\.weight", ROWS),
-        (r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", SAME),
-        (
-            r".*\.experts\.weight[12]",
-            "refuse: ckptkit cannot merge experts in one tensor (GroupedMLP without Transformer "
-            "Engine)",
-        ),
-        (r".*\.mixer\..*", "refuse: ckptkit cannot merge Mamba layers"),
-        (r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", SAME),
-        (r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", COLUMNS),
-        (r".*\.linear_fc1\.(weight|bias)[0-9]*", cut(0, gated)),
-        (r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", ROWS),
-        (r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)", SAME),
-        (r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", ROWS),
-    )
-
-
-def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
-    """Return the layout rows for the model classes before mcore."""
-    return rows(
-        (r".*\._extra_state.*", "drop: state of one rank"),
-        (r".*(layernorm|norm)\.(weight|bias)", SAME),
-        (r".*\.(position|tokentype)_embeddings\.weight|.*\.inv_freq", SAME),
-        (r".*attention\.query_key_value\.(weight|bias)", fused),
-        (r".*attention\.(query|key_value)\.(weight|bias)", ROWS),
-        (r".*attention\.dense\.weight|.*\.mlp\.dense_4h_to_h\.weight", COLUMNS),
-        (r".*attention\.dense\.bias|.*\.mlp\.dense_4h_to_h\.bias", SAME),
-        (r".*\.mlp\.dense_h_to_4h\.(weight|bias)", cut(0, gated)),
-        (r".*word_embeddings(_for_head)?\.weight|.*output_layer\.weight", ROWS),
-    )
 
 
 @dataclass(frozen=True)
@@ -142,12 +98,12 @@ class Arguments:
 
     @property
     def fused(self) -> str:
-        """Return the layout line for the fused rows of query, key and value.
+        """Return the rule for the fused rows of query, key and value.
 
-        The line depends on the file's checkpoint_version.
+        The rule depends on the file's checkpoint_version.
         """
         if self.version >= 2:
-            return ROWS
+            return "cut 0"
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         rows_of_head = self.number("kv_channels") or (hidden // heads if hidden and heads else None)
         if rows_of_head is None:
@@ -181,10 +137,12 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
     if legacy:
         twice = ("word_embeddings_for_head.weight", "word_embeddings.weight")
         copies = tuple((name, LEGACY + WORD) for name in twice)
-        return ParallelLayout(_legacy_rows(gated, arguments.fused), (layers,), copies)
+        rows = known_rows("megatron-legacy", gated=gated, fused=arguments.fused)
+        return ParallelLayout(rows, (layers,), copies)
     tied = not arguments.flag("untie_embeddings_and_output_weights")
     numbers = layers, Offset(_EXPERTS, (EP,), experts, "experts")
-    return ParallelLayout(_rows(gated), numbers, (("output_layer.weight", WORD),) if tied else ())
+    copies = (("output_layer.weight", WORD),) if tied else ()
+    return ParallelLayout(known_rows("megatron", gated=gated), numbers, copies)
 
 
 def matches(probe: Probe) -> bool:
@@ -197,7 +155,7 @@ def _folders(probe: Probe) -> list[str]:
     return sorted(set(names) & set(probe.folder.folders())) if names else []
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Return the merged model, and the other entries of the first rank except the optimizer.
 
     Raises CorruptError if a rank's file is missing or from a different save. Raises
@@ -226,10 +184,10 @@ def read(probe: Probe, format: str) -> Checkpoint:
         parts += _parts(name, root, sizes)
     sizes[VP] = 1 + max(part.at[VP] for part in parts)
     check_grid(parts, sizes, AXES)
-    joiner = Joiner(Copies(probe.options.copies))
+    joiner = Joiner(probe)
     legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
-    merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
-    words = as_tensor(merged.tensors.get(LEGACY + WORD if legacy else WORD))
+    merged = merge(parts, sizes[TP], table(arguments, legacy=legacy), joiner)
+    words = as_tensor(merged.get(LEGACY + WORD if legacy else WORD))
     padded = arguments.number("padded_vocab_size")
     if words is not None and padded and words.shape[0] != padded:
         raise CorruptError(
@@ -237,16 +195,16 @@ def read(probe: Probe, format: str) -> Checkpoint:
         )
     left = [key for key in _OF_PROCESS if key in first]
     left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
-    warnings = [f"dropped the state of single ranks: {', '.join(left)}"] if left else []
+    if left:
+        joiner.notes.append(f"dropped the state of single ranks: {', '.join(left)}")
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     names_of = "legacy names" if legacy else "mcore names"
-    return Checkpoint(
-        {"model": merged.tensors, **_other_entries(first, arguments)}, format, folder,
-        globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *warnings, *joiner.copies.warnings(), *reader.warnings),
-        about=f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}",
+    return joiner.checkpoint(
+        {"model": merged, **_other_entries(first, arguments)},
+        reader,
+        f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}",
         key="model",
-    )  # fmt: skip
+    )
 
 
 def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:

@@ -368,7 +368,7 @@ def matches(probe: Probe) -> bool:
     return any(each.matches(probe) for each in REFUSED.values())
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError with the message and hint for the layout."""
     kind = next(each for each in REFUSED.values() if each.matches(probe))
     raise UnsupportedError(kind.what, hint=kind.hint)

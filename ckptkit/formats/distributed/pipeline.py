@@ -24,13 +24,11 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, Unsuppo
 from ckptkit.core.text import flatten, some, without
 from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import table, zero_ranks
-from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.distributed.table import (
-    COLUMNS,
     MEAN,
-    ROWS,
     SAME,
     SUM,
     TP,
@@ -39,8 +37,8 @@ from ckptkit.formats.distributed.table import (
     RankFile,
     check_grid,
     cut,
+    known_rows,
     merge,
-    rows,
 )
 from ckptkit.formats.format import Probe
 
@@ -69,7 +67,7 @@ def matches(probe: Probe) -> bool:
     return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Return the weights, merged from all ranks, and the other entries of the first rank.
 
     Raises UnsupportedError if ckptkit does not know how a tensor was split. Raises CorruptError if
@@ -77,14 +75,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
-        return _read(probe, folder, format)
+        return _read(probe, folder)
     except CkptkitError as error:
         raise error.at(folder.name) from error.__cause__
 
 
-def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
+def _read(probe: Probe, folder: Folder) -> Checkpoint:
     names, reader = folder.list(), RankReader(folder)
-    joiner = Joiner(Copies(probe.options.copies))
+    joiner = Joiner(probe)
     layers = any(map(LAYER.fullmatch, names))
     models = {name: reader.fields(name).node for name in filter(MODEL.fullmatch, names)}
     first: Mapping[Node, Node] = next(iter(models.values()), {})
@@ -114,22 +112,19 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
     _check_ranks(first, args, axes[TP], layers)
     info = first.get(INFO)
     if isinstance(info, dict):
-        rows_here = tuple(_universal_rows(info))
+        rows = tuple(_universal_rows(info))
     else:
         configs = _configs(folder, probe.folder)
         known = {"gpt_j_residual": False} if configs else {}
-        rows_here = _neox_rows({**known, **args, **configs})
-    merged = merge(parts, axes, ParallelLayout(rows_here), joiner)
+        rows = _neox_rows({**known, **args, **configs})
+    merged = merge(parts, axes[TP], ParallelLayout(rows), joiner)
     left = [name for name in names if _ZERO.fullmatch(name)]
-    warning = f"dropped the optimizer and its fp32 weights: {some(left)}"
+    if left:
+        joiner.notes.append(f"dropped the optimizer and its fp32 weights: {some(left)}")
     kept = without(first, ("module", INFO, "mp_world_size"))
     what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
-    return Checkpoint(
-        {"module": merged.tensors, **kept}, format, probe.folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *([warning] if left else ()), *joiner.copies.warnings(),
-                  *reader.warnings),
-        about=f"DeepSpeed: {what}", key="module",
-    )  # fmt: skip
+    root = {"module": merged, **kept}
+    return joiner.checkpoint(root, reader, f"DeepSpeed: {what}", key="module")
 
 
 def _check_ranks(
@@ -173,31 +168,15 @@ def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
-    """Return the layout rows for gpt-neox.
-
-    Norms are averaged over the ranks. The biases of row-parallel layers are replicated, unless
-    gpt_j_residual is set. With gpt_j_residual, each rank adds its own bias before the all-reduce,
-    so the biases are summed.
-    """
-    at = r"(?:sequential\.)?[0-9]+\."
-    parallel = config.get("gpt_j_residual")
+    """Return the rows for gpt-neox. `config` contains its settings and training arguments."""
     is_gated = config.get("activation") in ("swiglu", "geglu") or config.get("mlp_type") == "llama"
-    down = rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)"
+    parallel = config.get("gpt_j_residual")
     biases = SUM if parallel is True else SAME
     if parallel is None:
         biases = (
-            "refuse: configs/*.yml must set gpt_j_residual, which tells whether biases are summed"
+            "refuse configs/*.yml must set gpt_j_residual, which tells whether biases are summed"
         )
-    return rows(
-        (rf"{at}(word_embeddings|final_linear)\.weight", ROWS),
-        (rf"{at}(.*norm|norm)\.(weight|bias|scale)", MEAN),
-        (rf"{at}attention\.rotary_emb\.inv_freq|{at}position_embeddings\.weight", SAME),
-        (rf"{at}attention\.query_key_value\.(weight|bias)", ROWS),
-        (rf"{at}mlp\.(dense_h_to_4h|w1|w3)\.(weight|bias)", ROWS),
-        (rf"{at}mlp\.linear1\.(weight|bias)", cut(0, 2 if is_gated else 1)),
-        (rf"{down}\.weight", COLUMNS),
-        (rf"{down}\.bias", biases),
-    )
+    return known_rows("gpt-neox", gated=2 if is_gated else 1, biases=biases)
 
 
 def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
@@ -243,11 +222,9 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
             ):
                 raise FormatError(f"its {INFO} has a parameter_with_sub_params without sizes")
             yield LayoutRow(pattern, cut(dim, number, () if several == [number] else several))
-    yield from (
-        LayoutRow(each, COLUMNS)
-        for each in _patterns(info.get("parameter_with_row_parallelism_patterns"))
-    )
-    yield from rows((".*", ROWS))
+    columns = _patterns(info.get("parameter_with_row_parallelism_patterns"))
+    yield from (LayoutRow(each, cut(1)) for each in columns)
+    yield LayoutRow(re.compile(".*"), cut(0))
 
 
 def _widths(given: Node) -> tuple[tuple[int, ...], ...]:

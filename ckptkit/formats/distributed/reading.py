@@ -11,8 +11,8 @@ from math import prod
 from typing import NamedTuple
 
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.operation import Concat, RecordSlice
-from ckptkit.core.bytesource import Derived, Folder, Pending, Range, Record
+from ckptkit.compute.operation import concat, part
+from ckptkit.core.bytesource import Extent, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, within
 from ckptkit.core.limits import check
@@ -224,8 +224,8 @@ class Shares:
     def length(self) -> int:
         return self.rows[0].dtype.nbytes(self.numel)
 
-    def locate(self) -> Range | Derived:
-        pieces: list[Record] = []
+    def locate(self) -> Extent:
+        pieces: list[Extent] = []
         left, size = self.numel, self.rows[0].dtype.itemsize
         for row in self.rows:
             at, here = self.start, min(left, self.share)
@@ -234,11 +234,9 @@ class Shares:
                 index = bisect_right(row.starts, at) - 1
                 record, first = row.records[index], at - row.starts[index]
                 count = min(here, record.length // size - first)
-                pieces.append(RecordSlice(record, first * size, count * size))
+                pieces.append(part(record.locate(), first * size, count * size))
                 at, here = at + count, here - count
-        if len(pieces) == 1:
-            return pieces[0].locate()
-        return Pending(Concat(), tuple(pieces), self.length).locate()
+        return concat(pieces)
 
 
 def shared_out(

@@ -15,6 +15,16 @@ The size of the axis after ``tp`` may differ from rank to rank. To split a compl
 applies the line in reverse. The first row that matches a name is used. If no row matches a name,
 ckptkit raises an error.
 
+The YAML files in the folder ``layouts`` contain the rows of known layouts. The option `parts` names
+the YAML file of a user's table, with these entries:
+
+* ``files`` is a regular expression that matches paths in the folder. The named groups of the
+  expression are the axes. Tensors are split along the axis ``tp``.
+* ``root`` is the key of the state_dict in each file.
+* ``layers`` contains a pattern for the layer number in a name, and a list of axes. Each rank
+  along the axes in ``layers`` counts its layers from 0.
+* ``rules`` is a list of rows. `ckptkit help parallel` shows an example.
+
 The function :func:`merge` renumbers layers globally, and checks that the names, replicas, dtypes
 and shapes on all ranks match. If the row of a tensor contains a line, but all shards of the tensor
 are equal, :func:`merge` raises an error, because the table is wrong. If all elements of all shards
@@ -29,7 +39,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
-from math import gcd, prod
+from math import prod
+from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import Arranged, contiguous
@@ -50,11 +62,12 @@ from ckptkit.core.limits import check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import NAMES, some, typed
+from ckptkit.core.text import NAMES, flatten, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, find
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip
-from ckptkit.formats.distributed.joining import Copies, Joiner, Replica
+from ckptkit.formats.distributed.joining import MIXED, Joiner
+from ckptkit.formats.distributed.meshes import view
 from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.format import Probe
 from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
@@ -64,6 +77,13 @@ from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 TP = "tp"  # name of the tensor-parallel axis
 SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
 _PEEK = 1 << 20  # maximum number of bytes of a tensor that `_is_constant` reads
+_BYTES = 1 << 20  # maximum size of a table
+_HINT = "write a table for --parts that describes the split: see `ckptkit help parallel`"
+_ENTRIES = {"files", "root", "layers", "rules"}
+_VERB = re.compile(
+    r"same|sum|mean|(?P<word>drop|refuse):?\s*(?P<why>.*)|(?P<line>\[.*\] -> \[.*)"
+    r"|cut (?P<dim>[0-9])(?: blocks (?P<blocks>[0-9]{1,9})| sizes (?P<sizes>[0-9 ]{1,200}))?"
+)
 
 Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, and their files
 
@@ -82,18 +102,6 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
     return f"[{before}({block}o) ...] -> [{before}({block}tp o) ...]{given}"
 
 
-def cut_in_ratio(*sizes: int) -> str:
-    """Return the line for tensors of several blocks ([q; k; v]).
-
-    Each block is split along dimension 0.
-
-    `sizes` contains the relative size of each block.
-    """
-    unit = gcd(*sizes)
-    ratio = "|".join(str(n // unit) for n in sizes)
-    return f"[(p n o) ...] -> [(p tp n o) ...] with p={len(sizes)} n={ratio}"
-
-
 class LayoutRow(NamedTuple):
     """A regular expression that matches complete tensor names, and how these tensors were split.
 
@@ -109,13 +117,60 @@ class LayoutRow(NamedTuple):
     def word(self) -> str:
         return self.how.partition(":")[0]
 
+    @property
+    def reason(self) -> str:
+        return self.how.partition(": ")[2]
 
-ROWS, COLUMNS = cut(0), cut(1)
+
+def parse_rows(rules: Sequence[Any]) -> tuple[LayoutRow, ...]:
+    """Parse the rules of a table. Raises UsageError for an invalid rule."""
+    made = []
+    for node in rules:
+        if not isinstance(node, dict) or len(node) != 1:
+            raise UsageError(f"{node!r} is not a rule", hint="a rule is `- 'expression': verb`")
+        ((pattern, verb),) = node.items()
+        found = _VERB.fullmatch(str(verb))
+        if found is None:
+            raise UsageError(
+                f"{verb!r} is not a verb",
+                hint="use cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop "
+                "REASON, refuse REASON, or a line such as `[o ...] -> [(tp o) ...]`",
+            )
+        how = str(verb)
+        if found["word"]:
+            how = f"{found['word']}: {found['why'] or 'by the table'}"
+        elif found["line"]:
+            try:
+                _line(how, 2)
+            except RuleError as error:
+                raise UsageError(f"{how!r}: {error.message}", hint=error.hint) from error
+        elif found["dim"]:
+            sizes = [int(n) for n in (found["sizes"] or "").split()]
+            how = cut(int(found["dim"]), int(found["blocks"] or 1), sizes)
+        made.append(LayoutRow(_pattern(pattern), how))
+    return tuple(made)
 
 
-def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """Return the rows of a table. Each pair consists of a regular expression and an instruction."""
-    return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
+def _pattern(text: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise UsageError(f"{text!r} is not a regular expression: {error}", hint=_SEE) from error
+
+
+def known_rows(layout: str, **values: object) -> tuple[LayoutRow, ...]:
+    """Return the rows of a file in the folder ``layouts``.
+
+    `values` replaces the words that begin with $.
+    """
+    path = Path(__file__).with_name("layouts") / f"{layout}.yaml"
+    rules = parse(path.read_bytes(), str(path))
+    return parse_rows(
+        [
+            {pattern: Template(verb).substitute(values) for pattern, verb in rule.items()}
+            for rule in rules
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +198,19 @@ class ParallelLayout:
     rules: tuple[LayoutRow, ...]
     offsets: tuple[Offset, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
-    hint: str = "write a table for --parts that describes the split: see `ckptkit help parallel`"
 
-    def row(self, name: str) -> LayoutRow:
-        """Return the first row that matches `name`. Raises UnsupportedError if no row matches."""
+    def row(self, name: str, *, alone: bool = False) -> LayoutRow:
+        """Return the first row that matches `name`.
+
+        Raises UnsupportedError if no row matches. If `alone` is true, return a row with ``same``
+        instead, because a tensor that is not split needs no row.
+        """
         for each in self.rules:
             if each.pattern.fullmatch(name):
                 return each
-        raise UnsupportedError(f"how {name[:80]!r} was split is unknown", hint=self.hint)
+        if alone:
+            return LayoutRow(re.compile(""), SAME)
+        raise UnsupportedError(f"how {name[:80]!r} was split is unknown", hint=_HINT)
 
 
 @dataclass(frozen=True)
@@ -163,13 +223,6 @@ class RankFile:
     file: str
     at: Mapping[str, int]
     entries: Mapping[str, Node] = field(repr=False)
-
-
-class Merged(NamedTuple):
-    """The merged tensors by name, and warnings."""
-
-    tensors: OrderedMapping
-    warnings: list[str]
 
 
 def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
@@ -197,7 +250,7 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         )
         raise CorruptError(
             f"{len(missing):,} of {len(there) + len(missing):,} rank files are missing: "
-            f"{', '.join(text or 'the only one' for text in shown)}",
+            f"{', '.join(shown)}",
             hint="every rank wrote its own file: copy the missing files from the same source",
         )
     stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
@@ -234,14 +287,15 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
 
 
 @lru_cache(512)  # many layers have equal shapes and are split by the same line
-def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
+def _joined(how: str, shapes: tuple[Shape, ...], files: tuple[str, ...]) -> ArrangedRule:
     """Return the rule that joins shards of these shapes.
 
     Raises MisfitError or RuleError if the shapes do not match the line.
     """
     _, arrangement = _line(how, len(shapes))
     members = [
-        SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
+        SourceTensor(file, (n,), shape)
+        for n, (file, shape) in enumerate(zip(files, shapes, strict=True))
     ]
     (made,) = arrangement.solve({}, arrangement.known_sizes, members).layout.made
     return made
@@ -260,84 +314,80 @@ def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
     return back.solve({}, back.known_sizes, [SourceTensor("it", (), shape)]).layout.made
 
 
-def _is_whole(how: str) -> bool:
-    """Return whether the line leaves a tensor unchanged if there is only one rank."""
-    found, _ = _line(how, 1)
-    right = [
-        axes if isinstance(axes, str) else tuple(word for word in axes if word != TP)
-        for axes in found.right.shape
-    ]
-    return list(found.left.shape) == right
-
-
 # Merging
 
 
 def merge(
-    parts: Sequence[RankFile], axes: Mapping[str, int], table: ParallelLayout, joiner: Joiner
-) -> Merged:
+    parts: Sequence[RankFile], count: int, table: ParallelLayout, joiner: Joiner
+) -> OrderedMapping:
     """Join the shards of each tensor. Return the tensors by their global names.
 
-    `axes` maps each axis, including ``tp``, to its size. Raises CorruptError if the files do not
-    match. Raises UnsupportedError if no row matches a name.
+    `count` is the number of tensor-parallel ranks. Raises CorruptError if the files do not match.
+    Raises UnsupportedError if no row matches a name.
     """
-    named = [dict(part.entries) for part in parts]
+    named: Sequence[Mapping[str, Node]] = [part.entries for part in parts]
     for offset in table.offsets:
-        named = _renumbered(offset, parts, named, axes)
-    count = axes.get(TP, 1)
-    # Maps a name and a tensor-parallel rank to nodes. Several nodes are replicas of each other.
-    rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
-    for part, entries in zip(parts, named, strict=True):
-        for name, node in entries.items():
-            rows.setdefault(name, {}).setdefault(part.at.get(TP, 0), []).append((node, part.file))
-    for name, by_rank in rows.items():
-        lacking = next((rank for rank in range(count) if rank not in by_rank), None)
-        if lacking is not None:
-            raise CorruptError(
-                f"{name[:80]!r} is in {next(iter(by_rank.values()))[0][1]}, but rank {lacking} of "
-                f"{count} has no shard of this tensor",
-                hint="the files are of different saves",
-            )
+        named = _renumbered(offset, parts, named)
+    shards = _shards(parts, named, count)
     dropped: dict[str, list[str]] = {}
     for name, of in table.copies:
-        if name in rows and of in rows:
-            for rank, held in rows.pop(name).items():
-                joiner.same(f"{of} ({name})", _plain(of, [rows[of][rank][0], *held]))
+        if name in shards and of in shards:
+            for original, held in zip(shards[of], shards.pop(name), strict=True):
+                joiner.same(f"{of} ({name})", _strided(of, [original[0], *held]))
             dropped.setdefault(f"a copy of {of}", []).append(name)
-    made = OrderedMapping()
-    constant: list[str] = []
-    for name, by_rank in rows.items():
-        row = _row(table, name, count, held=len(by_rank[0]))
-        if row is not None and row.word == DROP:
-            dropped.setdefault(row.how.partition(": ")[2], []).append(name)
+    made, constant = OrderedMapping(), list[str]()
+    for name, by_rank in shards.items():
+        row = table.row(name, alone=count == 1)
+        if row.word == REFUSE and len(by_rank[0]) == count == 1:
+            row = row._replace(how=SAME)
+        if row.word == REFUSE:
+            raise UnsupportedError(f"{name[:80]!r}: {row.reason}", hint=_HINT)
+        if row.word == DROP:
+            dropped.setdefault(row.reason, []).append(name)
             continue
-        cut_parts = []
-        for rank in range(count):
-            held_here = _plain(name, by_rank[rank])
-            joiner.same(name, held_here)
-            cut_parts.append(held_here[0])
+        tensors = []
+        for held in by_rank:
+            replicas = _strided(name, held)
+            joiner.same(name, replicas)
+            tensors.append(replicas[0])
         try:
-            made[name] = _whole(name, row, cut_parts, joiner, constant)
+            made[name] = _whole(name, row, tensors, joiner, constant)
         except CkptkitError as error:
-            error.hint = error.hint or table.hint
+            error.hint = error.hint or _HINT
             raise
-    warnings = [f"dropped {some(names)}: {reason}" for reason, names in dropped.items()]
+    joiner.notes += [f"dropped {some(names)}: {reason}" for reason, names in dropped.items()]
     if constant:
-        warnings.append(
+        joiner.notes.append(
             f"all elements are equal, so ckptkit cannot verify the split: {some(constant)}"
         )
-    return Merged(made, warnings)
+    return made
+
+
+def _shards(
+    parts: Sequence[RankFile], named: Sequence[Mapping[str, Node]], count: int
+) -> dict[str, list[list[tuple[Node, str]]]]:
+    """Map each name to the nodes on each tensor-parallel rank. The nodes of a rank are replicas."""
+    shards: dict[str, list[list[tuple[Node, str]]]] = {}
+    for part, entries in zip(parts, named, strict=True):
+        for name, node in entries.items():
+            by_rank = shards.setdefault(name, [[] for _ in range(count)])
+            by_rank[part.at[TP]].append((node, part.file))
+    for name, by_rank in shards.items():
+        if [] in by_rank:
+            raise CorruptError(
+                f"{name[:80]!r} is in {next(filter(None, by_rank))[0][1]}, but rank "
+                f"{by_rank.index([])} of {count} has no shard of this tensor",
+                hint=MIXED,
+            )
+    return shards
 
 
 def _renumbered(
-    offset: Offset,
-    parts: Sequence[RankFile],
-    named: Sequence[Mapping[str, Node]],
-    axes: Mapping[str, int],
+    offset: Offset, parts: Sequence[RankFile], named: Sequence[Mapping[str, Node]]
 ) -> list[dict[str, Node]]:
     """Return the entries of each file. Replace the numbers in names by global numbers."""
     counts: dict[tuple[int, ...], int] = {}
-    points = [tuple(part.at.get(axis, 0) for axis in offset.by) for part in parts]
+    points = [tuple(part.at[axis] for axis in offset.by) for part in parts]
     for part, point, entries in zip(parts, points, named, strict=True):
         numbers = {int(found[1]) for name in entries if (found := offset.pattern.search(name))}
         if numbers != set(range(len(numbers))):
@@ -351,9 +401,9 @@ def _renumbered(
                 f"stage has {counts[point]:,}"
             )
     starts, total = {}, 0
-    for point in product(*(range(axes.get(axis, 1)) for axis in offset.by)):
+    for point in sorted(counts):
         starts[point] = total
-        total += counts.get(point, 0)
+        total += counts[point]
     if offset.total is not None and total not in (0, offset.total):
         raise CorruptError(
             f"its files have {total:,} {offset.what}, but its arguments give {offset.total:,}"
@@ -369,27 +419,7 @@ def _renumbered(
     return made
 
 
-def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
-    """Return the row of a tensor. Return None if the tensor has a single shard and needs no row.
-
-    `count` is the number of tensor-parallel ranks. `held` is the number of files of tensor-parallel
-    rank 0 that contain the tensor. Raises UnsupportedError if a tensor with several shards has no
-    row, or has a row with ``refuse``.
-    """
-    try:
-        row = table.row(name)
-    except UnsupportedError:
-        if count > 1:
-            raise
-        return None
-    if row.word != REFUSE:
-        return row
-    if count == held == 1:
-        return None
-    raise UnsupportedError(f"{name[:80]!r}: {row.how.partition(': ')[2]}", hint=table.hint)
-
-
-def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, str]]:
+def _strided(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, str]]:
     found = []
     for node, file in held:
         tensor = as_tensor(node)
@@ -399,18 +429,16 @@ def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, st
     return found
 
 
-def _whole(
-    name: str, row: LayoutRow | None, parts: Parts, joiner: Joiner, constant: list[str]
-) -> Tensor:
+def _whole(name: str, row: LayoutRow, parts: Parts, joiner: Joiner, constant: list[str]) -> Tensor:
     """Join the shards of a tensor.
 
     Add the name to `constant` if all elements of all shards are equal. If all elements are equal,
     the shards do not show whether the table is right.
     """
     (first, file), *others = parts
-    if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
-        return joiner.plain(first)
-    if row.word == SAME:
+    left, _, right = row.how.partition(" with ")[0].partition(" -> ")
+    is_whole = not others and (row.word in (SUM, MEAN) or left == right.replace(f"{TP} ", ""))
+    if row.word == SAME or is_whole:
         return joiner.same(name, parts)
     if row.word in (SUM, MEAN):
         return _computed(name, row.word, parts, joiner)
@@ -421,14 +449,13 @@ def _whole(
             raise CorruptError(
                 f"{name!r} is {first.dtype} {first.shape} in {file}, but {tensor.dtype} "
                 f"{tensor.shape} in {place}",
-                hint="the files are of different saves",
+                hint=MIXED,
             )
     if row.widths:
         parts = _blocks(name, row, dim, parts)
     elif others and first.numel and all(tensor.shape == first.shape for tensor, _ in others):
         always = first.nbytes <= _PEEK
-        copies = [Replica(name, first, tensor, (file, place)) for tensor, place in others]
-        if all(joiner.copies.same(copy, always=always) for copy in copies):
+        if all(joiner.compare(first, tensor, always=always) for tensor, _ in others):
             if not _is_constant(first):
                 raise CorruptError(
                     f"all {len(parts)} shards of {name!r} are equal, but its rule splits it: "
@@ -440,26 +467,20 @@ def _whole(
     tensors = [tensor for tensor, _ in parts]
     shapes = tuple(tensor.shape for tensor in tensors)
     try:
-        made = _joined(row.how, shapes)
-    except (MisfitError, RuleError):
-        try:
-            made = _joined(row.how, shapes, tuple(place for _, place in parts))
-        except (MisfitError, RuleError) as error:
-            message = error.message.removeprefix("rule 1: ")
-            raise CorruptError(
-                f"{name!r}: {message}",
-                hint="the files are of different saves, or were split in another way",
-            ) from error
+        made = _joined(row.how, shapes, tuple(place for _, place in parts))
+    except (MisfitError, RuleError) as error:
+        message = error.message.removeprefix("rule 1: ")
+        raise CorruptError(
+            f"{name!r}: {message}", hint=f"{MIXED}, or were split in another way"
+        ) from error
     # Copy the cached tuple. Otherwise, tensors of equal shapes would share one tuple object, which
     # a pickle stores only once.
-    shape = (*made.shape,)
-    return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
+    return joiner.arranged(name, first.dtype, (*made.shape,), tensors, made.copies)
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
     """Split each shard into its blocks. Sort the blocks by their number, then by rank."""
-    starts = [0] * len(parts)
-    found = []
+    blocks: list[list[tuple[Tensor, str]]] = [[] for _ in row.widths]
     for rank, (tensor, file) in enumerate(parts):
         widths = [block[rank] for block in row.widths if rank < len(block)]
         size = tensor.shape[dim] if dim < len(tensor.shape) else 0
@@ -467,13 +488,13 @@ def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Ten
             raise CorruptError(
                 f"{name!r} has {size:,} rows in {file}, but the widths of its blocks are {widths}"
             )
-    for block in row.widths:
-        for rank, (tensor, file) in enumerate(parts):
-            start = tensor.offset + starts[rank] * tensor.stride[dim] if block[rank] else 0
-            shape = (*tensor.shape[:dim], block[rank], *tensor.shape[dim + 1 :])
-            found.append((replace(tensor, shape=shape, offset=start), file))
-            starts[rank] += block[rank]
-    return found
+        start = 0
+        for block, width in zip(blocks, widths, strict=True):
+            sizes = (*tensor.shape[:dim], width, *tensor.shape[dim + 1 :])
+            at = tuple(start if n == dim else 0 for n in range(len(sizes)))
+            block.append((view(tensor, at, sizes), file))
+            start += width
+    return list(flatten(blocks))
 
 
 def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
@@ -491,8 +512,8 @@ def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
     records = tuple(contiguous(tensor) for tensor, _ in parts)
     if word == SUM:
         record = sum_record(records, first.dtype)
-    elif all(joiner.copies.same(Replica(name, first, t, (file, place))) for t, place in others):
-        joiner.copies.equal += len(others)
+    elif all(joiner.compare(first, tensor) for tensor, _ in others):
+        joiner.equal += len(others)
         return joiner.plain(first)
     else:
         record = mean_record(records, (first.dtype,) * len(parts), (1.0,) * len(parts))
@@ -538,17 +559,16 @@ def cut_all(
 
     Raises UsageError if the size of a tensor is not divisible by the number of ranks.
     """
-    parts: list[dict[Node, Node]] = [{} for _ in range(count)]
+    parts = [OrderedMapping() for _ in range(count)]
     for name, tensor in tensors.items():
         if tensor.storage is None or tensor.layout != "strided":
             raise TensorError(
                 f"{name[:80]!r} cannot be split: it is not a strided tensor with data"
             )
         row = table.row(name)
-        if row.word in (DROP, REFUSE):
-            raise UsageError(f"{name[:80]!r} cannot be split: {row.how.partition(': ')[2]}")
-        if row.word in (SUM, MEAN) or row.widths:
-            raise UsageError(f"{name!r} cannot be split: ckptkit cannot reverse its rule")
+        if row.word in (DROP, REFUSE, SUM, MEAN):
+            why = row.reason or "ckptkit cannot reverse its rule"
+            raise UsageError(f"{name[:80]!r} cannot be split: {why}")
         if row.word == SAME or count == 1:
             for part in parts:
                 part[name] = tensor
@@ -566,7 +586,7 @@ def cut_all(
             nbytes = dtype.nbytes(prod(shape))
             storage = Storage(Arranged((record,), each.copies, dtype.itemsize, nbytes))
             part[name] = Tensor(storage, dtype, shape, contiguous_stride(shape))
-    return [OrderedMapping(part) for part in parts]
+    return parts
 
 
 def file(name: str, root: Node, options: Options) -> OutputFile:
@@ -575,23 +595,10 @@ def file(name: str, root: Node, options: Options) -> OutputFile:
     return replace(plan.files[0], name=name)
 
 
-# A user's table is a YAML file (``--parts FILE``) with these entries.
-#
-# * ``files`` is a regular expression that matches paths in the folder. The named groups of the
-#   expression are the axes. Tensors are split along the axis ``tp``.
-# * ``root`` is the key of the state_dict in each file.
-# * ``layers`` contains a pattern for the layer number in a name, and a list of axes. Each rank
-#   along the axes in ``layers`` counts its layers from 0.
-#
-# `ckptkit help parallel` shows an example.
+# A user's table
 
 
-_BYTES = 1 << 20
-_KEYS = {"files", "root", "layers", "rules"}
-_VERB = re.compile(
-    r"(?P<word>same|sum|mean)|drop:?\s*(?P<why>.*)|(?P<line>\[.*\] -> \[.*)"
-    r"|cut (?P<dim>[0-9])(?: blocks (?P<blocks>[0-9]{1,4})| sizes (?P<sizes>[0-9 ]{1,200}))?"
-)
+_SEE = "`ckptkit help parallel` shows a table"
 
 
 def parse(data: bytes, where: str) -> Any:
@@ -613,97 +620,55 @@ def parse(data: bytes, where: str) -> Any:
         raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error
 
 
-class OwnTable:
-    """The parsed content of a user's table.
+class OwnTable(NamedTuple):
+    """The content of a user's table."""
 
-    Raises UsageError for invalid content, and PathError if the file cannot be read.
-    """
+    files: re.Pattern[str]
+    root: str | None
+    table: ParallelLayout
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            with open(path, "rb") as file:
-                content = parse(file.read(_BYTES + 1), path)
-        except OSError as error:
-            raise PathError(f"cannot be read: {error.strerror}", where=path) from error
-        if (
-            not isinstance(content, dict)
-            or not set(content) <= _KEYS
-            or not {"files", "rules"} <= set(content)
-        ):
-            raise self._wrong(
-                "is not a table: the entry `files` or `rules` is missing, or an entry is unknown",
-                f"a table may contain {', '.join(sorted(_KEYS))}",
-            )
-        self.files = self._pattern(content["files"])
-        self.root = content.get("root")
-        if TP not in self.files.groupindex:
-            raise self._wrong(
-                "its entry `files` has no group `tp` for the rank",
-                r"write (?P<tp>[0-9]+) instead of the rank's number",
-            )
-        if not isinstance(content["rules"], list):
-            raise self._wrong("its entry `rules` is not a list")
-        rows = tuple(map(self._rule, content["rules"]))
-        self.table = ParallelLayout(rows, self._offsets(content.get("layers")))
 
-    def _wrong(self, message: str, hint: str | None = None) -> UsageError:
-        return UsageError(
-            message, where=self.path, hint=hint or "`ckptkit help parallel` shows a table"
+def _own_table(content: Any) -> OwnTable:
+    """Check the parsed content of a user's table. Raises UsageError for invalid content."""
+    if not isinstance(content, dict) or not {"files", "rules"} <= set(content) <= _ENTRIES:
+        raise UsageError(
+            "is not a table: the entry `files` or `rules` is missing, or an entry is unknown",
+            hint=f"a table may contain {', '.join(sorted(_ENTRIES))}",
         )
-
-    def _pattern(self, text: Any) -> re.Pattern[str]:
-        try:
-            return re.compile(text)
-        except (re.error, TypeError) as error:
-            raise self._wrong(f"{text!r} is not a regular expression: {error}") from error
-
-    def _rule(self, node: Any) -> LayoutRow:
-        if not isinstance(node, dict) or len(node) != 1:
-            raise self._wrong(f"{node!r} is not a rule", "a rule is `- 'expression': verb`")
-        ((pattern, verb),) = node.items()
-        found = _VERB.fullmatch(str(verb))
-        if found is None:
-            raise self._wrong(
-                f"{verb!r} is not a verb",
-                "use cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON, "
-                "or a line such as `[o ...] -> [(tp o) ...]`",
+    files, layers, rules = _pattern(content["files"]), content.get("layers"), content["rules"]
+    if TP not in files.groupindex:
+        raise UsageError(
+            "its entry `files` has no group `tp` for the rank",
+            hint=r"write (?P<tp>[0-9]+) instead of the rank's number",
+        )
+    if not isinstance(rules, list):
+        raise UsageError("its entry `rules` is not a list", hint=_SEE)
+    offsets: tuple[Offset, ...] = ()
+    if layers is not None:
+        by = layers.get("by") if isinstance(layers, dict) else None
+        pattern = _pattern(layers.get("pattern")) if isinstance(by, list) else re.compile("")
+        if not pattern.groups or not set(map(str, by or ())) <= set(files.groupindex):
+            raise UsageError(
+                "its entry `layers` is not {pattern: ..., by: [axis]}, in which the pattern has a "
+                "group for the layer number, and the axes are named groups of `files`",
+                hint=_SEE,
             )
-        if found["word"]:
-            how = found["word"]
-        elif found["why"] is not None:
-            how = f"{DROP}: {found['why'] or 'by the table'}"
-        elif found["line"]:
-            how = found["line"]
-            try:
-                _line(how, 2)
-            except RuleError as error:
-                raise self._wrong(f"{how!r}: {error.message}", error.hint) from error
-        else:
-            sizes = [int(n) for n in (found["sizes"] or "").split()]
-            how = cut(int(found["dim"]), int(found["blocks"] or 1), sizes)
-        return LayoutRow(self._pattern(pattern), how)
-
-    def _offsets(self, node: Any) -> tuple[Offset, ...]:
-        if node is None:
-            return ()
-        if not isinstance(node, dict) or not isinstance(node.get("by"), list):
-            raise self._wrong("its entry `layers` is not {pattern: ..., by: [axis]}")
-        pattern = self._pattern(node.get("pattern"))
-        axes = tuple(map(str, node["by"]))
-        if not pattern.groups or not set(axes) <= set(self.files.groupindex):
-            raise self._wrong(
-                "the axes in `layers` are not named groups of `files`, or the pattern of `layers` "
-                "has no group for the layer number"
-            )
-        return (Offset(pattern, axes),)
+        offsets = (Offset(pattern, tuple(map(str, by or ()))),)
+    return OwnTable(files, content.get("root"), ParallelLayout(parse_rows(rules), offsets))
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Merge all files according to the table in the option `parts`. Return the state_dict."""
-    assert probe.options.parts is not None
-    own = OwnTable(probe.options.parts)
-    reader, joiner = RankReader(probe.folder), Joiner(Copies(probe.options.copies))
+    path = probe.options.parts
+    assert path is not None
+    try:
+        with open(path, "rb") as source:
+            own = _own_table(parse(source.read(_BYTES + 1), path))
+    except OSError as error:
+        raise PathError(f"cannot be read: {error.strerror}", where=path) from error
+    except UsageError as error:
+        raise error.at(path) from error.__cause__
+    reader, joiner = RankReader(probe.folder), Joiner(probe)
     parts = []
     for place, folder, name in _files(probe.folder):
         if not (found := own.files.fullmatch(place)):
@@ -721,16 +686,12 @@ def read(probe: Probe, format: str) -> Checkpoint:
             raise FormatError("contains no state_dict", where=name)
         parts.append(RankFile(place, at, dict(flattened(root))))
     if not parts:
-        raise UsageError(f"no file in {probe.name} matches {own.files.pattern!r}", where=own.path)
+        raise UsageError(f"no file in {probe.name} matches {own.files.pattern!r}", where=path)
     axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in own.files.groupindex}
     check_grid(parts, axes, {})
-    merged = merge(parts, axes, own.table, joiner)
+    merged = merge(parts, axes[TP], own.table, joiner)
     detail = " x ".join(f"{axis} {n}" for axis, n in axes.items())
-    return Checkpoint(
-        merged.tensors, format, probe.folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
-        about=f"{os.path.basename(own.path)}: {detail}",
-    )  # fmt: skip
+    return joiner.checkpoint(merged, reader, f"{os.path.basename(path)}: {detail}")
 
 
 def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:

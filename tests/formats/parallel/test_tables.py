@@ -14,7 +14,7 @@ import torch
 import ckptkit
 from ckptkit.core.errors import CorruptError, LimitError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
-from ckptkit.formats.distributed.table import cut_in_ratio
+from ckptkit.formats.distributed import llama
 from tests.formats.parallel import making
 from tests.formats.parallel.trees import assert_same
 from tests.formats.parallel.unfit import QKV, TABLE, change, edited, own
@@ -190,7 +190,8 @@ def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
 
 
 def test_blocks_in_a_ratio_need_no_more_rows_than_it_takes() -> None:
-    assert cut_in_ratio(8, 2, 2) == cut_in_ratio(4, 1, 1)
+    one, other = ({"n_heads": n, "n_kv_heads": m} for n, m in ((8, 2), (4, 1)))
+    assert llama.table(one, by_rows=True) == llama.table(other, by_rows=True)
 
 
 def test_parts_of_llama_4(tmp_path: Path) -> None:
