@@ -22,11 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from ckptkit.compute.arranged import Arranged, contiguous
 from ckptkit.compute.strided import StridedCopy, in_bytes, of_box
-from ckptkit.core.bytesource import Extent, Folder, Section
+from ckptkit.core.bytesource import Extent, Section
 from ckptkit.core.checkpoint import Checkpoint, PartOf
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -42,7 +41,7 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile, Plan, Segment
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown, some
-from ckptkit.core.tree import Global, Node, Object, Path, join
+from ckptkit.core.tree import Global, Node, Object, join
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors, strict_json, torch_zip, whats_inside
 from ckptkit.formats.dcp_metadata import (
@@ -103,39 +102,43 @@ def matches(probe: Probe) -> bool:
 # (torch/distributed/checkpoint/hf_storage.py)
 
 
-class ShardHeader(NamedTuple):
-    """The tensors of a safetensors file, and the position of each chunk in its tensor.
-
-    ``offsets`` is empty if the file does not store positions.
-    """
-
-    tensors: Mapping[str, Node]
-    offsets: Mapping[str, Shape]
+# The tensors of a safetensors file, and the position of each chunk in its tensor. The positions are
+# empty if the file does not store them.
+ShardHeader = tuple[Mapping[Node, Node], Mapping[str, Shape]]
 
 
 class ItemFiles:
     """The data files of a folder. Each file is opened when it is first needed."""
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
+    def __init__(self, probe: Probe) -> None:
+        place = None if probe.is_folder else probe.source.folder_and_name()
+        self.folder = probe.folder if place is None else place[0]
+        self.names = frozenset(self.folder.list())
         self._headers: dict[tuple[str, int], ShardHeader] = {}  # by file name and offset
 
-    def index(self, names: frozenset[str]) -> DcpIndex:
+    @contextmanager
+    def reading(self, file: str, what: str = "") -> Iterator[None]:
+        """Add `what` and the name of `file` to errors raised in the body of the `with`."""
+        try:
+            yield
+        except CkptkitError as error:
+            error.message = f"{what}{error.message}"
+            raise error.at(self.folder.open(file).name) from error.__cause__
+
+    def index(self) -> DcpIndex:
         """Return the index of the folder.
 
         Read `.metadata`, or the metadata file of every rank, or the headers of safetensors files.
         """
+        names = self.names
         ranks = sorted((int(n[1]), name) for name in names if (n := _OF_RANK.fullmatch(name)))
         if NAME in names and ranks:
             raise AmbiguousError(f"contains {NAME} and {ranks[0][1]}: two saves in one folder")
-        if NAME in names or ranks:
-            found = []
-            for name in [NAME] if NAME in names else [name for _, name in ranks]:
-                source = self.folder.open(name)
-                try:
-                    found.append(read_metadata(source))
-                except CkptkitError as error:
-                    raise error.at(source.name) from error.__cause__
+        found = []
+        for name in [NAME] if NAME in names else [name for _, name in ranks]:
+            with self.reading(name):
+                found.append(read_metadata(self.folder.open(name)))
+        if found:
             return merged(found)
         shards = sorted(filter(SHARD.fullmatch, names))
         if not shards:
@@ -145,10 +148,8 @@ class ItemFiles:
             )
         tensors: dict[str, tuple[DType, list[Chunk]]] = {}
         for name in shards:
-            try:
+            with self.reading(name):
                 self._add_shard(tensors, name)
-            except CkptkitError as error:
-                raise error.at(self.folder.open(name).name) from error.__cause__
         entries: dict[str, Entry] = {}
         for name, (dtype, chunks) in tensors.items():
             ends = ([o + n for o, n in zip(*each[:2], strict=True)] for each in chunks)
@@ -161,13 +162,13 @@ class ItemFiles:
         return DcpIndex(entries, {}, (open_end,))
 
     def _add_shard(self, found: dict[str, tuple[DType, list[Chunk]]], file: str) -> None:
-        shard = self.header(file)
-        for name, node in shard.tensors.items():
+        tensors, positions = self.header(file)
+        for name, node in tensors.items():
             tensor = as_tensor(node)
             if tensor is None:
                 raise FormatError(f"contains {shown(name)}, which is not a tensor")
-            rank = len(tensor.shape)
-            offsets = shard.offsets.get(name, (0,) * rank)
+            rank = tensor.ndim
+            offsets = positions.get(name, (0,) * rank)
             dtype, chunks = found.setdefault(name, (tensor.dtype, []))
             if dtype != tensor.dtype or any(len(each.sizes) != rank for each in chunks):
                 raise CorruptError(
@@ -199,9 +200,8 @@ class ItemFiles:
                 # In the metadata, all tensors of a safetensors file have the offset of that file.
                 shared = place.offset == start and not self.is_archive(place)
                 if place.offset < end and not shared:
-                    raise CorruptError(
-                        f"two of its items overlap at byte {place.offset:,}", where=file.name
-                    )
+                    what = f"two of its items overlap at byte {place.offset:,}"
+                    raise CorruptError(what, where=file.name)
                 start, end = place.offset, max(end, place.offset + place.length)
 
     def is_archive(self, place: Place) -> bool:
@@ -210,15 +210,6 @@ class ItemFiles:
 
     def probe(self, place: Place) -> Probe:
         return Probe(Section(self.folder.open(place.file), place.offset, place.length))
-
-    @contextmanager
-    def reading(self, name: str, place: Place) -> Iterator[None]:
-        """Add `name` and `place` to errors raised in the body of the `with` statement."""
-        try:
-            yield
-        except CkptkitError as error:
-            error.message = f"{shown(name)}, at byte {place.offset:,}: {error.message}"
-            raise error.at(self.folder.open(place.file).name) from error.__cause__
 
     def value(self, place: Place) -> Checkpoint:
         """Return the value that torch.save wrote at `place`."""
@@ -233,24 +224,27 @@ class ItemFiles:
         Raises CorruptError if the tensor contradicts the metadata.
         """
         place = chunk.place
-        if self.is_archive(place):
-            node = self.value(place).root
-        else:
-            held = self.header(place.file, place.offset)
-            if held.offsets.get(name, chunk.offsets) != chunk.offsets:
-                raise CorruptError("the chunk has other offsets in the file than in the metadata")
-            node = held.tensors.get(name)
-        tensor = as_tensor(node)
-        if tensor is None:
-            raise CorruptError("the tensor is missing from the file")
-        if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
-            raise CorruptError(
-                f"the chunk is {tensor.dtype} {tensor.shape}, but the metadata lists "
-                f"{dtype} {chunk.sizes}"
-            )
-        if tensor.storage is None or tensor.layout != "strided":
-            raise UnsupportedError(f"the item is a {tensor.layout} tensor without bytes of its own")
-        return tensor
+        with self.reading(place.file, _at(name, place)):
+            if self.is_archive(place):
+                node = self.value(place).root
+            else:
+                tensors, offsets = self.header(place.file, place.offset)
+                if offsets.get(name, chunk.offsets) != chunk.offsets:
+                    what = "the chunk has other offsets in the file than in the metadata"
+                    raise CorruptError(what)
+                node = tensors.get(name)
+            tensor = as_tensor(node)
+            if tensor is None:
+                raise CorruptError("the tensor is missing from the file")
+            if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
+                raise CorruptError(
+                    f"the chunk is {tensor.dtype} {tensor.shape}, but the metadata lists "
+                    f"{dtype} {chunk.sizes}"
+                )
+            if tensor.storage is None or tensor.layout != "strided":
+                what = f"the item is a {tensor.layout} tensor without bytes of its own"
+                raise UnsupportedError(what)
+            return tensor
 
     def header(self, file: str, offset: int = 0) -> ShardHeader:
         """Return the header of the safetensors file that begins at `offset` of `file`."""
@@ -269,8 +263,12 @@ class ItemFiles:
                     raise FormatError(f"{_SHARDING} has no {_SAVED}")
                 offsets[name] = tuple(saved)
             tensors = read.root if isinstance(read.root, dict) else {}
-            self._headers[file, offset] = ShardHeader(tensors, offsets)
+            self._headers[file, offset] = tensors, offsets
         return self._headers[file, offset]
+
+
+def _at(name: str, place: Place) -> str:
+    return f"{shown(name)}, at byte {place.offset:,}: "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,9 +285,7 @@ class ChunkRecord:
         return self.dtype.nbytes(prod(self.chunk.sizes))
 
     def locate(self) -> Extent:
-        with self.files.reading(self.name, self.chunk.place):
-            found = self.files.chunk(self.name, self.dtype, self.chunk)
-        return contiguous(found).locate()
+        return contiguous(self.files.chunk(self.name, self.dtype, self.chunk)).locate()
 
 
 def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Shape]:
@@ -342,31 +338,32 @@ def read(probe: Probe) -> Checkpoint:
     The header of a chunk is read, and compared with the metadata, when the bytes of the chunk are
     needed.
     """
-    folder = _folder_of(probe)
-    names = frozenset(folder.list())
-    files, nest = ItemFiles(folder), Nest()
-    index = covered(files.index(names))
+    files, nest = ItemFiles(probe), Nest()
+    folder, names = files.folder, files.names
+    index = files.index()
     globals_: dict[Global, None] = {}
     warnings = list(index.warnings)
     storages: dict[Whole, Storage] = {}
     files.check(_places(index))
     for name, entry in index.entries.items():
         if isinstance(entry, Place):
-            with files.reading(name, entry):
+            with files.reading(entry.file, _at(name, entry)):
                 item = files.value(entry)
             globals_ |= dict.fromkeys(item.globals)
             warnings += [within(name, warning) for warning in item.warnings]
             node = item.root
-        elif entry.odd:
-            node = Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
         else:
-            record, stride = _assembled(files, name, entry)
-            storage = Storage(record)
-            known = storages.setdefault(entry, storage)
-            # If two entries refer to the same bytes of the files, their tensors share a storage.
-            if entry.chunks and all(files.is_archive(each.place) for each in entry.chunks):
-                storage = known
-            node = Tensor(storage, entry.dtype, entry.shape, stride)
+            entry = covered(name, entry)
+            node = Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
+            if not entry.odd:
+                record, stride = _assembled(files, name, entry)
+                storage = Storage(record)
+                known = storages.setdefault(entry, storage)
+                # If two entries refer to the same bytes of the files, their tensors share a
+                # storage.
+                if entry.chunks and all(files.is_archive(each.place) for each in entry.chunks):
+                    storage = known
+                node = Tensor(storage, entry.dtype, entry.shape, stride)
         nest.put(index.paths.get(name, (name,)), node)
     if EXTRA in names:  # Lightning adds the entries of this file at the top level
         reader = RankReader(folder)
@@ -393,15 +390,6 @@ def read(probe: Probe) -> Checkpoint:
     )
 
 
-def _folder_of(probe: Probe) -> Folder:
-    """Return the DCP folder. The probe is this folder, or the `.metadata` file in it."""
-    if probe.is_folder:
-        return probe.folder
-    place = probe.source.folder_and_name()
-    assert place is not None
-    return place[0]
-
-
 def _places(index: DcpIndex) -> Iterator[Place]:
     """Yield the file, offset and length of every item in the metadata."""
     for entry in index.entries.values():
@@ -417,20 +405,14 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     A torch.save archive has a CRC-32 for each record. A safetensors file has no checksums. Raises
     the errors of `ItemFiles.index`.
     """
-    folder = _folder_of(probe)
-    files = ItemFiles(folder)
-    index = files.index(frozenset(folder.list()))
-    there = {place for place in _places(index) if place.file in folder}
+    files = ItemFiles(probe)
+    index = files.index()
+    there = {place for place in _places(index) if place.file in files.folder}
     for place in sorted(there):
         try:
-            inner = files.probe(place) if files.is_archive(place) else None
-            parts: Iterable[CheckedPart | Defect] = ()
-            if inner is not None and inner.zip is not None:
-                parts = whats_inside.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
-            for part in parts:
-                yield part
-                if isinstance(part, Defect):
-                    there.discard(place)
+            archive = files.probe(place).zip if files.is_archive(place) else None
+            if archive is not None:
+                yield from whats_inside.members(archive, place.file, f"at byte {place.offset:,}: ")
         except InputError as error:
             there.discard(place)
             yield Defect(f"at byte {place.offset:,}: {error.message}", place.file)
@@ -438,16 +420,13 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
         if isinstance(entry, Place):
             continue
         for chunk in entry.chunks:
-            if chunk.place not in there:
-                continue
             try:
-                files.chunk(name, entry.dtype, chunk)
+                if chunk.place in there:
+                    files.chunk(name, entry.dtype, chunk)
             except InputError as error:
-                text = f"{shown(name)}, at byte {chunk.place.offset:,}: {error.message}"
-                file = os.path.basename(error.where) if error.where else chunk.place.file
-                yield Defect(text, file, (name,))
-    if EXTRA in folder:
-        extra = Probe(folder.open(EXTRA))
+                yield Defect(error.message, os.path.basename(error.where or ""), (name,))
+    if EXTRA in files.names:
+        extra = Probe(files.folder.open(EXTRA))
         if is_torch_zip(extra) and extra.zip is not None:
             yield from whats_inside.members(extra.zip, EXTRA)
 
@@ -467,9 +446,8 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if place is None:
         return None
     try:
-        folder, name = place
-        index = ItemFiles(folder).index(frozenset(folder.list()))
-        wanted = {(each.offset, each.length) for each in _places(index) if each.file == name}
+        index = ItemFiles(probe).index()
+        wanted = {(each.offset, each.length) for each in _places(index) if each.file == place[1]}
         parts = [
             Inner(f"item at byte {at:,}", Section(probe.source, at, length))
             for at, length in sorted(wanted)
@@ -518,7 +496,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     segments: list[Segment] = []
     noted: list[str] = []
     size = sums = 0  # the next checksum gets the number `sums`
-    for name in (*(name for name in flat.entries if name not in tensors), *tensors):
+    for name in sorted(flat.entries, key=lambda name: name in tensors):  # values come first
         node = flat.entries[name][1]
         if name in tensors:
             tensor = tensors[name]
@@ -539,15 +517,17 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         noted += plan.notes
     notes += dict.fromkeys(noted)
     # The notes below name data that is dropped or changed when the tree is flattened.
-    if flat.empty:
-        notes.append(f"dropped, as in torch: dicts without entries ({_some(flat.empty)})")
-    if flat.stringified:
-        what = "keys that are not strings were written as strings, as in torch"
-        notes.append(f"{what}: {_some(flat.stringified)}")
-    if flat.attributes:
-        notes.append(f"dropped: attributes such as _metadata of {_some(flat.attributes)}")
-    if names := [(name,) for name in checkpoint.extras if name != "format"]:
-        notes.append(f"dropped: metadata of the input file ({_some(names)})")
+    for what, paths in (
+        ("dropped, as in torch: dicts without entries ({})", flat.empty),
+        ("keys that are not strings were written as strings, as in torch: {}", flat.stringified),
+        ("dropped: attributes such as _metadata of {}", flat.attributes),
+        (
+            "dropped: metadata of the input file ({})",
+            [(name,) for name in checkpoint.extras if name != "format"],
+        ),
+    ):
+        if paths:
+            notes.append(what.format(some(join(path) or "the root" for path in paths)))
     metadata = write_pickle(_metadata(flat, tensors, places), lambda typed: ()).data
     files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(segments), keeps_sums=True)
     return Plan(files, tuple(notes), len(tensors))
@@ -581,10 +561,6 @@ def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
             yield ChecksumPlaceholder(segment.template, holes)
         else:
             yield segment
-
-
-def _some(paths: list[Path]) -> str:
-    return some(join(path) or "the root" for path in paths)
 
 
 def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Object:
@@ -660,15 +636,12 @@ def part_of(probe: Probe) -> PartOf:
     """
     found = _RANK.fullmatch(os.path.basename(probe.name))
     which = f"a data file of rank {int(found[1]):,}" if found else "a data file"
-    folder = folder_beside(probe.name) if _has_metadata(probe) else None
+    place = probe.source.folder_and_name()
+    try:
+        has_metadata = place is not None and any(map(is_metadata, place[0].list()))
+    except CkptkitError:
+        has_metadata = False
+    folder = folder_beside(probe.name) if has_metadata else None
     return PartOf(
         DCP.name, f"{which} of a torch.distributed.checkpoint folder", "", folder, alone=False
     )
-
-
-def _has_metadata(probe: Probe) -> bool:
-    place = probe.source.folder_and_name()
-    try:
-        return place is not None and any(map(is_metadata, place[0].list()))
-    except CkptkitError:
-        return False

@@ -23,9 +23,8 @@ chunk in its tensor. For a value that is not a tensor, the offset is None.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from ckptkit.compute.strided import check_cover
@@ -65,7 +64,6 @@ _CLASSES = frozenset({
 })  # fmt: skip
 # Numbers of items in the state of TensorProperties: before torch 2.15, and since 2.15.
 _PROPERTIES = (5, 6)
-_SHOWN = 80  # maximum number of characters of a name in a message
 
 
 class Place(NamedTuple):
@@ -135,28 +133,25 @@ def read_metadata(source: ByteSource) -> DcpIndex:
     places = _places(stored)
     entries: dict[str, Entry] = {}
     for name, node in described.items():
-        check(
-            "name_bytes", len(name) if isinstance(name, str) else 0, "characters of a tensor's name"
-        )
         try:
-            entries[_text(name, "a name")] = _entry(name, node, places)
+            check("name_bytes", len(_text(name, "a name")), "characters of a tensor's name")
+            entries[name] = _entry(name, node, places)
         except CkptkitError as error:
             error.message = f"{shown(key_text(name))}: {error.message}"
             raise
     # planner_data maps each name to its path in the nested tree.
-    paths = fields.get("planner_data")
-    if paths is not None and not isinstance(paths, dict):
+    paths = fields.get("planner_data") or {}
+    if not isinstance(paths, dict):
         warnings.append(
             "another planner than torch's wrote its planner_data. The nesting of the state_dict is "
             "unknown, so names stay flat"
         )
-    paths = paths if isinstance(paths, dict) else {}
+        paths = {}
     for name, path in paths.items():
         is_path = isinstance(path, tuple) and path
         if not is_path or any(type(key) not in (str, int) for key in path):
-            raise FormatError(
-                f"the path of {shown(key_text(name))} has keys other than strings and integers"
-            )
+            what = "has keys other than strings and integers"
+            raise FormatError(f"the path of {shown(key_text(name))} {what}")
         check("depth", len(path), "levels of values")
     return DcpIndex(entries, paths, tuple(warnings))
 
@@ -197,10 +192,9 @@ def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
         or (name is not None and ((made.module, made.name) not in _CLASSES or made.name != name))
     ):
         raise FormatError(f"contains something other than {name or 'a Metadata object'}")
-    state = getattr(node, "state", None)
-    if not isinstance(state, dict):
+    if not isinstance(node.state, dict):
         raise FormatError(f"contains {made.name} without its fields")
-    return state
+    return node.state
 
 
 def _mapping(fields: Mapping[Node, Node], name: str) -> dict[Node, Node]:
@@ -242,8 +236,7 @@ def _places(stored: Mapping[Node, Node]) -> Places:
     found: Places = {}
     for key, info in stored.items():
         index, fields = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
-        name = _text(index.get("fqn"), "the name of an item")
-        start = index.get("offset")
+        name, start = _text(index.get("fqn"), "the name of an item"), index.get("offset")
         offset = None if start is None else _size(start, "the offset of a chunk")
         if (name, offset) in found:
             raise AmbiguousError(f"{shown(name)} is stored twice")
@@ -261,19 +254,28 @@ def _places(stored: Mapping[Node, Node]) -> Places:
 
 
 def _entry(name: str, node: Node, places: Places) -> Entry:
-    made = node.global_ if isinstance(node, Object) else None
-    if made is not None and (made.module, made.name) == (METADATA, "BytesStorageMetadata"):
-        return _place(places, name, None)
+    def place(offsets: Shape | None) -> Place:
+        if (name, offsets) not in places:
+            which = f"the chunk at {offsets}" if offsets else "it"
+            raise CorruptError(f"{which} has no entry in storage_data")
+        return places[name, offsets]
+
+    if isinstance(node, Object) and node.global_ == Global(METADATA, "BytesStorageMetadata"):
+        return place(None)
     fields = _fields(node, "TensorStorageMetadata")
     properties = fields.get("properties")
     made = properties.global_ if isinstance(properties, Object) and properties.new else None
-    is_made = made is not None and made.name == "TensorProperties"
-    state = getattr(properties, "state", None) if is_made else None
+    is_known = made is not None and made.name == "TensorProperties"
+    state = properties.state if is_known and isinstance(properties, Object) else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are not TensorProperties")
-    dtype, layout = dtype_or_unknown(state[0]), state[1]
-    strides = state[5] if len(state) > 5 else None
-    stride = None if strides is None else _size(strides, "the strides of a tensor")
+    dtype, layout, *rest = dtype_or_unknown(state[0]), *state[1:]
+    shape = _size(fields.get("size"), "the size of a tensor")
+    stride = None
+    if len(rest) > 3 and rest[3] is not None:
+        stride = _size(rest[3], "the strides of a tensor")
+        if len(stride) != len(shape):
+            raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
     odd = ""  # the reason why ckptkit cannot assemble the elements
     if not isinstance(layout, Object) or layout.args != ("torch.strided",):
         odd = "not strided"
@@ -281,30 +283,17 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
         odd = UNKNOWN
     elif dtype.kind == "quantized" or dtype.bits % 8:
         odd = "in chunks"
-    shape = _size(fields.get("size"), "the size of a tensor")
-    if stride is not None and len(stride) != len(shape):
-        raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
     listed = fields.get("chunks")
     if not isinstance(listed, list):
         raise FormatError("its chunks are not a list")
-    boxes = []
+    chunks = []
     for each in listed:
         chunk = _fields(each, "ChunkStorageMetadata")
         offsets = _size(chunk.get("offsets"), "the offset of a chunk")
-        boxes.append((offsets, _size(chunk.get("sizes"), "the size of a chunk")))
-    chunks = [Chunk(*box, _place(places, name, box[0])) for box in boxes if 0 not in box[1]]
+        sizes = _size(chunk.get("sizes"), "the size of a chunk")
+        if 0 not in sizes:
+            chunks.append(Chunk(offsets, sizes, place(offsets)))
     return Whole(dtype, shape, tuple(chunks), stride, odd)
-
-
-def _place(places: Places, name: str, offsets: Shape | None) -> Place:
-    found = places.get((name, offsets))
-    if found is None:
-        which = f"the chunk at {offsets}" if offsets else "it"
-        raise CorruptError(f"{which} has no entry in storage_data")
-    return found
-
-
-# The metadata of several ranks
 
 
 def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
@@ -318,22 +307,21 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
         return ranks[0]
     entries: dict[str, Entry] = {}
     own: set[str] = set()
-    for rank in ranks:
-        for name, entry in rank.entries.items():
-            known = entries.setdefault(name, entry)
-            if known is entry:
-                continue
-            if isinstance(known, Place) and isinstance(entry, Place):
-                own.add(name)
-            elif (
-                isinstance(known, Whole)
-                and isinstance(entry, Whole)
-                and (entry.dtype, entry.shape) == (known.dtype, known.shape)
-            ):
-                chunks = {(each.offsets, each.sizes): each for each in entry.chunks + known.chunks}
-                entries[name] = replace(known, chunks=tuple(chunks.values()))
-            else:
-                raise AmbiguousError(f"several ranks describe {shown(name)} differently")
+    for name, entry in flatten(rank.entries.items() for rank in ranks):
+        known = entries.setdefault(name, entry)
+        if known is entry:
+            continue
+        if isinstance(known, Place) and isinstance(entry, Place):
+            own.add(name)
+        elif (
+            isinstance(known, Whole)
+            and isinstance(entry, Whole)
+            and (entry.dtype, entry.shape) == (known.dtype, known.shape)
+        ):
+            chunks = {(each.offsets, each.sizes): each for each in entry.chunks + known.chunks}
+            entries[name] = replace(known, chunks=tuple(chunks.values()))
+        else:
+            raise AmbiguousError(f"several ranks describe {shown(name)} differently")
     warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
@@ -343,22 +331,17 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     return DcpIndex(entries, merge_all(rank.paths for rank in ranks), tuple(warnings))
 
 
-def covered(described: DcpIndex) -> DcpIndex:
-    """Check that chunks cover every tensor. Return the index with sorted chunks.
+def covered(name: str, entry: Whole) -> Whole:
+    """Check that chunks cover a tensor. Return the entry with sorted chunks.
 
     Raises CorruptError if chunks overlap or leave a gap.
     """
-    entries: dict[str, Entry] = {}
-    for name, entry in described.entries.items():
-        if isinstance(entry, Whole):
-            try:
-                check_cover(entry.shape, [each[:2] for each in entry.chunks])
-            except CkptkitError as error:
-                error.message = f"{shown(name)}: {error.message}"
-                raise
-            entry = replace(entry, chunks=tuple(sorted(entry.chunks)))
-        entries[name] = entry
-    return described._replace(entries=entries)
+    try:
+        check_cover(entry.shape, [each[:2] for each in entry.chunks])
+    except CkptkitError as error:
+        error.message = f"{shown(name)}: {error.message}"
+        raise
+    return replace(entry, chunks=tuple(sorted(entry.chunks)))
 
 
 # Flattening of nested state_dicts, and its inverse, as in torch
@@ -374,18 +357,19 @@ def covered(described: DcpIndex) -> DcpIndex:
 # keys, torch's ``load_state_dict`` ignores the state, and training loses its momentum.
 
 
-class _Places(dict[Node, Node]):
-    """The items of a list, by index."""
+class _Branch(dict[Node, Node]):
+    """The items of a dict by key, or the items of a list by index."""
+
+    def __init__(self, is_list: bool = False) -> None:
+        self.is_list = is_list
 
 
 class Nest:
     """A builder of a tree of dicts and lists. `put` adds one entry."""
 
     def __init__(self) -> None:
-        self.root: dict[Node, Node] = {}
-        # Every dict and list that this Nest created, by id.
-        self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}
-        self._lists: list[tuple[list[Node], _Places]] = []
+        self.root = _Branch()
+        self._branches = [self.root]  # every dict and list that this Nest creates
 
     def put(self, path: Path, node: Node) -> None:
         """Set the entry at `path`.
@@ -393,44 +377,40 @@ class Nest:
         Raises AmbiguousError if the entry exists, or if `path` leads through the value of another
         entry. Raises FormatError if `path` uses a list as a dict, or a dict as a list.
         """
-        held = self.root
-        for depth, (key, following) in enumerate(pairwise(path)):
-            _check_key(held, key, path)
-            if key not in held:
-                held[key] = self._new_list() if type(following) is int else self._new_dict()
-            inner = self._open.get(id(held[key]))
-            if inner is None:
+        held: Node = self.root
+        for depth, key in enumerate(path):
+            if not isinstance(held, _Branch):
                 raise AmbiguousError(
-                    f"the entry {join(path)} is inside the entry {join(path[: depth + 1])}, which "
-                    "was saved as one value"
+                    f"the entry {join(path)} is inside the entry {join(path[:depth])}, which was "
+                    "saved as one value"
                 )
-            held = inner
-        _check_key(held, path[-1], path)
-        if path[-1] in held:
-            raise AmbiguousError(f"two entries have the path {join(path)}")
-        held[path[-1]] = node
-
-    def _new_dict(self) -> dict[Node, Node]:
-        made: dict[Node, Node] = {}
-        self._open[id(made)] = made
-        return made
-
-    def _new_list(self) -> list[Node]:
-        made: list[Node] = []
-        self._open[id(made)] = places = _Places()
-        self._lists.append((made, places))
-        return made
+            if held.is_list != (type(key) is int and 0 <= key < 1 << 63):
+                what = "uses a list as a dict, or a dict as a list"
+                raise FormatError(f"the path {join(path)} {what}")
+            is_last = depth == len(path) - 1
+            if is_last and key in held:
+                raise AmbiguousError(f"two entries have the path {join(path)}")
+            if is_last:
+                held[key] = node
+            elif key not in held:
+                held[key] = branch = _Branch(type(path[depth + 1]) is int)
+                self._branches.append(branch)
+            held = held[key]
 
     def finished(self) -> dict[Node, Node]:
         """Return the tree. A missing list item becomes None, as in torch."""
-        gaps = sum(max(places) + 1 - len(places) for _, places in self._lists)
+        gaps = sum(max(each) + 1 - len(each) for each in self._branches if each.is_list)
         check("list_gaps", gaps, "missing items of lists")
-        for made, places in self._lists:
-            made.extend(places.get(place) for place in range(max(places) + 1))
-        for each in self._open.values():
-            if "param_groups" in each:
-                _number_state(each)
-        return self.root
+        made: dict[int, Node] = {}  # the dict or list of each branch, by the branch's id
+        for branch in reversed(self._branches):  # inner branches first
+            items = {key: made.get(id(node), node) for key, node in branch.items()}
+            made[id(branch)] = items
+            if branch.is_list:
+                made[id(branch)] = [items.get(place) for place in range(max(items) + 1)]
+            elif "param_groups" in items:
+                _number_state(items)
+        root: dict[Node, Node] = made[id(self.root)]
+        return root
 
 
 def _number_state(optimizer: dict[Node, Node]) -> None:
@@ -447,12 +427,6 @@ def _number_state(optimizer: dict[Node, Node]) -> None:
     numbers = {key_text(each): each for each in listed if type(each) is int}
     if numbers and state.keys() <= numbers.keys():
         optimizer["state"] = {numbers[key]: value for key, value in state.items()}
-
-
-def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Raise FormatError unless `key` is an integer for a list, and a string for a dict."""
-    if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
-        raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 
 
 class Flat:
@@ -477,30 +451,28 @@ class Flat:
         waiting: list[tuple[Path, Node]] = [((), root)]
         while waiting:
             path, node = waiting.pop()
-            if not isinstance(node, dict) and not (isinstance(node, list) and _is_opened(node)):
-                self._add(path, node)
+            items: Iterable[tuple[Node, Node]]
+            if isinstance(node, dict):
+                items = [(key_text(key), value) for key, value in node.items()]
+                self.stringified += [(*path, key) for key in node if not isinstance(key, str)]
+                if isinstance(node, OrderedMapping) and node.state is not None:
+                    self.attributes.append(path)
+                if not node and path:
+                    self.empty.append(path)
+            elif isinstance(node, list) and _is_opened(node):
+                items = enumerate(node)
+            else:
+                name = join(path)
+                if name in self.entries:
+                    what = f"two entries are called {name!r}: torch joins their keys by dots"
+                    raise CollisionError(what)
+                self.entries[name] = path, node
                 continue
             again += 1 + len(node) if id(node) in seen else 0
             check("depth", len(path), "levels of values")
             check("revisits", again, "repeated visits of values")
             seen.add(id(node))
-            waiting.extend(reversed(self._below(path, node)))
-
-    def _add(self, path: Path, node: Node) -> None:
-        name = join(path)
-        if name in self.entries:
-            raise CollisionError(f"two entries are called {name!r}: torch joins their keys by dots")
-        self.entries[name] = path, node
-
-    def _below(self, path: Path, node: Node) -> list[tuple[Path, Node]]:
-        if isinstance(node, list):
-            return [((*path, place), value) for place, value in enumerate(node)]
-        self.stringified += [(*path, key) for key in node if not isinstance(key, str)]
-        if isinstance(node, OrderedMapping) and node.state is not None:
-            self.attributes.append(path)
-        if not node and path:
-            self.empty.append(path)
-        return [((*path, key_text(key)), value) for key, value in node.items()]
+            waiting.extend(reversed([((*path, key), value) for key, value in items]))
 
 
 def _is_opened(node: list[Node]) -> bool:
@@ -508,16 +480,12 @@ def _is_opened(node: list[Node]) -> bool:
 
     torch flattens a list that contains a tensor or a dict, directly or in a nested list.
     """
-    waiting = [node]
-    seen: set[int] = set()
+    waiting, seen = [node], {id(node)}
     while waiting and len(seen) <= LIMITS.revisits:
-        inner = waiting.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        for each in inner:
+        for each in waiting.pop():
             if isinstance(each, dict) or as_tensor(each) is not None:
                 return True
-            if isinstance(each, list):
+            if isinstance(each, list) and id(each) not in seen:
+                seen.add(id(each))
                 waiting.append(each)
     return False
