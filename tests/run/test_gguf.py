@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptkit.run import recipes
-from ckptkit.run.recipes.gguf import ALIASES, MODELS, VARIANTS
+from ckptkit.run.recipes.gguf import models
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.formats.gguf_files import Entry, made
@@ -154,8 +154,8 @@ def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
 
 def test_variants() -> None:
     """Each architecture has its recipes, and each recipe an architecture."""
-    chosen = {ALIASES.get(name, name) for name in MODELS}
-    variants = {without for _, without in VARIANTS.values()}
+    chosen = {row.recipe or name for name, row in models().items()}
+    variants = {row.variant[1] for row in models().values() if row.variant}
     assert {f"gguf-{name}" for name in {*chosen, *variants}} == {*NAMES}
 
 
