@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptkit.core.text import flatten, nearest, shown, typed
+from ckptkit.core.text import flatten, nearest, shown, typed, without
 from ckptkit.core.tree import Global, children, find
 from ckptkit.edits import config_file
 from ckptkit.edits.expect import Expectations
@@ -154,16 +154,16 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
         parts = _table(content, _PARTS)
         steps = parts.get("steps")
         if not isinstance(steps, list) or not steps:
-            raise _WrongError("has no list of steps")
+            raise UsageError("has no list of steps")
         output = _table(parts.get("output", {}), set(_OUTPUT))
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
-                raise _WrongError(f"output: {key} has a value of the wrong type: {_shown(value)}")
+                raise UsageError(f"output: {key} has a value of the wrong type: {_shown(value)}")
         texts = {word: parts.get(word, "") for word in ("about", "source", "checked")}
         for word, text in texts.items():
             if not isinstance(text, str):
-                raise _WrongError(f"{word} is {text!r}")
-        known = list(_written(steps))
+                raise UsageError(f"{word} is {text!r}")
+        known = [_written(number, each) for number, each in enumerate(steps, 1)]
         defaults = _sizes(parts.get("args", {}))
         # Parse all steps before any step is applied.
         made = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
@@ -173,76 +173,63 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
             made.append(lambda ck: ck.with_root(ck.root, notes=notes))
         given = {each.word for each in known}
         if options.dequantize is not None and not given & {"dequantize", "recipe"}:
-            raise _WrongError("has no step dequantize, so --dequantize has no effect")
+            raise UsageError("has no step dequantize, so --dequantize has no effect")
         if options.args and "recipe" not in given:
             rules = [_parsed_rules(each, defaults) for each in known if each.word == "rules"]
             words = set(flatten(each.words() for each in rules))
-            for word in options.args:
-                if word not in words:
-                    raise unused_argument(word, words)
+            if unused := [word for word in options.args if word not in words]:
+                raise unused_argument(unused[0], words)
         return Recipe(name, steps=tuple(made), output=output, written=tuple(known), **texts)
-    except _WrongError as error:
-        raise UsageError(str(error), where=name, hint=error.hint) from None
-    except RuleError as error:
+    except UsageError as error:
         raise error.at(name) from None
 
 
-class _WrongError(ValueError):
-    """A recipe is malformed. The message names the invalid part of the recipe."""
-
-    def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-def _written(steps: list[Any]) -> Iterator[WrittenStep]:
-    for number, each in enumerate(steps, 1):
-        if isinstance(each, dict) and "rules" in each:
-            given = {word: value for word, value in each.items() if word != "rules"}
-            if given.keys() <= _RULE_OPTIONS:
-                yield WrittenStep("rules", each["rules"], given)
-                continue
-            odd = ", ".join(sorted(map(repr, given.keys() - _RULE_OPTIONS)))
-            what = f"step {number} (rules): unknown option {odd}"
-            raise _WrongError(what, hint="the options are keep, sizes, keys")
-        if not isinstance(each, dict) or len(each) != 1:
-            what = f"step {number} must be a mapping from the name of one step to its argument"
-            raise _WrongError(what, hint="write, for example, `- strip: module.`")
-        ((word, given),) = each.items()
-        yield WrittenStep(word, given, {})
+def _written(number: int, step: Any) -> WrittenStep:
+    if isinstance(step, dict) and "rules" in step:
+        given = without(step, ("rules",))
+        if odd := given.keys() - _RULE_OPTIONS:
+            what = f"step {number} (rules): unknown option {', '.join(sorted(map(repr, odd)))}"
+            raise UsageError(what, hint="the options are keep, sizes, keys")
+        return WrittenStep("rules", step["rules"], given)
+    if not isinstance(step, dict) or len(step) != 1:
+        what = f"step {number} must be a mapping from the name of one step to its argument"
+        raise UsageError(what, hint="write, for example, `- strip: module.`")
+    ((word, argument),) = step.items()
+    return WrittenStep(word, argument, {})
 
 
 def _step(
     number: int, step: WrittenStep, options: RuleOptions, defaults: dict[str, str | int]
 ) -> Step:
-    word = step.word
+    word, given = step.word, step.given
     if word not in (known := [*edits.BY_WORD, "config", "expect", "gguf", "recipe"]):
         close = nearest(_shown(word).strip("'"), known) or known
-        hint = f"did you mean {', '.join(close)}?"
-        raise _WrongError(f"step {number}: {_shown(word)} is not a step", hint)
+        what = f"step {number}: {_shown(word)} is not a step"
+        raise UsageError(what, hint=f"did you mean {', '.join(close)}?")
     try:
         if word == "rules":
             return _rules(number, step, options, defaults)
         if word == "config":
-            if step.given not in TABLES:
-                what = f"unknown argument table {_shown(step.given)}"
-                raise _WrongError(what, hint=f"use {', '.join(TABLES)}")
-            return partial(with_config, table=TABLES[step.given], options=options)
+            if given != MEGATRON:
+                what = f"unknown argument table {_shown(given)}"
+                raise UsageError(what, hint=f"use {MEGATRON}")
+            return partial(with_megatron_config, options=options)
         if word == "gguf":
-            return partial(with_gguf_config, architectures=_texts(step.given), options=options)
+            return partial(with_gguf_config, architectures=_texts(given), options=options)
         if word == "recipe":
-            if step.given != BY_ARCHITECTURE:
-                raise _WrongError(f"must be {BY_ARCHITECTURE}, got {_shown(step.given)}")
+            if given != BY_ARCHITECTURE:
+                raise UsageError(f"must be {BY_ARCHITECTURE}, got {_shown(given)}")
             return partial(_by_architecture, options=options)
-        if word == "dequantize" and options.dequantize is not None:
-            step = step._replace(given=options.dequantize)
         if word == "expect":
-            return Expectations(_texts(step.given), options.config).check
-        return _edited(edits.BY_WORD[word], step.given)
-    except _WrongError as error:
-        raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
+            return Expectations(_texts(given), options.config).check
+        if word == "dequantize" and options.dequantize is not None:
+            given = options.dequantize
+        return _edited(edits.BY_WORD[word], given)
     except RuleError as error:
         raise in_step(number, error) from None
+    except UsageError as error:
+        error.message = f"step {number} ({word}): {error.message}"
+        raise
 
 
 BY_ARCHITECTURE = "gguf-*"
@@ -303,37 +290,40 @@ def _rules(
 def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
     lines = _texts(step.given)
     if not lines:
-        raise _WrongError("there are no rules")
+        raise UsageError("there are no rules")
     return RuleSet.parse(lines, _sizes(step.options.get("sizes", {})), defaults)
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
     """Return a dict that maps the name of each axis in the ``sizes`` of a step to its size.
 
-    Raises _WrongError for an invalid name or size.
+    Raises UsageError for an invalid name or size.
     """
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a mapping from axis names to sizes")
+        raise UsageError(f"{_shown(given)} is not a mapping from axis names to sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
             hint = "write, for example, h: 32 or h: config.num_attention_heads"
-            raise _WrongError(f"{word}: {_shown(size)} is not a size", hint)
+            raise UsageError(f"{word}: {_shown(size)} is not a size", hint=hint)
     return {str(word): size for word, size in given.items()}
 
 
 # The arguments of a step
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str) or not given:
-        raise _WrongError(f"{_shown(given)} is not a string")
-    return given
+def _if(fits: Callable[[Any], bool], noun: str) -> Callable[[Any], Any]:
+    """Return a function that returns its argument if it `fits`, and raises UsageError otherwise."""
+
+    def read(given: Any) -> Any:
+        if not fits(given):
+            raise UsageError(f"{_shown(given)} is not {noun}")
+        return given
+
+    return read
 
 
-def _number(given: Any) -> float:
-    if not isinstance(given, (int, float)) or isinstance(given, bool):
-        raise _WrongError(f"{_shown(given)} is not a number")
-    return float(given)
+_text = _if(lambda given: isinstance(given, str) and bool(given), "a string")
+_number = _if(lambda given: type(given) in (int, float), "a number")
 
 
 def _texts(given: Any) -> list[str]:
@@ -345,7 +335,7 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
         odd = [_shown(given)]
         if isinstance(given, dict):
             odd = sorted(map(_shown, given.keys() - known))
-        raise _WrongError(
+        raise UsageError(
             f"unknown: {', '.join(odd)[:200]}; the known keys are {', '.join(sorted(known))}"
         )
     return given
@@ -353,27 +343,18 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is not a mapping whose keys and values are strings")
-    return {
-        _text(key): value if isinstance(value, str) else _text(value)
-        for key, value in given.items()
-    }
+        raise UsageError(f"{_shown(given)} is not a mapping whose keys and values are strings")
+    return {_text(key): "" if value == "" else _text(value) for key, value in given.items()}
 
 
 def _true(given: Any) -> bool:
     if given is not True:
-        raise _WrongError(f"must be true, got {_shown(given)}")
+        raise UsageError(f"must be true, got {_shown(given)}")
     return True
 
 
-def _count(given: Any) -> int:
-    if type(given) is not int or given < 0:
-        raise _WrongError(f"{_shown(given)} is not a non-negative integer")
-    return given
-
-
 def _text_or_mapping(given: Any) -> str | dict[str, str]:
-    return _mapping(given) if isinstance(given, dict) else _text(given)
+    return _mapping(given) if isinstance(given, dict) else str(_text(given))
 
 
 # Functions that parse the argument of an edit, by `Option.kind`.
@@ -389,13 +370,13 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "named": _mapping,
     "substitutions": lambda given: list(_mapping(given).items()),
     "flag": _true,
-    "count": _count,
-    "number": _number,
+    "count": _if(lambda given: type(given) is int and given >= 0, "a non-negative integer"),
+    "number": lambda given: float(_number(given)),
 }
 
 
 def _edited(edit: edits.Edit, given: Any) -> Step:
-    """Return the step of an edit. Raises _WrongError for an argument of the wrong kind."""
+    """Return the step of an edit. Raises UsageError for an argument of the wrong kind."""
     if edit.several:
         others = _texts(given)
 
@@ -416,76 +397,33 @@ def _edited(edit: edits.Edit, given: Any) -> Step:
     return edits.step(edit.word, **read, **(edit.fixed or {}))
 
 
-Arguments = Mapping[str, Any]
+# config.json from the training arguments of Megatron-LM
 
+MEGATRON = "megatron-llama"
+# Fields of config.json, and the training arguments with their values.
+_COPIED = {
+    "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_attention_heads",
+    "head_dim": "kv_channels", "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base",
+}  # fmt: skip
+# Training arguments, and the values with which the model is a Llama.
+_LLAMA: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,), "normalization": ("RMSNorm",), "position_embedding_type": ("rope",),
+    "rotary_percent": (1, None),
+    **dict.fromkeys(
+        ("rotary_interleaved", "use_rope_scaling", "apply_layernorm_1p", "qk_layernorm",
+         "add_bias_linear", "add_qkv_bias", "num_experts", "multi_latent_attention"),
+        (None, False, 0),
+    ),
+}  # fmt: skip
+# Defaults of Megatron-LM, for versions that did not save the argument.
+_DEFAULTS = {"norm_epsilon": 1e-5, "rotary_base": 10000}
 _LONGEST = 40  # maximum number of characters of a value in config.json
 
 
-class ArgumentTable(NamedTuple):
-    """Rules that derive the fields of config.json from training arguments.
-
-    - ``entry``: path of the arguments in the checkpoint
-    - ``fixed``: fields with constant values
-    - ``copied``: fields with the value of an argument, as a dict from field to argument
-    - ``derived``: fields that functions compute, as a dict from field to function of the arguments
-    - ``required``: the supported values of arguments, as a dict from argument to the values that
-      the target architecture supports
-    - ``defaults``: defaults of the framework, for versions that did not save the argument
-    """
-
-    entry: str
-    fixed: Mapping[str, Any]
-    copied: Mapping[str, str]
-    derived: Mapping[str, Callable[[Arguments], Any]]
-    required: Mapping[str, tuple[Any, ...]]
-    defaults: Mapping[str, Any]
-
-
-_NOT_SET = (None, False, 0)
-
-MEGATRON_LLAMA = ArgumentTable(
-    entry="args",
-    fixed={"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-    copied={
-        "hidden_size": "hidden_size",
-        "intermediate_size": "ffn_hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
-        "head_dim": "kv_channels",
-        "max_position_embeddings": "max_position_embeddings",
-        "rms_norm_eps": "norm_epsilon",
-        "rope_theta": "rotary_base",
-    },
-    derived={
-        "num_key_value_heads": lambda args: args[
-            "num_query_groups" if args["group_query_attention"] else "num_attention_heads"
-        ],
-        "vocab_size": lambda args: args.get("vocab_size") or args["padded_vocab_size"],
-        "tie_word_embeddings": lambda args: not args["untie_embeddings_and_output_weights"],
-        "torch_dtype": lambda args: _dtype_name(args["params_dtype"]),
-    },
-    required={
-        "swiglu": (True,),
-        "normalization": ("RMSNorm",),
-        "position_embedding_type": ("rope",),
-        "rotary_percent": (1, None),
-        "rotary_interleaved": _NOT_SET,
-        "use_rope_scaling": _NOT_SET,
-        "apply_layernorm_1p": _NOT_SET,
-        "qk_layernorm": _NOT_SET,
-        "add_bias_linear": _NOT_SET,
-        "add_qkv_bias": _NOT_SET,
-        "num_experts": _NOT_SET,
-        "multi_latent_attention": _NOT_SET,
-    },
-    defaults={"norm_epsilon": 1e-5, "rotary_base": 10000},
-)
-
-TABLES = {"megatron-llama": MEGATRON_LLAMA}
-
-
-def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptions) -> Checkpoint:
-    """Add a config.json to a checkpoint.
+def with_megatron_config(checkpoint: Checkpoint, options: RuleOptions) -> Checkpoint:
+    """Add the config.json of a Llama model to a checkpoint of Megatron-LM.
 
     If `--config` is given, use this configuration. Otherwise, make the config.json from the
     training arguments in the checkpoint. If the checkpoint has no training arguments, return it
@@ -496,40 +434,43 @@ def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptio
     if given is not None:
         return config_file.with_config(checkpoint, given)
     try:
-        _, entry = find(checkpoint.root, table.entry)
+        _, entry = find(checkpoint.root, "args")
     except UsageError:
         return checkpoint
     saved = {str(key): value for key, value in children(entry)}
-    for name, allowed in table.required.items():
+    for name, allowed in _LLAMA.items():
         if name in saved and not any(saved[name] == each for each in allowed):
-            raise _unfit(
-                f"{table.entry}.{name} is {shown(saved[name])}, which the target model does not "
-                f"support"
-            )
-    missing = {name: value for name, value in table.defaults.items() if saved.get(name) is None}
+            what = f"args.{name} is {shown(saved[name])}, which the target model does not support"
+            raise _unfit(what)
+    missing = {name: value for name, value in _DEFAULTS.items() if saved.get(name) is None}
     args = {**saved, **missing}
-    args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
     try:
-        made = {
-            **table.fixed,
-            **{field: _plain_value(args[name], name) for field, name in table.copied.items()},
-            **{field: _plain_value(derive(args), field) for field, derive in table.derived.items()},
-        }
+        made = {field: (name, args[name]) for field, name in _COPIED.items()}
+        groups = "num_query_groups" if args["group_query_attention"] else "num_attention_heads"
+        vocabulary = options.args.get("vocab", args.get("vocab_size")) or args["padded_vocab_size"]
+        if not isinstance(args.get("params_dtype"), Global):  # such as torch.bfloat16
+            raise KeyError("params_dtype")
+        for field, value in (
+            ("num_key_value_heads", args[groups]),
+            ("vocab_size", vocabulary),
+            ("tie_word_embeddings", not args["untie_embeddings_and_output_weights"]),
+            ("torch_dtype", args["params_dtype"].name),
+        ):
+            made[field] = field, value
     except KeyError as error:
-        raise _unfit(f"{table.entry} has no {error.args[0]}") from None
+        raise _unfit(f"args has no {error.args[0]}") from None
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"
+    }  # fmt: skip
+    for field, (name, value) in made.items():
+        if type(value) not in (bool, int, float, str) or len(repr(value)) > _LONGEST:
+            raise _unfit(f"{name} must be a short scalar or string, but is {shown(value)}")
+        config[field] = value
     notes = [
-        f"{table.entry} has no {name}; config.json has {value}, the default of Megatron-LM"
+        f"args has no {name}; config.json has {value}, the default of Megatron-LM"
         for name, value in missing.items()
     ]
-    return config_file.with_config(checkpoint, made).with_root(checkpoint.root, notes=notes)
-
-
-def _plain_value(value: Any, name: str) -> bool | int | float | str:
-    """Return a short scalar or string unchanged. Raises UnsupportedError for other values."""
-    if type(value) not in (bool, int, float, str) or len(repr(value)) > _LONGEST:
-        raise _unfit(f"{name} must be a short scalar or string, but is {shown(value)}")
-    plain: bool | int | float | str = value
-    return plain
+    return config_file.with_config(checkpoint, config).with_root(checkpoint.root, notes=notes)
 
 
 def _unfit(message: str) -> UnsupportedError:
@@ -537,13 +478,6 @@ def _unfit(message: str) -> UnsupportedError:
         f"cannot make config.json: {message}",
         hint=f"give a config.json with {typed('--config config.json', 'config')}",
     )
-
-
-def _dtype_name(dtype: Any) -> str:
-    """Return the name of a pickled dtype, such as "bfloat16" for ``torch.bfloat16``."""
-    if not isinstance(dtype, Global):
-        raise KeyError("params_dtype")
-    return dtype.name
 
 
 class WrittenStep(NamedTuple):
@@ -554,11 +488,11 @@ class WrittenStep(NamedTuple):
     options: dict[str, Any]
 
 
-# Steps that a reversed recipe skips, because they do not change the layout.
-PASSED_OVER = frozenset(
-    {"config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
-)
-CHECKS = frozenset({"expect"})  # steps that check the target layout; a reversed recipe skips them
+_OPPOSITES = {"add": "strip", "strip": "add", "wrap": "extract", "tie": "untie", "untie": "tie"}
+# Steps that a reversed recipe skips, because they do not change the layout. If a step `strip`
+# removes several prefixes, it is unknown which key had which prefix.
+_PASSED_OVER = ("config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact",
+                "drop-entry", "strip")  # fmt: skip
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
@@ -569,40 +503,34 @@ def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str
     found: list[WrittenStep] = []
     left: list[str] = []
     for number, step in reversed(list(enumerate(steps, 1))):
-        undone = _undone(number, step)
-        if undone is not None:
+        if (undone := _undone(step)) is not None:
             found.append(undone)
-        elif step.word not in CHECKS:
+        elif step.word in _PASSED_OVER:
             left.append(step.word)
+        elif step.word != "expect":  # `expect` checks the target layout
+            hint = "write a recipe for the other direction, or remove the step"
+            if step.word == "recipe":
+                hint = "use the recipe of the architecture; `ckptkit run --list` lists all recipes"
+            raise UsageError(f"not reversible: step {number} ({step.word})", hint=hint)
     return found, [f"not undone: {', '.join(left)}"] if left else []
 
 
-def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
-    """Return the step that undoes `step`, or None if `step` needs no undoing."""
+def _undone(step: WrittenStep) -> WrittenStep | None:
+    """Return the step that undoes `step`. Return None if there is no such step."""
     word, given = step.word, step.given
-    opposite = {"add": "strip", "wrap": "extract", "tie": "untie", "untie": "tie"}
     if word == "rules":
         return step
-    if word in opposite:
-        return WrittenStep(opposite[word], given, {})
+    if word in _OPPOSITES and (word != "strip" or isinstance(given, str)):
+        return WrittenStep(_OPPOSITES[word], given, {})
     if word == "compute":
-        expressions = _mapping(given)
-        return WrittenStep(
-            word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
-        )
-    if word == "strip":  # after several prefixes, it is unknown which key had which prefix
-        return WrittenStep("add", given, {}) if isinstance(given, str) else None
+        inverse = {glob: INVERSES.get(each, each) for glob, each in _mapping(given).items()}
+        return WrittenStep(word, inverse, {})
     if word == "rename":
         mapping = given.get("map", {}) if isinstance(given, dict) else {}
         if mapping and not given.get("sub") and len(set(mapping.values())) == len(mapping):
-            return WrittenStep("rename", {"map": {new: old for old, new in mapping.items()}}, {})
+            return WrittenStep(word, {"map": {new: old for old, new in mapping.items()}}, {})
     if word == "extract":
         path = given[0] if isinstance(given, list) and len(given) == 1 else given
         if isinstance(path, str) and "." not in path:
             return WrittenStep("wrap", path, {})
-    if word in PASSED_OVER or word in CHECKS:
-        return None
-    hint = "write a recipe for the other direction, or remove the step"
-    if word == "recipe":
-        hint = "use the recipe of the architecture; `ckptkit run --list` lists all recipes"
-    raise UsageError(f"not reversible: step {number} ({word})", hint=hint)
+    return None
