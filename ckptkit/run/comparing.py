@@ -68,15 +68,9 @@ def diff(
         if not hasattr(other, "state_dict"):
             second = stack.enter_context(reading(other, key=key))
             return compared(
-                entire(ck),
-                entire(second),
-                everything=all,
-                values=values,
-                atol=atol,
-                rtol=rtol,
-                name=ck.name,
-                matches=matches,
-            )
+                *(entire(ck), entire(second)), matches=matches, everything=all, values=values,
+                atol=atol, rtol=rtol, name=ck.name,
+            )  # fmt: skip
         from ckptkit.loading.model import against_model
 
         arguments.module("other", other)
@@ -91,42 +85,29 @@ def compared(
     b: Checkpoint,
     *,
     stored: bool = False,
-    everything: bool = False,
-    values: bool = True,
-    atol: float | None = None,
-    rtol: float | None = None,
-    name: str | None = None,
     matches: Matches | None = None,
     watched: Callable[[int], AbstractContextManager[Progress | None]] = lambda _: nullcontext(),
+    **how: Any,
 ) -> Diff:
     """Compare two checkpoints. Unless `stored` is set, compare dequantized weights.
 
     If one of the checkpoints is a GGUF file, give its tensors the names of the other checkpoint.
     With `stored`, `everything` or a tolerance, keep the names of the GGUF file. `watched` gets the
-    number of bytes to compare, and returns a context manager for the progress. See
-    :func:`~ckptkit.analysis.diff.compare_checkpoints` for the other arguments.
+    number of bytes to compare, and returns a context manager for the progress. `how` contains the
+    other arguments of :func:`~ckptkit.analysis.diff.compare_checkpoints`.
     """
-    has_new_names = not (stored or everything or atol or rtol)
-    if has_new_names and (a.format == "gguf") != (b.format == "gguf"):
+    keeps_names = stored or any(how.get(each) for each in ("everything", "atol", "rtol"))
+    if not keeps_names and (a.format == "gguf") != (b.format == "gguf"):
         from ckptkit.run.gguf_names import paired
 
         if (pair := paired(a, b)) is not None:
             with watched(pair.nbytes) as progress:
-                return pair.diff(values, matches, progress)
+                return pair.diff(how.get("values", True), matches, progress)
     sides = (a, b) if stored else dequantized_views(a, b)
-    if everything or not has_weights(*sides):
+    if how.get("everything") or not has_weights(*sides):
         nbytes = sum(summarize(each).totals.nbytes for each in sides)
     else:
         tensors = flatten(selected(each.weights, matches).values() for each in sides)
         nbytes = sum(tensor.nbytes for tensor in tensors)
     with watched(nbytes) as progress:
-        return compare_checkpoints(
-            *sides,
-            everything=everything,
-            values=values,
-            atol=atol,
-            rtol=rtol,
-            name=name,
-            matches=matches,
-            progress=progress,
-        )
+        return compare_checkpoints(*sides, matches=matches, progress=progress, **how)

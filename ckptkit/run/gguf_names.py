@@ -108,7 +108,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     if file.selection is None or original.selection is None:
         return None
     try:
-        name = gguf.recipe_name(file, known())
+        name = gguf.recipe_name(file, recipes.names())
     except UnsupportedError:
         return None
     if _common(file, original):
@@ -201,27 +201,14 @@ def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
     return replace(tensor, shape=shape, offset=offset)
 
 
-def known() -> list[str]:
-    """Return the names of the recipes for GGUF architectures."""
-    return [each for each in recipes.names() if each.startswith(gguf.RECIPES)]
-
-
-class _Traced(NamedTuple):
-    """The GGUF tensors that a recipe converts to one tensor, and the expression that it applies.
-
-    ``computed`` is the expression, such as ``x - 1``, or "" if the recipe computes no values.
-    """
-
-    names: frozenset[str]
-    computed: str
-
-
 def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
     """Apply the recipe `name` to a GGUF file, in float32. Return the result, and a dict from the
     names of its weights to their origins."""
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
-    types = {key: _type(tensor) for key, tensor in file.weights.items()}
-    traced = {key: _Traced(frozenset((key,)), "") for key in types}
+    origins = {
+        key: Origin((_type(tensor),), names=frozenset((key,)))
+        for key, tensor in file.weights.items()
+    }
     ck = gguf.with_matrices(file)
     for step, written in zip(recipe.steps, recipe.written, strict=True):
         if written.word == "gguf":  # the step `gguf` makes config.json
@@ -229,23 +216,16 @@ def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, 
         before, ck = len(ck.reports), step(ck)
         if written.word == "compute":
             for glob, expression in written.given.items():
-                for key in filter(partial(fnmatchcase, pat=glob), traced):
-                    traced[key] = traced[key]._replace(computed=expression)
+                for key in filter(partial(fnmatchcase, pat=glob), origins):
+                    origins[key] = origins[key]._replace(computed=expression)
         for report in ck.reports[before:]:
-            made: dict[str, _Traced] = {}
+            made: dict[str, Origin] = {}
             for old, new in report.pairs:
-                one, other = traced[old], made.get(new, traced[old])
-                made[new] = _Traced(one.names | other.names, one.computed or other.computed)
-            traced = made
-    origins = {
-        key: Origin(
-            tuple(sorted({types[each] for each in traced[key].names})),
-            traced[key].computed,
-            traced[key].names,
-        )
-        for key in ck.weights
-    }
-    return ck, origins
+                one, other = origins[old], made.get(new, origins[old])
+                types = tuple(sorted({*one.types, *other.types}))
+                made[new] = Origin(types, one.computed or other.computed, one.names | other.names)
+            origins = made
+    return ck, {key: origins[key] for key in ck.weights}
 
 
 def _type(tensor: Tensor) -> str:
@@ -331,7 +311,7 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
 def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
     """Apply the reversed recipe to a Hugging Face checkpoint. The result has the tensor names of
     the GGUF file `skeleton`."""
-    name = gguf.recipe_name(skeleton, known())
+    name = gguf.recipe_name(skeleton, recipes.names())
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     lacking = [each for each in ck.weights if each not in origins]

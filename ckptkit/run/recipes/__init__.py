@@ -239,8 +239,7 @@ def _by_architecture(checkpoint: Checkpoint, options: RuleOptions) -> Checkpoint
     """Apply the recipe for the architecture of a GGUF file."""
     from ckptkit.run.recipes import gguf
 
-    known = [each for each in names() if each.startswith(gguf.RECIPES)]
-    found = load(gguf.recipe_name(checkpoint, known), options)
+    found = load(gguf.recipe_name(checkpoint, names()), options)
     for step in found.steps:
         checkpoint = step(checkpoint)
     return checkpoint.with_root(checkpoint.root, notes=[f"used the recipe {found.name}"])

@@ -69,8 +69,8 @@ def architecture(checkpoint: Checkpoint) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
-    """Return the name of the recipe for a GGUF file. The name is one of `known`. Raises
+def recipe_name(checkpoint: Checkpoint, names: Sequence[str]) -> str:
+    """Return the name of the recipe for a GGUF file. The name is one of `names`. Raises
     UnsupportedError if no recipe fits."""
     found = architecture(checkpoint)
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
@@ -85,11 +85,12 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
         telling, without = model.variant or ("", "")
         is_first = not checkpoint.selection or telling in checkpoint.selection.nodes
         name = model.recipe or found if is_first or not telling else without
-    if RECIPES + name not in known:
+    if RECIPES + name not in names:
+        known = [each.removeprefix(RECIPES) for each in names if each.startswith(RECIPES)]
         raise UnsupportedError(
             f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
-            hint=f"recipes exist for {some([each.removeprefix(RECIPES) for each in known], 30)}; "
+            hint=f"recipes exist for {some(known, 30)}; "
             f"{_plain_line(checkpoint)} keeps the names of the file",
         )
     return RECIPES + name
