@@ -128,6 +128,19 @@ class Tensor:
         made.kind, made.layout, made.conj, made.neg = self.kind, self.layout, self.conj, self.neg
         return made  # type: ignore[no-any-return]
 
+    def remade(
+        self, record: Record, dtype: DType | None = None, shape: Shape | None = None
+    ) -> Tensor:
+        """Return a contiguous tensor with the elements in `record`.
+
+        The device, the kind and `requires_grad` do not change. By default, the dtype and the shape
+        do not change either.
+        """
+        shape = self.shape if shape is None else shape
+        storage, stride = Storage(record, self.device), contiguous_stride(shape)
+        grad, kind = self.requires_grad, self.kind
+        return Tensor(storage, dtype or self.dtype, shape, stride, 0, grad, kind)
+
     def numpy(self) -> Array:
         """Read the elements into a numpy array.
 
@@ -227,9 +240,12 @@ class Tensor:
 
     @property
     def elements_key(self) -> tuple[object, ...]:
-        """A key that is equal for tensors with the same elements of the same storage."""
+        """A key that is equal for tensors with the same elements of the same storage.
+
+        The key of a meta tensor is unique.
+        """
         geometry = self.dtype, self.shape, self.stride, self.offset
-        return id(self.storage), *geometry, self.conj, self.neg
+        return id(self.storage or self), *geometry, self.conj, self.neg
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import translate
@@ -27,7 +27,7 @@ from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
@@ -60,23 +60,38 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     - A glob matches codes or scales of quantized weights.
     """
     weights = ck.required
-    rules = _rules(dtypes, weights)
-    hits = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
-    quantized_names.refuse(ck, hits, "codes and scales of quantized weights cannot be cast")
+    given = {DEFAULT: dtypes}
+    if isinstance(dtypes, Mapping):
+        given = dict(arguments.mapping("dtypes", dtypes))
+    parsed = {glob: _float(dtype) for glob, dtype in given.items()}
+    default = parsed.pop(DEFAULT, None)
+    patterns = _patterns(parsed, weights)
+    wanted: dict[str, DType] = {}
+    for name in weights.nodes:
+        hits = {glob: parsed[glob] for glob, pattern in patterns.items() if pattern.match(name)}
+        if len(set(hits.values())) > 1:
+            raise UsageError(
+                f"{name!r} matches {quoted(hits)}, which have different dtypes",
+                hint="make a glob narrower; a dtype without a glob applies to all other weights",
+            )
+        if (target := next(iter(hits.values()), default)) is not None:
+            wanted[name] = target
+    quantized_names.refuse(ck, wanted, "codes and scales of quantized weights cannot be cast")
     targets: dict[int, DType] = {}  # id of a tensor -> new dtype
     left: list[str] = []
-    for name, node in weights.nodes.items():
-        target = next((dtype for pattern, dtype in rules if pattern.match(name)), None)
+    for name, target in wanted.items():
+        node = weights.nodes[name]
         tensor = as_tensor(node)
-        if target is None or tensor is None or tensor.dtype.kind != "float":
+        if tensor is None or tensor.dtype.kind != "float" or tensor.dtype.name == target.name:
             continue
-        if tensor.dtype.name == target.name:
-            continue
-        if _is_fixed(node, tensor, target):
+        calls = list(_calls(node))
+        is_fixed = any(not each.global_ or each.global_.name not in _OF_TENSORS for each in calls)
+        has_numpy = tensor.kind != "ndarray" or target.numpy is not None
+        if is_fixed or not has_numpy or not _is_castable(tensor.dtype):
             left.append(name)
             continue
         # A sparse tensor contains an inner tensor with its values. Cast this inner tensor too.
-        inner = (as_tensor(each) for call in _calls(node) for each in _parts(call))
+        inner = (as_tensor(each) for call in calls for each in _parts(call))
         same = (each for each in inner if each is not None and each.dtype == tensor.dtype)
         targets.update((id(each), target) for each in (tensor, *same))
     fixed = "not cast, because the pickle stores the dtype of these tensors separately"
@@ -105,30 +120,6 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     return ck.with_root(root, notes=notes, warnings=warnings)
 
 
-def _rules(
-    dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
-) -> list[tuple[re.Pattern[str], DType]]:
-    """Return (pattern, dtype) pairs. If there is a default dtype, its pair is the last."""
-    given = {DEFAULT: dtypes}
-    if isinstance(dtypes, Mapping):
-        given = dict(arguments.mapping("dtypes", dtypes))
-    default = [_float(given.pop(DEFAULT))] if DEFAULT in given else []
-    patterns = _patterns(given, weights)
-    targets = {glob: _float(dtype) for glob, dtype in given.items()}
-    for name in weights.nodes if len(targets) > 1 else ():
-        hits = {glob: targets[glob] for glob, pattern in patterns.items() if pattern.match(name)}
-        if len(set(hits.values())) > 1:
-            raise UsageError(
-                f"{name!r} matches {quoted(hits)}, which have different dtypes",
-                hint="make a glob narrower; a dtype without a glob applies to all other weights",
-            )
-    others = re.compile(translate(DEFAULT))
-    return [
-        *((pattern, targets[glob]) for glob, pattern in patterns.items()),
-        *((others, dtype) for dtype in default),
-    ]
-
-
 def _patterns(globs: Iterable[str], weights: Weights) -> dict[str, re.Pattern[str]]:
     """Compile the globs. Raises UsageError for a glob that matches nothing."""
     patterns = {glob: re.compile(translate(glob)) for glob in globs}
@@ -138,11 +129,16 @@ def _patterns(globs: Iterable[str], weights: Weights) -> dict[str, re.Pattern[st
     return patterns
 
 
-def _float(name: DTypeLike) -> DType:
+def parsed_dtype(name: DTypeLike) -> DType:
+    """Return the dtype `name`. Raises UsageError for an unknown dtype."""
     try:
-        dtype = table.parse(name)
+        return table.parse(name)
     except FormatError as error:
         raise UsageError(error.message, hint=error.hint) from error
+
+
+def _float(name: DTypeLike) -> DType:
+    dtype = parsed_dtype(name)
     if not _is_castable(dtype):
         raise UsageError(
             f"{dtype.name!r} is not a floating-point type to cast to",
@@ -153,13 +149,6 @@ def _float(name: DTypeLike) -> DType:
 
 def _is_castable(dtype: DType) -> bool:
     return dtype.kind == "float" and dtype.bits % 8 == 0 and dtype.packed == 1
-
-
-def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
-    calls = (each.global_ for each in _calls(node))
-    if any(made is None or made.name not in _OF_TENSORS for made in calls):
-        return True
-    return not _is_castable(tensor.dtype) or (tensor.kind == "ndarray" and target.numpy is None)
 
 
 def _calls(node: Node) -> Iterator[Object]:
@@ -261,23 +250,19 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
                 raise UsageError(f"{name!r} matches two globs", hint="make a glob narrower")
             chosen[name] = expressions[glob]
     quantized_names.refuse(ck, chosen, "expressions cannot compute with codes")
-    swap: dict[int, Node] = {}
-    views: dict[object, Tensor] = {}
-    for name, expression in chosen.items():
-        node = weights.nodes[name]
-        tensor = as_tensor(node)
-        is_plain = isinstance(node, Tensor) and node.layout == "strided"
+
+    def computed(name: str, tensor: Tensor) -> Tensor:
+        if tensor.storage is None:
+            return tensor
+        operation = Compute(chosen[name], tensor.dtype.name, name)
+        return tensor.remade(Pending(operation, (contiguous(tensor),), tensor.nbytes))
+
+    for name in chosen:
+        tensor = as_tensor(weights.nodes[name])
+        is_plain = isinstance(weights.nodes[name], Tensor) and tensor and tensor.layout == "strided"
         if tensor is None or not is_plain or tensor.dtype.name not in FLOATS:
             raise TensorError(f"{name!r} is not a strided floating-point tensor")
-        place = (id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.neg)
-        view = (*place, expression)
-        if tensor.storage is not None and view not in views:
-            operation = Compute(expression, tensor.dtype.name, name)
-            record = Pending(operation, (contiguous(tensor),), tensor.nbytes)
-            stride = contiguous_stride(tensor.shape)
-            storage = Storage(record, tensor.device)
-            views[view] = replace(tensor, storage=storage, offset=0, stride=stride, neg=False)
-        swap[id(node)] = views.get(view, tensor)
+    swap = _made_once(weights, chosen, computed)
     counts = Counter(chosen.values())
     notes = [
         f"computed {each} for the elements of {plural(n, 'weight')}" for each, n in counts.items()
@@ -307,11 +292,33 @@ def compact(ck: Checkpoint) -> Checkpoint:
     kept. A storage stays unchanged if tensors use all its bytes, or if the checkpoint contains the
     storage itself as a value.
     """
-    uses: dict[int, _Use] = {}
+    storages: dict[int, Storage] = {}
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)  # start and end in bytes
+    units: dict[int, int] = defaultdict(lambda: 1)  # alignment of the spans
+    whole: set[int] = set()  # storages that must stay unchanged
     for leaf in nodes(ck.root):
-        if isinstance(leaf, (Tensor, TypedStorage)) and leaf.storage is not None:
-            uses.setdefault(id(leaf.storage), _Use(leaf.storage)).add(leaf)
-    parts = {key: each for key, use in uses.items() if (each := use.parts()) is not None}
+        if not isinstance(leaf, (Tensor, TypedStorage)) or leaf.storage is None:
+            continue
+        key = id(leaf.storage)
+        storages[key] = leaf.storage
+        if isinstance(leaf, TypedStorage) or leaf.layout != "strided" or leaf.dtype.bits % 8:
+            whole.add(key)
+            continue
+        units[key] = max(units[key], leaf.dtype.itemsize)
+        if 0 not in leaf.shape:
+            start, length = leaf.extent
+            spans[key].append((start, start + length))
+    parts: dict[int, list[tuple[int, Storage]]] = {}
+    for key, old in storages.items():
+        joined = _joined(spans[key], units[key], old.nbytes)
+        if key not in whole and sum(end - start for start, end in joined) < old.nbytes:
+            parts[key] = [
+                (
+                    start,
+                    replace(old, record=RecordSlice(old.record, start, end - start), crc32=None),
+                )
+                for start, end in joined or [[0, 0]]
+            ]
     if not parts:
         nothing = NoOpWarning("nothing to compact: no storage has unused bytes")
         return ck.with_root(ck.root, warnings=[nothing])
@@ -326,55 +333,21 @@ def compact(ck: Checkpoint) -> Checkpoint:
         return on(storage, leaf, offset=leaf.offset - start * 8 // leaf.dtype.bits)
 
     kept = sum(storage.nbytes for each in parts.values() for _, storage in each)
-    saved = sum(uses[key].storage.nbytes for key in parts) - kept
+    saved = sum(storages[key].nbytes for key in parts) - kept
     note = f"dropped {saved:,} unused bytes of {plural(len(parts), 'storage')}"
     return ck.with_root(rebuild(ck.root, cut), notes=[note])
 
 
-class _Use:
-    """The byte ranges that tensors use in a storage, and the alignment of these ranges."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self._spans: list[tuple[int, int]] = []  # start and end
-        self._unit = 1
-        self._is_whole = False
-
-    def add(self, leaf: Tensor | TypedStorage) -> None:
-        if isinstance(leaf, TypedStorage) or leaf.layout != "strided" or leaf.dtype.bits % 8:
-            self._is_whole = True
-            return
-        self._unit = max(self._unit, leaf.dtype.itemsize)
-        if 0 not in leaf.shape:
-            start, length = leaf.extent
-            self._spans.append((start, start + length))
-
-    def parts(self) -> list[tuple[int, Storage]] | None:
-        """Return (start in bytes, new storage) for each byte range to keep.
-
-        If the storage must stay unchanged, return None.
-        """
-        unit, old = self._unit, self.storage
-        joined: list[list[int]] = []  # byte ranges, merged if they overlap or are adjacent
-        for start, end in sorted(
-            (start // unit * unit, min(-(-end // unit) * unit, old.nbytes))
-            for start, end in self._spans
-        ):
-            if joined and start <= joined[-1][1]:
-                joined[-1][1] = max(joined[-1][1], end)
-            else:
-                joined.append([start, end])
-        if self._is_whole or sum(end - start for start, end in joined) == old.nbytes:
-            return None
-        return [
-            (
-                start,
-                Storage(
-                    RecordSlice(old.record, start, end - start), old.device, None, old.big_endian
-                ),
-            )
-            for start, end in joined or [[0, 0]]
-        ]
+def _joined(spans: list[tuple[int, int]], unit: int, end: int) -> list[list[int]]:
+    """Align spans to multiples of `unit`, and join spans that overlap or are adjacent."""
+    joined: list[list[int]] = []
+    aligned = ((start // unit * unit, min(-(-stop // unit) * unit, end)) for start, stop in spans)
+    for start, stop in sorted(aligned):
+        if joined and start <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], stop)
+        else:
+            joined.append([start, stop])
+    return joined
 
 
 Function = Callable[..., Any]
@@ -395,25 +368,43 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
     patterns = _patterns(keys, weights).values()
     names = [name for name in weights.nodes if any(each.match(name) for each in patterns)]
     quantized_names.refuse(ck, names, "a function cannot compute with codes")
-    swap: dict[int, Node] = {}
-    views: dict[object, Tensor] = {}
-    left = []
-    for name in names:
-        node = weights.nodes[name]
-        tensor = as_tensor(node)
-        if tensor is None or tensor.layout != "strided" or tensor.dtype.kind == "quantized":
-            left.append(name)
-            continue
-        view = (id(tensor.storage), tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
-        if view not in views:
-            try:
-                views[view] = applied(tensor, partial(function, name) if has_name else function)
-            except CkptkitError as error:
-                error.message = f"{name}: {error.message}"
-                raise
-        swap[id(node)] = views[view]
+    tensors = {name: as_tensor(weights.nodes[name]) for name in names}
+    chosen = {
+        name: None
+        for name, tensor in tensors.items()
+        if tensor and tensor.layout == "strided" and tensor.dtype.kind != "quantized"
+    }
+    left = [name for name in names if name not in chosen]
+
+    def mapped(name: str, tensor: Tensor) -> Tensor:
+        try:
+            return applied(tensor, partial(function, name) if has_name else function)
+        except CkptkitError as error:
+            error.message = f"{name}: {error.message}"
+            raise
+
+    swap = _made_once(weights, chosen, mapped)
     skipped = "function not applied to sparse tensors, quantized tensors and tensor subclasses"
     warnings = [f"{skipped}: {quoted(left)}"] if left else []
     root = rebuild(ck.root, swap=swap)
-    notes = [f"mapped {plural(len(names) - len(left), 'weight')}"]
+    notes = [f"mapped {plural(len(chosen), 'weight')}"]
     return ck.with_root(root, notes=notes, warnings=warnings)
+
+
+def _made_once(
+    weights: Weights, chosen: Mapping[str, object], make: Callable[[str, Tensor], Tensor]
+) -> dict[int, Node]:
+    """Return a dict from ids of the chosen weights to their new tensors.
+
+    Weights with the same elements and the same value in `chosen` get the same new tensor.
+    """
+    made: dict[object, Tensor] = {}
+    swap: dict[int, Node] = {}
+    for name, how in chosen.items():
+        tensor = as_tensor(weights.nodes[name])
+        assert tensor is not None
+        key = tensor.elements_key, how
+        if key not in made:
+            made[key] = make(name, tensor)
+        swap[id(weights.nodes[name])] = made[key]
+    return swap
