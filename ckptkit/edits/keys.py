@@ -20,7 +20,17 @@ from typing import NamedTuple
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed, without
+from ckptkit.core.text import (
+    entries,
+    flatten,
+    guess,
+    merge_all,
+    plural,
+    quoted,
+    shell_word,
+    typed,
+    without,
+)
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
     Node,
@@ -56,7 +66,9 @@ def paths_of(mapping: Node) -> Paths | None:
     return paths
 
 
-def with_paths(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
+def with_paths(
+    old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths] = lambda paths: paths
+) -> Node:
     """Return a dict of the type of `old` with `entries` and the edited ``_metadata`` of `old`."""
     if not isinstance(old, OrderedMapping):
         return dict(entries)
@@ -309,11 +321,11 @@ def strip_prefix(
                 f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}: "
                 f"strip {prefix!r} from the result too"
             )
-    swap, notes = _swapped(ck, changes)
-    edited = {*swap, *(id(each.node) for each in targets), *(id(each.entries) for each in targets)}
+    done = applied(ck, changes, warnings)
+    edited = {*(id(each.node) for each in changes), *(id(each.node) for each in targets)}
     elsewhere = [
         join(path)
-        for path, node in walk(ck.root)
+        for path, node in walk(done.root)
         if isinstance(node, dict)
         and id(node) not in edited
         and any(isinstance(name, str) and name.startswith(found) for name in node)
@@ -322,10 +334,9 @@ def strip_prefix(
         elsewhere = list(dict.fromkeys(elsewhere))
         every = [*(join(target.path) for target in targets), *elsewhere]
         options = typed(" ".join(f"--key {shell_word(each)}" for each in every), f"key={every}")
-        warnings.append(
-            f"the prefix also occurs in {quoted(elsewhere)}; to edit all entries: {options}"
-        )
-    return _replaced(ck, swap, notes, warnings)
+        warning = f"the prefix also occurs in {quoted(elsewhere)}; to edit all entries: {options}"
+        done = done.with_root(done.root, warnings=[warning])
+    return done
 
 
 def _whole_part(prefix: str) -> str:
@@ -480,7 +491,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         if new in entries:
             raise CollisionError(f"{new!r}{target.place} already exists")
         entries[new] = entries[old]
-    node = with_paths(target.entries, entries, lambda paths: paths)
+    node = with_paths(target.entries, entries)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
     return applied(ck, [NameChange(target, node, {}, notes)])
 
@@ -498,13 +509,8 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     gone = {new for new in names if new in target.entries}
     for new in gone:
         one, other = as_tensor(target.entries[new]), as_tensor(target.entries.get(names[new]))
-        if (
-            one is None
-            or other is None
-            or one.storage is None
-            or one.storage is not other.storage
-            or (one.offset, one.shape, one.stride) != (other.offset, other.shape, other.stride)
-        ):
+        is_tied = one and other and one.storage and one.elements_key == other.elements_key
+        if not is_tied:
             raise UsageError(
                 f"{new!r} is not tied to {names[new]!r}{target.place}: their values may differ"
             )
@@ -519,22 +525,15 @@ def applied(
     ck: Checkpoint, changes: Sequence[NameChange], warnings: Iterable[str] = ()
 ) -> Checkpoint:
     """Apply the changes to the checkpoint, and rename the parameters of its optimizers."""
-    swap, notes = _swapped(ck, changes)
-    return _replaced(ck, swap, notes, warnings)
-
-
-def _swapped(ck: Checkpoint, changes: Sequence[NameChange]) -> tuple[dict[int, Node], list[str]]:
-    """Return a dict that maps the ids of old nodes to new nodes. Also return notes for the user."""
-    swap: dict[int, Node] = {}
-    names: dict[str, str] = {}
-    notes: list[str] = []
-    for target, node, renamed, own_notes in changes:
-        swap[id(target.node)] = node
-        names.update(renamed)
-        notes += [*own_notes, *_as_plain(target)]
-    nodes = [each.target.node for each in changes]
-    followers, more = optimizers.rename_parameters(ck.root, names, nodes) if names else ({}, [])
-    return {**swap, **followers}, [*notes, *more]
+    swap = {id(each.target.node): each.node for each in changes}
+    names = merge_all(each.renamed for each in changes)
+    notes = list(flatten((*each.notes, *_as_plain(each.target)) for each in changes))
+    if names:
+        nodes = [each.target.node for each in changes]
+        followers, more = optimizers.rename_parameters(ck.root, names, nodes)
+        swap, notes = {**swap, **followers}, [*notes, *more]
+    root = rebuild(ck.root, swap=swap) if swap else ck.root
+    return ck.with_root(root, notes=notes, warnings=warnings)
 
 
 @edit
@@ -577,11 +576,10 @@ def select(
         f"dropped {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
-    from ckptkit.edits import optimizers
-
     cut = optimizers.cut(ck, kept)
+    root = rebuild(ck.root, swap={id(target.node): new, **cut.swap})
     warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]
-    done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
+    done = ck.with_root(root, notes=[*notes, *cut.notes], warnings=warnings)
     if cut.dropped:
         from ckptkit.edits.structure import drop_entry  # imported only when an optimizer is dropped
 
@@ -646,11 +644,3 @@ def _as_plain(target: EditedDict) -> list[str]:
         f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict",
         *unread,
     ]
-
-
-def _replaced(
-    ck: Checkpoint, swap: dict[int, Node], notes: Iterable[str], warnings: Iterable[str]
-) -> Checkpoint:
-    return ck.with_root(
-        rebuild(ck.root, swap=swap) if swap else ck.root, notes=notes, warnings=warnings
-    )

@@ -200,7 +200,7 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
             new[key] = node
     if not done:
         raise UsageError(f"has no matrix that can be quantized to {kind}", where=ck.name)
-    node = keys.with_paths(mapping_of(weights), new, lambda paths: paths)
+    node = keys.with_paths(mapping_of(weights), new)
     notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
         notes.append(f"not quantized: {quoted(left)}")
@@ -433,7 +433,7 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
             pairs += flatten(layer.named() for layer in by_key[key])
         elif key not in dtypes or not isinstance(node, Global):
             pairs.append((key, node))
-    return keys.with_paths(weights.node, _unique(pairs), lambda paths: paths)
+    return keys.with_paths(weights.node, _unique(pairs))
 
 
 def _unique(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
