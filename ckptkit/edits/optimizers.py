@@ -13,6 +13,7 @@ cannot map the parameters to weights, ckptkit drops the complete optimizer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -23,8 +24,6 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
 from ckptkit.core.tree import Node, Path, children, join, like, rebuild, walk
 from ckptkit.core.weights import as_tensor, is_optimizer, locate, state_dicts
-
-_LISTS = ("params", "param_names")  # keys of parameter lists in a group
 
 Names = Mapping[str, str]
 
@@ -41,57 +40,50 @@ def rename_parameters(
     `edited`. In this case, no optimizer changes if a dict outside `edited` also contains an old
     name. Raises CollisionError if two parameters get the same name.
     """
-    found: list[tuple[Path, dict[Node, Node], int]] = []  # (path, optimizer, renamed)
+    found = []  # (path, state, lists of names, number of renamed parameters)
     for path, node in walk(root):
         if isinstance(node, dict) and is_optimizer(node):
-            every = chain(_keys(node), chain.from_iterable(_lists(node)))
-            if count := len({text for text in every if isinstance(text, str) and text in names}):
-                found.append((path, node, count))
+            state, lists = node["state"], list(_lists(node))
+            keys: Iterable[Node] = state if isinstance(state, dict) else ()
+            texts = (each for each in chain(keys, *lists) if isinstance(each, str))
+            if held := {text for text in texts if text in names}:
+                found.append((path, state, lists, len(held)))
     if len(found) > 1:
-        known = {*map(id, edited), *(id(node["state"]) for _, node, _ in found)}
+        known = {*map(id, edited), *(id(state) for _, state, _, _ in found)}
         for _, node in walk(root):
             is_other = isinstance(node, dict) and id(node) not in known
             if is_other and any(isinstance(key, str) and key in names for key in node):
                 return {}, []
+
+    def renamed(key: Node) -> Node:
+        return names.get(key, key) if isinstance(key, str) else key
+
     swap: dict[int, Node] = {}
-    for path, node, _ in found:
-        for each in _lists(node):
-            swap[id(each)] = [_renamed(text, names) for text in each]
-        if any(key in names for key in _keys(node)):
-            state = node["state"]
-            new = {_renamed(key, names): value for key, value in state.items()}
+    for path, state, lists, _ in found:
+        swap.update((id(each), [*map(renamed, each)]) for each in lists)
+        if isinstance(state, dict):
+            new = {renamed(key): value for key, value in state.items()}
             if len(new) < len(state):
                 place = f"{join(path)}.state"
                 raise CollisionError(f"the new names of two parameters of {place} are equal")
-            swap[id(state)] = like(state, new)
-    notes = [f"renamed {plural(count, 'parameter')} in {join(path)}" for path, _, count in found]
+            if list(new) != list(state):
+                swap[id(state)] = like(state, new)
+    notes = [f"renamed {plural(count, 'parameter')} in {join(path)}" for path, *_, count in found]
     return swap, notes
-
-
-def _keys(node: dict[Node, Node]) -> list[str]:
-    """Return the string keys of the optimizer state."""
-    state = node["state"]
-    return [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
 
 
 def _lists(node: dict[Node, Node]) -> Iterator[list[Node]]:
     """Yield the lists of names in the parameter groups."""
     groups = node["param_groups"]
     for group in groups if isinstance(groups, list) else ():
-        for word in _LISTS if isinstance(group, dict) else ():
-            each = group.get(word)
-            if isinstance(each, list) and any(isinstance(text, str) for text in each):
-                yield each
-
-
-def _renamed(key: Node, names: Names) -> Node:
-    return names.get(key, key) if isinstance(key, str) else key
+        for word in ("params", "param_names") if isinstance(group, dict) else ():
+            if any(isinstance(text, str) for text in listed(group, word)):
+                yield group[word]
 
 
 NAMES, NUMBERS = "names", "numbers"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch norm
 _NO_SHAPE = "step"  # key of the step counter, a scalar in the state of each parameter
-_MOST_PAIRS = 5_000_000  # maximum number of (state, weight) pairs to compare
 _HINT = "create the optimizer from named_parameters() before saving, or convert only the weights"
 
 
@@ -225,10 +217,9 @@ def names_of(
     seen: set[object] = set()
     for name, node in weights.items():
         tensor = as_tensor(node)
-        if tensor is None or not may_be_parameter(name, tensor) or memory_of(tensor) in seen:
-            continue
-        seen.add(memory_of(tensor))
-        known.append((name, tensor.shape))
+        if tensor and may_be_parameter(name, tensor) and tensor.elements_key not in seen:
+            seen.add(tensor.elements_key)
+            known.append((name, tensor.shape))
     states = []  # shapes of the state tensors of each parameter
     for param in params:
         held = optimizer.state.get(param)
@@ -250,13 +241,6 @@ def may_be_parameter(name: str, tensor: Tensor) -> bool:
     return tensor.dtype.kind in ("float", "complex") and name.rpartition(".")[2] not in BUFFERS
 
 
-def memory_of(tensor: Tensor) -> object:
-    """Return a dict key that is equal for tied tensors."""
-    if tensor.storage is None:
-        return id(tensor)
-    return id(tensor.storage), tensor.offset, tensor.shape
-
-
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
     """Match each state to a shape.
 
@@ -264,33 +248,28 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
     message.
 
     `states` contains the possible shapes of each parameter. The states and `shapes` are in the same
-    order, but some shapes may have no state. A state without tensors matches any shape.
+    order, but some shapes may have no state. A state without tensors matches any shape. The match
+    is unique if the first match and the last match are equal.
     """
-    spare = len(shapes) - len(states)
-    if spare < 0:
+    if len(shapes) < len(states):
         return "there are fewer weights than parameters"
-    if (spare + 1) * len(states) > _MOST_PAIRS:
-        return f"there are {spare:,} more weights than parameters, so too many matches are possible"
+    first, last = _first_match(states, shapes), _first_match(states[::-1], shapes[::-1])
+    if first is None or last is None:
+        return "the shapes do not fit"
+    if first != [len(shapes) - 1 - place for place in reversed(last)]:
+        return "several matches fit the shapes"
+    return first
 
-    def fits(i: int, skipped: int) -> bool:
-        return not states[i] or shapes[i + skipped] in states[i]
 
-    # ways[i][n] is the number of ways to match the states from index i on, if n shapes were skipped
-    # before. The number 2 means two or more.
-    ways = [[1] * (spare + 1)]
-    for i in reversed(range(len(states))):
-        row, later = [0] * (spare + 1), ways[-1]
-        for skipped in reversed(range(spare + 1)):
-            further = row[skipped + 1] if skipped < spare else 0
-            row[skipped] = min(2, further + (later[skipped] if fits(i, skipped) else 0))
-        ways.append(row)
-    ways.reverse()
-    if ways[0][0] != 1:
-        return "the shapes do not fit" if not ways[0][0] else "several matches fit the shapes"
-    places, skipped = [], 0
-    for i in range(len(states)):
-        skipped = next(k for k in range(skipped, spare + 1) if fits(i, k) and ways[i + 1][k])
-        places.append(i + skipped)
+def _first_match(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
+    """Match each state to the first shape that fits and follows the match of the state before."""
+    places: list[int] = []
+    for held in states:
+        start = places[-1] + 1 if places else 0
+        fitting = (n for n in range(start, len(shapes)) if not held or shapes[n] in held)
+        if (place := next(fitting, None)) is None:
+            return None
+        places.append(place)
     return places
 
 
@@ -314,8 +293,9 @@ def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
     Optimizers that belong to other weights do not change. Raises UsageError if an optimizer must be
     dropped but is not the value of a dict entry.
     """
-    made = Cut()
-    if all(name in kept for name in _parameter_names(ck)):
+    made, nodes = Cut(), ck.required.nodes
+    tensors = {name: tensor for name, node in nodes.items() if (tensor := as_tensor(node))}
+    if all(name in kept for name, each in tensors.items() if may_be_parameter(name, each)):
         return made
     found = {
         id(node): (path, node)
@@ -332,25 +312,26 @@ def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
         else:
             owned += [] if names is None else [(path, optimizer, names)]
     several = sum(not each.own_names for _, each, _ in owned) > 1
+    stay = {each.elements_key for name, each in tensors.items() if name in kept}
     for path, optimizer, names in owned:
-        try:
-            if several and not optimizer.own_names:
-                raise UsageError("several optimizers fit these weights")
-            _cut(made, optimizer, _left(ck, names, kept))
-        except UsageError as error:
-            _drop(made, ck, path, error.message)
+        left = {key: name for key, name in names.items() if name in kept}
+        # If only one of two tied weights is dropped, the order of the parameters may change.
+        gone = (name for name in names.values() if name not in kept)
+        tied = [name for name in gone if tensors[name].elements_key in stay]
+        if several and not optimizer.own_names:
+            _drop(made, ck, path, "several optimizers fit these weights")
+        elif tied:
+            why = f"{tied[0]!r} is dropped, but it is tied to a weight that is kept"
+            _drop(made, ck, path, why)
+        elif not left:
+            _drop(made, ck, path, "no parameter of the optimizer is kept")
+        else:
+            _cut(made, optimizer, left)
     return made
 
 
 def _is_nested_optimizer(path: Path, node: Node) -> bool:
     return bool(path) and is_optimizer(node)
-
-
-def _parameter_names(ck: Checkpoint) -> Iterator[str]:
-    for name, node in ck.required.nodes.items():
-        tensor = as_tensor(node)
-        if tensor is not None and may_be_parameter(name, tensor):
-            yield name
 
 
 def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
@@ -371,7 +352,10 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
             doubts.append(error)
     if not fitting:
         raise doubts[0]
-    default = _default(ck.root)
+    default = None  # the state_dict that ckptkit selects if the user gives no key
+    with suppress(AmbiguousError):
+        located = locate(ck.root)
+        default = None if located is None else id(located.node)
     if id(weights.node) not in fitting or (default in fitting and default != id(weights.node)):
         return None
     if len(fitting) > 1 and default not in fitting:
@@ -379,37 +363,8 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
     return fitting[id(weights.node)]
 
 
-def _default(root: Node) -> int | None:
-    """Return the id of the state_dict that ckptkit selects if the user gives no key."""
-    try:
-        found = locate(root)
-    except AmbiguousError:
-        return None
-    return None if found is None else id(found.node)
-
-
-def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameters:
-    """Return the parameters whose weights are in `kept`.
-
-    Raises UsageError if only one of two tied weights is dropped, because the order of the
-    parameters may then change.
-    """
-    memories = {
-        name: memory_of(tensor)
-        for name, node in ck.required.nodes.items()
-        if (tensor := as_tensor(node)) is not None
-    }
-    stay = {memory for name, memory in memories.items() if name in kept}
-    for name in names.values():
-        if name not in kept and memories[name] in stay:
-            raise UsageError(f"{name!r} is dropped, but it is tied to a weight that is kept")
-    return {key: name for key, name in names.items() if name in kept}
-
-
 def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
-    """Drop the parameters that are not in `left`. Raises UsageError if no parameter is left."""
-    if not left:
-        raise UsageError("no parameter of the optimizer is kept")
+    """Drop the parameters that are not in `left`."""
     keys: dict[Node, Node] = {}  # old -> new
     groups: list[dict[Node, Node]] = []
     for group in optimizer.groups:
