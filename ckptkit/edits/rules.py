@@ -19,7 +19,7 @@ from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import CollisionError, PathError, TensorError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted, shell_word, typed
+from ckptkit.core.text import flatten, merge_all, plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
@@ -339,15 +339,24 @@ def step(
     if options.meta is None:
         options = options._replace(meta=metadata(checkpoint))
     rules = rules.reversed() if options.reverse else rules
-    work = _Step(checkpoint, rules, keep, options, given, number)
-    changes = [work.rewritten(target) for target in names.targets_of(checkpoint, keys)]
-    made = names.applied(checkpoint, changes, work.warnings)
-    if work.reports:
-        made = replace(made, reports=(*made.reports, *work.reports))
-    if work.extras is not None:
-        made = replace(made, extras=work.extras)
-    check_blocks(checkpoint, made, work.relaid)
-    if work.is_relaid:
+    asked = {"keep": keep, "config": given, "meta": options.meta, "args": options.args}
+    builders = [
+        _DictBuilder(checkpoint, rules, target, asked)
+        for target in names.targets_of(checkpoint, keys)
+    ]
+    changes = [each.change() for each in builders]
+    warnings = flatten(each.warnings for each in builders)
+    made = names.applied(checkpoint, changes, warnings)
+    for each in builders:
+        checks = options.reverse or options.reports
+        reason = each.not_reversible(options.reverse) if checks else None
+        if options.reports:
+            made = replace(made, reports=(*made.reports, each.report(number, reason)))
+        if each.known is not checkpoint:
+            made = replace(made, extras=each.known.extras)
+    relaid = merge_all(each.outcome.made for each in builders)
+    check_blocks(checkpoint, made, {n: each for n, each in relaid.items() if not each.is_moved})
+    if any(each.is_relaid for each in builders):
         _check_optimizers(checkpoint)
         if is_beside(checkpoint.source):
             note = f"{CONFIG_NAME} next to the source describes the old layout"
@@ -356,100 +365,66 @@ def step(
     return made
 
 
-@dataclass
-class _Step:
-    checkpoint: Checkpoint
-    rules: RuleSet
-    keep: str | Sequence[str]
-    options: RuleOptions
-    config: Config
-    number: int
-    is_relaid: bool = False
-    extras: Mapping[str, str] | None = None  # changed safetensors metadata
-    reports: list[RulesReport] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    relaid: dict[str, Target] = field(default_factory=dict)
+class _DictBuilder:
+    """A builder for one dict. The targets of the rules become the new entries of the dict."""
 
-    def rewritten(self, target: names.EditedDict) -> names.NameChange:
-        tensors = {
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rules: RuleSet,
+        target: names.EditedDict,
+        asked: Mapping[str, Any],
+    ) -> None:
+        self.target, self.rules, self.asked = target, rules, asked
+        self.tensors = {
             name: tensor
             for name in target.names
             if (tensor := as_tensor(target.entries[name])) is not None
         }
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        given: dict[str, Any] = {
-            "keep": self.keep,
-            "config": self.config,
-            "meta": self.options.meta,
-            "args": self.options.args,
-        }
-        outcome = self.rules.outcome(shapes, **given)
-        reversible = self._reversible(shapes, outcome, given)
-        following, known = followers(self.checkpoint, outcome)
-        if known is not self.checkpoint:
-            self.extras = known.extras
-        self.relaid |= {name: made for name, made in outcome.made.items() if not made.is_moved}
-        builder = _DictBuilder(target, tensors, outcome, following)
-        entries = builder.entries()
-        self.is_relaid = self.is_relaid or builder.is_relaid
-        if self.options.reports:
-            made = len(outcome.targets) - len(outcome.kept)
-            done = list(builder.done.values())
-            report = RulesReport(
-                self.number, len(shapes), len(outcome.kept), made, done, reversible, builder.pairs
-            )
-            self.reports.append(report)
-        lost: list[str] = []
-        paths = names.moved_paths(names.paths_of(target.entries) or {}, builder.pairs, lost)
-        if lost:
-            entry = plural(len(lost), "_metadata entry")
-            reason = "of new modules, because the entries of the old modules differ"
-            builder.warnings.append(f"dropped {entry} {reason}: {quoted(lost)}")
-        moved = {} if builder.is_relaid else {old: new for old, new in builder.pairs if old != new}
-        self.warnings += builder.warnings
-        node = names.with_paths(target.entries, entries, lambda _: paths)
-        return names.NameChange(target, node, moved, [*builder.notes()])
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        self.outcome = rules.outcome(self.shapes, **asked)
+        self.following, self.known = followers(checkpoint, self.outcome)
+        self.done = {taken.number: RuleResult(taken) for taken in self.outcome.taken}
+        self.pairs: list[tuple[str, str]] = []  # (old name, new name)
+        self.is_relaid = False
+        self.warnings: list[str] = []
+        self._storages: dict[object, Storage] = {}
+        self._mixed: list[str] = []
+        self._arrays: list[str] = []
+        # The keys identify elements of source tensors. The values are the ids of the new nodes or
+        # storages with these elements. If several source keys share the elements, and the value
+        # contains several ids, these source keys are no longer tied.
+        self._used: dict[object, set[int]] = {}
 
-    def _reversible(
-        self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]
-    ) -> str | None:
+    def not_reversible(self, reverse: bool) -> str | None:
         """Return the reason why the step is not reversible, or None if the step is reversible.
 
-        Without the options ``reverse`` and ``reports``, return None without a check. Raises
-        NotReversibleError if the step runs in reverse and is not reversible.
+        With `reverse`, raise NotReversibleError if the step is not reversible.
         """
-        if not self.options.reverse and not self.options.reports:
-            return None
         try:
-            check_reversible(self.rules, shapes, outcome, **given)
+            check_reversible(self.rules, self.shapes, self.outcome, **self.asked)
         except NotReversibleError as error:
-            if self.options.reverse and not any(taken.dropped for taken in outcome.taken):
+            if reverse and not any(taken.dropped for taken in self.outcome.taken):
                 raise NotReversibleError(f"not reversible: {error.message}") from error
             return error.message
         return None
 
+    def report(self, number: int, reason: str | None) -> RulesReport:
+        kept, done = len(self.outcome.kept), list(self.done.values())
+        made = len(self.outcome.targets) - kept
+        return RulesReport(number, len(self.shapes), kept, made, done, reason, self.pairs)
 
-@dataclass
-class _DictBuilder:
-    """A builder for one dict. The targets of the rules become the new entries of the dict."""
-
-    target: names.EditedDict
-    tensors: dict[str, Tensor]
-    outcome: RulesOutcome
-    following: Mapping[str, str]  # the renames that `followers` returns
-    pairs: list[tuple[str, str]] = field(default_factory=list)  # (old name, new name)
-    is_relaid: bool = False
-    warnings: list[str] = field(default_factory=list)
-    _storages: dict[object, Storage] = field(default_factory=dict)
-    _mixed: list[str] = field(default_factory=list)
-    _arrays: list[str] = field(default_factory=list)
-    # The keys identify elements of source tensors. The values are the ids of the new nodes or
-    # storages with these elements. If several source keys share the elements, and the value
-    # contains several ids, these source keys are no longer tied.
-    _used: dict[object, set[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.done = {taken.number: RuleResult(taken) for taken in self.outcome.taken}
+    def change(self) -> names.NameChange:
+        target, entries = self.target, self.entries()
+        lost: list[str] = []
+        paths = names.moved_paths(names.paths_of(target.entries) or {}, self.pairs, lost)
+        if lost:
+            entry = plural(len(lost), "_metadata entry")
+            reason = "of new modules, because the entries of the old modules differ"
+            self.warnings.append(f"dropped {entry} {reason}: {quoted(lost)}")
+        moved = {} if self.is_relaid else {old: new for old, new in self.pairs if old != new}
+        node = names.with_paths(target.entries, entries, lambda _: paths)
+        return names.NameChange(target, node, moved, [*self.notes()])
 
     def entries(self) -> dict[Node, Node]:
         """Return the new dict. The order of the new keys is the order of their source keys."""
@@ -498,7 +473,7 @@ class _DictBuilder:
         first = tensors[0]
         self._check_alike(made.rule, sources)
         # If two targets copy the same elements in the same way, the targets share one storage.
-        key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
+        key = (tuple(self.tensors[source].elements_key for source in made.sources), made.copies)
         if key not in self._storages:
             self._storages[key] = self._new(made, first)
         storage = self._storages[key]
@@ -570,7 +545,7 @@ class _DictBuilder:
 
     def _note_use(self, sources: Iterable[str], storage: int) -> None:
         for source in sources:
-            self._used.setdefault(_view(self.tensors[source]), set()).add(storage)
+            self._used.setdefault(self.tensors[source].elements_key, set()).add(storage)
 
     def notes(self) -> Iterable[str]:
         """Yield notes that describe the changes."""
@@ -587,7 +562,7 @@ class _DictBuilder:
         # Find source keys that were tied, and whose targets no longer share memory.
         by_view: dict[object, list[str]] = {}
         for key, tensor in self.tensors.items():
-            by_view.setdefault(_view(tensor), []).append(key)
+            by_view.setdefault(tensor.elements_key, []).append(key)
         apart = [
             key
             for view, held in by_view.items()
@@ -598,12 +573,6 @@ class _DictBuilder:
             yield f"no longer tied: {quoted(apart)}"
         if self._arrays:
             yield f"converted NumPy arrays to tensors: {quoted(self._arrays)}"
-
-
-def _view(tensor: Tensor) -> object:
-    if tensor.storage is None:
-        return id(tensor)
-    return id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.conj, tensor.neg
 
 
 _ORDER = ("moved", "joined", "gathered", "transposed")
