@@ -16,7 +16,7 @@ from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
 from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile
-from ckptkit.publish import copying, parallel_write
+from ckptkit.publish import copying
 from ckptkit.publish.copying import WriteTask, cut
 from ckptkit.publish.publish import _compare
 from tests.compute.arranging import boxes, view
@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in small.items():
         monkeypatch.setattr(strided_read, name, value)
-    monkeypatch.setattr(parallel_write, "TASK", 10_000)
+    monkeypatch.setattr(copying, "TASK", 10_000)
 
 
 class Counting(LocalFile):
@@ -193,7 +193,7 @@ def written(folder: Path, segments: list[Any]) -> bytes:
     path.write_bytes(b"")
     with ThreadPoolExecutor(2) as threads:
         task = WriteTask(str(path), 0, tuple(segments))
-        (sums,), _ = parallel_write.execute([task], threads, lambda count: None)
+        (sums,), _ = copying.execute([task], threads, lambda count: None)
     _compare(str(path), OutputFile("", tuple(segments)), sums)
     return path.read_bytes()
 

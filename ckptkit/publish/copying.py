@@ -9,18 +9,26 @@ the first segment in the output file. There are three ways to write a segment:
   would not be faster, and ckptkit computes the checksum in the same pass.
 * Short ranges are read through a read-ahead buffer. One system call writes several short ranges and
   the literals between them.
+
+The tasks run in this thread, or in several threads, forked processes or an executor. The kernel
+executes all writes to a file one after another. Therefore, threads do not speed up kernel copies.
+However, threads can read bytes and compute while another thread writes. If most bytes are computed,
+forked processes are faster than threads, because threads wait for the GIL.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit.compute.operation import part as part_of
-from ckptkit.compute.operation import stream
+from ckptkit.compute.operation import stream, stream_reusing_buffer
 from ckptkit.core.bytesource import (
     READING,
     ByteSource,
@@ -37,9 +45,19 @@ from ckptkit.core.bytesource import (
     runs,
 )
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
+from ckptkit.core.plan import (
+    Checksummed,
+    ChecksumPlaceholder,
+    Segment,
+    extents,
+    length,
+    sources,
+)
+from ckptkit.core.text import flatten
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from ckptkit.compute.strided_read import Block
 
 WINDOW = 1 << 20  # maximum bytes of a read-ahead, and of a write that joins short ranges
@@ -50,6 +68,9 @@ NEARBY = 4 << 10  # initial number of bytes of a read-ahead
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes per kernel copy
 BLOCK = 4 << 10  # bytes of a file system block
+TASK = 256 << 20  # bytes per task of an executor
+THREAD_TASK = 32 << 20  # bytes per task of a thread
+THREADS = 4  # maximum number of threads or processes
 
 # copy_file_range fails with these codes if the kernel cannot copy from one file to the other.
 _NOT_HERE = {
@@ -111,6 +132,12 @@ class TaskResult(NamedTuple):
     read: list[list[int]]  # runs of `ReadSums`
 
 
+Results = Generator[tuple[int, TaskResult], None, None]  # (index of a task, result of the task)
+
+
+# Execution of tasks
+
+
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     """Split a task into tasks of about `size` bytes.
 
@@ -122,25 +149,24 @@ def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     batch: list[Segment] = []
     start = at = task.start
     for segment in task.segments:
-        extent = segment.extent if isinstance(segment, Checksummed) else segment
+        extent, number = segment if isinstance(segment, Checksummed) else (segment, None)
         turned = blocks(extent, at) if isinstance(extent, Derived) else []
-        parts = () if turned else _parts(segment, size)
-        for part in parts:
+        if turned:
+            if batch:
+                yield task._replace(start=start, segments=tuple(batch))
+            for block in turned:
+                yield task._replace(start=at, segments=(), block=block)
+            if number is not None:
+                yield task._replace(start=at, segments=(), checksum=(number, length(segment)))
+            at += length(segment)
+            batch, start = [], at
+            continue
+        for part in _parts(segment, size):
             batch.append(part)
             at += length(part)
             if at - start >= size:
                 yield task._replace(start=start, segments=tuple(batch))
                 batch, start = [], at
-        if not turned:
-            continue
-        if batch:
-            yield task._replace(start=start, segments=tuple(batch))
-        for block in turned:
-            yield task._replace(start=at, segments=(), block=block)
-        if isinstance(segment, Checksummed):
-            yield task._replace(start=at, segments=(), checksum=(segment.number, length(segment)))
-        at += length(segment)
-        batch, start = [], at
     if batch:
         yield task._replace(start=start, segments=tuple(batch))
 
@@ -150,10 +176,9 @@ def _parts(segment: Segment, size: int) -> Iterator[Segment]:
         yield segment
         return
     for each in runs(segment.extent if isinstance(segment, Checksummed) else segment):
+        ends: Iterable[int] = (*range(size, each.length, size), each.length)
         if isinstance(each, Derived):
             ends = each.operation.ends(each, size)
-        else:
-            ends = (*range(size, each.length, size), each.length)
         start = 0
         for end in ends:
             part = part_of(each, start, end - start)
@@ -168,7 +193,10 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
     read, and InputChangedError if an input changes during the copy.
     """
     if task.checksum is not None:
-        return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
+        number, size = task.checksum
+        with closing(LocalFile(task.path, follow=False)) as written:
+            total = crc32_of(Range(written, task.start, size))
+        return TaskResult([(number, total, size)], [])
     # A transpose reads its source out of order, so do not compute checksums of the source.
     sums = ReadSums(() if task.block is not None else task.summed or ())
     flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -206,19 +234,6 @@ def _write_block(fd: int, block: Block, start: int) -> None:
             done = max(0, done - len(data))
 
 
-def _reread(path: str, start: int, number: int, size: int) -> Sum:
-    total, left = 0, size
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while left:
-            data = file.read(min(PIECE, left))
-            if not data:
-                raise OutputError("became shorter while it was written", where=path)
-            total = crc32(data, total)
-            left -= len(data)
-    return number, total, size
-
-
 class _SegmentWriter:
     """A writer for the segments of a task. The writer begins at the current position of `fd`."""
 
@@ -228,7 +243,6 @@ class _SegmentWriter:
         self._task = task
         self._progress = progress
         self._pending: list[bytes] = []
-        self._buffer: memoryview | None = None  # buffer for all long ranges
         self._can_copy = hasattr(os, "copy_file_range")
 
     def write(self) -> None:
@@ -266,13 +280,11 @@ class _SegmentWriter:
     def _long(self, extent: Extent, number: int | None) -> None:
         """Write a long extent by a kernel copy, or piece by piece."""
         place = os.lseek(self._fd, 0, os.SEEK_CUR)
-        if isinstance(extent, Range):
-            if number is None and self._can_copy and self._task.is_copied(extent, place):
-                done = self._copy(extent)
-                extent, place = extent.part(done, extent.length - done), place + done
-            if self._buffer is None:
-                self._buffer = memoryview(bytearray(PIECE))
-        for piece in pieces(extent, place, self._buffer):
+        can_copy = isinstance(extent, Range) and number is None and self._can_copy
+        if isinstance(extent, Range) and can_copy and self._task.is_copied(extent, place):
+            done = self._copy(extent)
+            extent = extent.part(done, extent.length - done)
+        for piece in stream_reusing_buffer(extent, size=PIECE):
             if number is not None:
                 self._count(number, piece)
             write_all(self._fd, piece)
@@ -316,25 +328,11 @@ class _SegmentWriter:
             self._progress(len(data))
 
 
-def pieces(
-    extent: Extent, place: int = 0, buffer: memoryview | None = None
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an extent. For a local file, reuse one buffer that fits the CPU cache.
-
-    `place` is the offset of the extent in the output. In the output, each piece except the last
-    ends at an offset that is divisible by the buffer size.
-    """
-    if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
-        yield from stream(extent)
-        return
-    buffer = buffer or memoryview(bytearray(min(PIECE, extent.length)))
-    size = len(buffer)
-    at = 0
-    while at < extent.length:
-        piece = buffer[: min(size - (place + at) % size, extent.length - at)]
-        extent.source.read_into(extent.offset + at, piece)
-        yield piece
-        at += len(piece)
+def crc32_of(extent: Extent, total: int = 0) -> int:
+    """Return the CRC-32 of the bytes of an extent. `total` is the CRC-32 of preceding bytes."""
+    for piece in stream_reusing_buffer(extent, size=PIECE):
+        total = crc32(piece, total)
+    return total
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
@@ -352,7 +350,7 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
         elif isinstance(extent, Range) and extent.length < SHORT:
             yield ahead.read(*extent)
         else:
-            yield from pieces(extent)
+            yield from stream_reusing_buffer(extent, size=PIECE)
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
@@ -361,8 +359,8 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Checksummed):
-            for piece in pieces(segment.extent):
-                found[segment.number] = crc32(piece, found.get(segment.number, 0))
+            known = found.get(segment.number, 0)
+            found[segment.number] = crc32_of(segment.extent, known)
     return found
 
 
@@ -403,6 +401,45 @@ class ReadAhead:
         return data
 
 
+def execute(
+    files: Sequence[WriteTask],
+    executor: Executor | None,
+    progress: Progress,
+    *,
+    fork: bool = False,
+) -> tuple[list[dict[int, int]], list[list[int]]]:
+    """Write the files. The files must exist and be empty.
+
+    Return two lists. The first list contains one dict for each file, which maps the number of each
+    checksum to a CRC-32. The second list contains the runs of `ReadSums`: the checksums of the
+    bytes that were read.
+
+    Without an executor, several threads write the files if many bytes must be computed, downloaded
+    or read. If `fork` is true, forked processes can replace the threads. If a task fails, `execute`
+    raises the error after all tasks have ended.
+    """
+    if executor is not None:
+        done = _spread(files, TASK, partial(_by_executor, executor), progress)
+    elif fork and _can_fork(files):
+        done = _spread(files, THREAD_TASK, _by_forks, progress)
+    elif sum(map(_work_of, files)) >= 2 * THREAD_TASK:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from ckptkit.compute.workers import processors
+
+        with ThreadPoolExecutor(min(THREADS, processors())) as threads:
+            done = _spread(files, THREAD_TASK, partial(_by_executor, threads), progress)
+    else:
+        done = [[run(file, progress)] for file in files]
+    found = []
+    for file, results in zip(files, done, strict=True):
+        known = combined(flatten(result.sums for result in results))
+        found.append(known)
+        if known:
+            _fill(file, known)
+    return found, [each for results in done for result in results for each in result.read]
+
+
 def combined(sums: Iterable[Sum]) -> dict[int, int]:
     """Combine the CRC-32s of consecutive bytes that belong to the same checksum.
 
@@ -412,3 +449,102 @@ def combined(sums: Iterable[Sum]) -> dict[int, int]:
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc
     return found
+
+
+def _work_of(file: WriteTask) -> int:
+    """Return the number of bytes that ckptkit must compute, download or read to write a file.
+
+    Several threads speed up computing, downloading and reading, but not a copy by the kernel. If a
+    complete tensor must be in memory, return a large negative number, so that `execute` uses only
+    one thread.
+    """
+    work, place = 0, 0
+    for segment in file.segments:
+        size = length(segment)
+        if isinstance(segment, (Checksummed, Derived)):
+            if _is_whole(segment.extent if isinstance(segment, Checksummed) else segment):
+                return -sys.maxsize
+            work += size
+        elif isinstance(segment, Range) and (size >= SHORT or segment.source.remote):
+            work += 0 if file.is_copied(segment, place) else size
+        place += size
+    return work
+
+
+def _is_whole(extent: Extent) -> bool:
+    if not isinstance(extent, Derived):
+        return False
+    return extent.operation.whole or any(map(_is_whole, extent.inputs))
+
+
+def _can_fork(files: Sequence[WriteTask]) -> bool:
+    """Return True if forked processes are faster than threads and can read the sources."""
+    every = extents(flatten(file.segments for file in files))
+    computed = [each for each in every if isinstance(each, Derived)]
+    if not computed or any(map(_is_whole, computed)):
+        return False
+    from ckptkit.compute.workers import should_fork
+
+    needed = flatten(sources(file.segments) for file in files)
+    return should_fork(sum(each.length for each in computed), needed)
+
+
+def _spread(
+    files: Sequence[WriteTask],
+    size: int,
+    way: Callable[[Sequence[WriteTask]], Results],
+    progress: Progress,
+) -> list[list[TaskResult]]:
+    """Split the files into tasks of about `size` bytes and execute the tasks. Return the results
+    for each file.
+
+    `way` executes tasks and yields (index, result) in any order.
+    """
+    tasks = [list(cut(file, size)) for file in files]
+    done: dict[int, TaskResult] = {}
+    for is_late in (False, True):  # checksums of written bytes come last
+        chosen = [task for task in flatten(tasks) if (task.checksum is not None) is is_late]
+        if chosen:
+            with closing(way(chosen)) as results:
+                for number, result in results:
+                    done[id(chosen[number])] = result
+                    progress(chosen[number].size)
+    return [[done[id(task)] for task in each] for each in tasks]
+
+
+def _by_forks(tasks: Sequence[WriteTask]) -> Results:
+    from ckptkit.compute.workers import processors, results
+
+    share = min(THREADS, processors())
+    with closing(results(lambda number: run(tasks[number]), len(tasks), share)) as found:
+        yield from ((number, TaskResult(*done)) for number, done in found)
+
+
+def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
+    from concurrent.futures import BrokenExecutor, Future, as_completed, wait
+
+    futures: dict[Future[TaskResult], int] = {}
+    try:
+        for number, task in enumerate(tasks):
+            futures[executor.submit(run, task)] = number
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BaseException as error:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        if isinstance(error, BrokenExecutor):
+            hint = "the process may have run out of memory, or its input file has changed"
+            raise OutputError("a worker process ended early", hint=hint) from error
+        raise
+
+
+def _fill(file: WriteTask, sums: dict[int, int]) -> None:
+    """Write the checksums into the gaps of the placeholders."""
+    at = 0
+    with open(file.path, "r+b", buffering=0) as output:
+        for segment in file.segments:
+            if isinstance(segment, ChecksumPlaceholder):
+                output.seek(at)
+                write_all(output.fileno(), segment.render(sums))
+            at += length(segment)

@@ -106,14 +106,9 @@ def can_patch(path: str) -> bool:
     """
     info = os.lstat(path)
     folder, journal = os.path.split(journal_path(path))
-    is_own = stat.S_ISREG(info.st_mode) and info.st_nlink == 1
-    return (
-        fcntl is not None
-        and is_own
-        and len(os.fsencode(journal)) <= NAME_MAX
-        and os.access(path, os.W_OK)
-        and os.access(folder, os.W_OK)
-    )
+    is_own = stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and fcntl is not None
+    can_write = os.access(path, os.W_OK) and os.access(folder, os.W_OK)
+    return is_own and can_write and len(os.fsencode(journal)) <= NAME_MAX
 
 
 def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
@@ -187,7 +182,7 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
                 if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
                     why = f"differs from the plan at byte {edit.offset:,} or a later byte"
                     raise VerifyError(why, where=patch.base.name)
-        if ready and ready[0].known.then is not None:
+        if ready:
             _write_beside(ready[0].patch.base.path, ready[0].known.then)
     except BaseException:
         # A file can have changed only if all journals were written.
@@ -200,11 +195,12 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
         _remove(each.journal)
 
 
-def _write_beside(file: str, then: tuple[str, str]) -> None:
-    """Write a small file in the folder of `file`, atomically."""
-    path = os.path.join(os.path.dirname(file), then[0])
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    _keep([then[1].encode()], path)
+def _write_beside(file: str, then: tuple[str, str] | None) -> None:
+    """Write the small file `then` in the folder of `file`, atomically."""
+    if then is not None:
+        path = os.path.join(os.path.dirname(file), then[0])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _keep([then[1].encode()], path)
 
 
 @contextmanager
@@ -307,10 +303,9 @@ def _undo(fd: int, journal: Journal) -> None:
 
 def journals_of(path: str) -> Iterator[tuple[str, str]]:
     """Yield (journal, file) for each journal of the file `path`, or in the folder `path`."""
+    journals = [journal_path(path)]
     if os.path.isdir(path):
         journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(JOURNAL)]
-    else:
-        journals = [journal_path(path)]
     for journal in journals:
         file = file_of(journal)
         if os.path.lexists(journal) and os.path.isfile(file):
@@ -369,7 +364,7 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
         raise InputError(_INTERRUPTED, where=file, hint=hint)
     for _, fd, known in members if is_half else ():
         _undo(fd, known)
-    if undo and states == {"after"} and members[0][2].then is not None:
+    if undo and states == {"after"}:
         _write_beside(file, members[0][2].then)
     for place, _, _ in members if undo else ():
         _remove(place)
@@ -382,7 +377,8 @@ def _trusted(journal: str, file: str, fd: int) -> Journal:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
             raise _foreign(journal, file, "another user owns the journal")
         try:
-            _header(source.read(0, min(HEAD, source.size)), source.size)
+            if source.size > LARGEST:
+                raise FormatError(_NOT_WHOLE)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error
@@ -407,7 +403,6 @@ _BLOCK = 4096  # number of bytes to compare at once
 _LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
 LARGEST = 512 << 20  # maximum bytes of a journal
-HEAD = len(_MAGIC) + _LINE  # maximum number of bytes of the journal's first two lines
 _NOT_WHOLE = "the journal is invalid or incomplete"
 
 
@@ -552,68 +547,51 @@ def _old(patch: Patch, edit: Edit) -> bytes:
 
 
 def parse(data: bytes) -> Journal:
-    """Parse the bytes of a journal file. Raises FormatError for an invalid or incomplete
-    journal."""
-    import hashlib
+    """Parse the bytes of a journal file.
 
-    numbers, rows, start = _header(data, len(data))
-    if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+    Raises FormatError for an invalid or incomplete journal, such as one with a number that is not a
+    valid offset or length, or with a name outside the folder.
+    """
+    import hashlib
+    import json
+
+    end = data.find(b"\n", len(_MAGIC), len(_MAGIC) + _LINE)
+    try:
+        said = json.loads(data[len(_MAGIC) : end])
+        inode, before, after = _counts([said["inode"], said["before"], said["after"]], 3)
+        place, length = _counts(said["breaks"], 2)
+        rows = [_counts(row, 3 if len(row) == 3 else 4) for row in said["spans"]]
+        group, then = tuple(said.get("group", ())), said.get("then")
+        names = [*group, *(then or ())[:1]]
+        is_odd = any(os.path.isabs(name) or ".." in name.split("/") for name in names)
+        then = None if then is None else (str(then[0]), str(then[1]))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(_NOT_WHOLE) from error
+    for _, *lengths in rows:
+        if len(lengths) == 3:  # scattered bytes
+            places, old, new = lengths
+            is_odd = is_odd or not new or new != old or places != 4 * old
+    held = length + sum(sum(row[1:]) for row in rows)
+    is_odd = is_odd or not data.startswith(_MAGIC) or end + 1 + held + _DIGEST != len(data)
+    if is_odd or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise FormatError(_NOT_WHOLE)
-    body = BytesIO(data[start:-_DIGEST])
-    before, after, (place, length) = numbers["before"], numbers["after"], numbers["breaks"]
-    breaks = Edit(place, body.read(length))
-    spans = []
+    body = BytesIO(data[end + 1 : -_DIGEST])
+    breaks, spans = Edit(place, body.read(length)), []
     for offset, *lengths in rows:
-        *places, old, new = map(body.read, lengths)
-        spans.append(JournalSpan(offset, old, new, *places))
-    then = numbers.get("then")
-    known = Journal(
-        numbers["inode"], before, after, breaks, tuple(spans), tuple(numbers.get("group", ())),
-        None if then is None else (str(then[0]), str(then[1])),
-    )  # fmt: skip
+        *positions, before_edit, after_edit = map(body.read, lengths)
+        spans.append(JournalSpan(offset, before_edit, after_edit, *positions))
     ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
     ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
     # If the file shrinks, the journal must contain the bytes that are cut off.
     if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
-    return known
-
-
-def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
-    """Parse the JSON line of a journal. Return the content of the line, the spans, and the offset
-    after the line.
-
-    Raises FormatError if a number is not a valid offset or length, or if the lengths do not add up
-    to `size`, the size of the journal. `_trusted` calls this function before it reads the rest of
-    the journal.
-    """
-    import json
-
-    end = data.find(b"\n", len(_MAGIC), len(_MAGIC) + _LINE)
-    if not data.startswith(_MAGIC) or end < 0:
-        raise FormatError(_NOT_WHOLE)
-    try:
-        said = json.loads(data[len(_MAGIC) : end])
-        _counts([said["inode"], said["before"], said["after"]], 3)
-        held = _counts(said["breaks"], 2)[1]
-        rows = [_counts(row, 3 if len(row) == 3 else 4) for row in said["spans"]]
-        names = [*said.get("group", ()), *(said.get("then") or ())[:1]]
-        if any(os.path.isabs(name) or ".." in name.split("/") for name in names):
-            raise ValueError("a name outside the folder")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(_NOT_WHOLE) from error
-    held += sum(sum(row[1:]) for row in rows)
-    sparse = (row[1:] for row in rows if len(row) == 4)
-    is_odd = any(not new or new != old or places != 4 * old for places, old, new in sparse)
-    if is_odd or end + 1 + held + _DIGEST != size or size > LARGEST:
-        raise FormatError(_NOT_WHOLE)
-    return said, rows, end + 1
+    return Journal(inode, before, after, breaks, tuple(spans), group, then)
 
 
 def _counts(values: list[object], count: int) -> list[int]:
     """Return `values` if all are valid offsets or lengths in a file. Otherwise, raise
     ValueError."""
     found = [value for value in values if type(value) is int and 0 <= value < 1 << 63]
-    if len(found) != len(values) or len(found) != count:
+    if not len(found) == len(values) == count:
         raise ValueError("not an offset or length in a file")
     return found

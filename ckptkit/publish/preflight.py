@@ -24,8 +24,6 @@ from ckptkit.core.bytesource import (
     LocalFile,
     Range,
     check_is_name,
-    crc32,
-    crc32_combine,
     identity_of,
     in_file,
 )
@@ -41,7 +39,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Checksummed, OutputFile, Plan, extents
 from ckptkit.core.text import mismatch, shell_word, shown, typed
-from ckptkit.publish.copying import pieces
+from ckptkit.publish.copying import combined, crc32_of
 
 NO_ROOM = "free some space, or write to another disk (`df -h` lists the disks)"
 
@@ -101,11 +99,8 @@ def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise UsageError("is neither a file nor a folder", where=path)
     if stat.S_ISLNK(mode) and _is_special(path):
-        raise UsageError(
-            f"is a link to {os.readlink(path)}, which is neither a file nor a folder",
-            where=path,
-            hint="give the name of a new file",
-        )
+        why = f"is a link to {os.readlink(path)}, which is neither a file nor a folder"
+        raise UsageError(why, where=path, hint="give the name of a new file")
     if folder_wanted:
         raise UsageError("is a file, but the output is a folder", where=path, hint="name a folder")
     if not force:
@@ -132,11 +127,9 @@ def _is_special(link: str) -> bool:
 def check_names(names: list[str]) -> None:
     """Raise UsageError if two files of a plan have the same name, or if a name leads outside the
     folder."""
-    parts = [part for name in names if name for part in name.split("/")]
-    are_inside = all(
-        part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
-    )
-    if len(set(names)) < len(names) or not are_inside:
+    parts = {part for name in names if name for part in name.split("/")}
+    is_outside = any(part in ("", ".", "..") or part != os.path.basename(part) for part in parts)
+    if len(set(names)) < len(names) or is_outside:
         raise UsageError(
             "files of the output would have the same name or be outside the output folder: "
             f"{names[:8]}"
@@ -278,13 +271,12 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:
-            if kept is (file.keeps_sums and not isinstance(segment, Checksummed)):
-                for source, offset, length, share in _ranges_read(
-                    next(extents([segment]), None), 1
-                ):
-                    if source.members is not None:
-                        row = read.setdefault(id(source), (source, []))
-                        row[1].append((offset, length, length * share))
+            if kept is not (file.keeps_sums and not isinstance(segment, Checksummed)):
+                continue
+            for source, offset, length, share in _ranges_read(next(extents([segment]), None), 1):
+                if source.members is not None:
+                    row = read.setdefault(id(source), (source, []))
+                    row[1].append((offset, length, length * share))
     try:
         return [check for row in read.values() for check in _members_read(*row)]
     except InputError:
@@ -363,13 +355,13 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
     from ckptkit.compute.workers import ordered
 
     summed = ordered(
-        lambda part: _sum(part[1]) if part[2] is None else part[2],
+        lambda part: crc32_of(part[1]) if part[2] is None else part[2],
         parts,
         lambda part: part[1].length if part[2] is None else 0,
     )
-    sums: dict[int, int] = {}
-    for (number, part, _), crc in zip(parts, summed, strict=True):
-        sums[number] = crc32_combine(sums[number], crc, part.length) if number in sums else crc
+    sums = combined(
+        (number, crc, part.length) for (number, part, _), crc in zip(parts, summed, strict=True)
+    )
     return [(found[n], crc) for n, crc in sums.items() if crc != found[n].crc32]
 
 
@@ -393,13 +385,6 @@ def _parts(
         found.append((Range(check.source, at, length), crc))
         at += length
     return [] if check.source.remote and again > _PIECE >> 6 else found
-
-
-def _sum(part: Range) -> int:
-    total = 0
-    for piece in pieces(part):
-        total = crc32(piece, total)
-    return total
 
 
 def raise_damage(damaged: Sequence[tuple[Check, int]]) -> None:

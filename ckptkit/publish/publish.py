@@ -46,8 +46,7 @@ from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, Ve
 from ckptkit.core.options import DEFAULT, Options, made
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import is_url, shown_url
-from ckptkit.publish.copying import WriteTask, in_order
-from ckptkit.publish.parallel_write import execute
+from ckptkit.publish.copying import WriteTask, execute, in_order
 from ckptkit.publish.preflight import (
     NO_ROOM,
     check_destination,
@@ -339,29 +338,23 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
     Without `force`, raises OutputExistsError if another process has created the destination.
     """
     try:
-        if folder:
-            os.rename(temporary, path)
-            return []
-        if force:
-            os.replace(temporary, path)
-            return []
-        try:
-            os.link(temporary, path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if os.path.lexists(path):  # not atomic, because the file system has no hard links
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-            os.rename(temporary, path)
-            return []
+        if not folder and not force:
+            try:
+                os.link(temporary, path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if os.path.lexists(path):  # not atomic, because the file system has no hard links
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            else:
+                with suppress(OSError):  # if this fails, the output is complete nevertheless
+                    os.unlink(temporary)
+                return [os.path.basename(temporary)] if os.path.lexists(temporary) else []
+        (os.replace if force else os.rename)(temporary, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
-    try:
-        os.unlink(temporary)
-    except OSError:  # not an error, because the output is complete
-        return [os.path.basename(temporary)]
     return []
 
 
@@ -467,10 +460,9 @@ def _temporaries(folder: str) -> tuple[str, ...]:
 
 
 def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    with suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
     return True

@@ -32,9 +32,8 @@ from ckptkit.core.bytesource import (
 )
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.plan import Checksummed, Segment
-from ckptkit.publish import parallel_write
-from ckptkit.publish.copying import WriteTask
-from ckptkit.publish.parallel_write import execute
+from ckptkit.publish import copying
+from ckptkit.publish.copying import WriteTask, execute
 from tests.compute.arranging import view
 
 pytestmark = [
@@ -213,7 +212,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(workers, "results", noted)
     monkeypatch.setattr(workers, "can_fork", lambda: True)
     monkeypatch.setattr(workers, "processors", lambda: 2)
-    monkeypatch.setattr(parallel_write, "THREAD_TASK", 100_000)
+    monkeypatch.setattr(copying, "THREAD_TASK", 100_000)
     monkeypatch.setattr(workers, "FORKED", 1 << 20)
     return found
 
@@ -307,10 +306,10 @@ def test_no_process_is_forked_beside_threads() -> None:
 COMMAND = """
 import os, signal, sys, time
 from ckptkit.compute import workers
-from ckptkit.publish import parallel_write
+from ckptkit.publish import copying
 
 sent = sys.argv.pop()
-parent, fork, run = os.getpid(), os.fork, parallel_write.run
+parent, fork, run = os.getpid(), os.fork, copying.run
 
 def noted():
     with open("forks", "a") as file:
@@ -323,8 +322,8 @@ def interrupted(*args):
         time.sleep(1)
     return run(*args)
 
-os.fork, parallel_write.run = noted, interrupted
-workers.FORKED = parallel_write.THREAD_TASK = 1 << 16
+os.fork, copying.run = noted, interrupted
+workers.FORKED = copying.THREAD_TASK = 1 << 16
 workers.processors = lambda: 2
 from ckptkit.cli import main
 main()

@@ -73,7 +73,7 @@ def test_new_bytes_of_a_damaged_tensor_are_not_written(
     way: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.compute.workers.FORKED", 1 << 20)
-    monkeypatch.setattr("ckptkit.publish.parallel_write.THREAD_TASK", 1 << 20)
+    monkeypatch.setattr("ckptkit.publish.copying.THREAD_TASK", 1 << 20)
     WAYS[way](saved / "good.pth", tmp_path)
     for number, name in enumerate(STATE):
         out = tmp_path / str(number)
@@ -87,8 +87,8 @@ def test_bytes_are_read_once_where_they_are_read_in_order(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
-    read = preflight._sum
-    monkeypatch.setattr(preflight, "_sum", lambda part: again.append(part.length) or read(part))
+    read = preflight.crc32_of
+    monkeypatch.setattr(preflight, "crc32_of", lambda part: again.append(part.length) or read(part))
     in_order = ckptkit.select(ckptkit.open(saved / "good.pth"), drop=["*.turned"])
     for number, dtype in enumerate((None, "float16")):
         ck = in_order if dtype is None else ckptkit.cast(in_order, dtype)

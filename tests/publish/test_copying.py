@@ -23,9 +23,8 @@ from ckptkit.compute.operation import Concat, Inflate, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
-from ckptkit.publish import copying, parallel_write
-from ckptkit.publish.copying import BLOCK, SHORT, ReadAhead, WriteTask, cut, run
-from ckptkit.publish.parallel_write import execute
+from ckptkit.publish import copying
+from ckptkit.publish.copying import BLOCK, SHORT, ReadAhead, WriteTask, cut, execute, run
 
 NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
 
@@ -241,7 +240,7 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     for task in reversed(tasks):
         sums[task.start] = run(pickle.loads(pickle.dumps(task))).sums
     known = copying.combined(each for start in sorted(sums) for each in sums[start])
-    parallel_write._fill(whole, known)
+    copying._fill(whole, known)
     assert path.read_bytes() == want
 
 
@@ -255,7 +254,7 @@ def test_threads_share_what_the_kernel_does_not_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[WriteTask] = []
-    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
 
     def noted(
         task: WriteTask, progress: copying.Progress = lambda count: None
@@ -263,7 +262,7 @@ def test_threads_share_what_the_kernel_does_not_copy(
         taken.append(task)
         return run(task, progress)
 
-    monkeypatch.setattr(parallel_write, "run", noted)
+    monkeypatch.setattr(copying, "run", noted)
     paths = [tmp_path / str(number) for number in range(files)]
     for path in paths:
         path.touch()
@@ -273,26 +272,10 @@ def test_threads_share_what_the_kernel_does_not_copy(
     assert len(taken) == tasks
 
 
-def test_pieces_end_where_they_do_in_the_output(
-    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copying, "PIECE", 100_000)
-    written_bytes: list[int] = []
-    write = os.write
-    monkeypatch.setattr(
-        os, "write", lambda fd, data: written_bytes.append(write(fd, data)) or written_bytes[-1]
-    )
-    path = tmp_path / "out"
-    path.touch()
-    run(WriteTask(str(path), BLOCK, (Range(source, 64, 300_000),)))
-    assert path.read_bytes()[BLOCK:] == NOISE[64:300_064]
-    assert written_bytes == [100_000 - BLOCK, 100_000, 100_000, BLOCK]
-
-
 def test_a_failing_task_ends_the_others(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
     damaged = Derived(Inflate(), (Range(source, 0, 1000),), 1000)
     with pytest.raises(CorruptError):
         written([Checksummed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
@@ -301,7 +284,7 @@ def test_a_failing_task_ends_the_others(
 def test_processes_carry_out_a_plan(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_write, "TASK", 500_000)
+    monkeypatch.setattr(copying, "TASK", 500_000)
     segments, want = every_kind(source)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         assert written(segments, tmp_path, processes) == want

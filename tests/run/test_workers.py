@@ -26,7 +26,7 @@ from ckptkit.api import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.edits.elements import cast
 from ckptkit.edits.keys import strip_prefix
-from ckptkit.publish import parallel_write
+from ckptkit.publish import copying
 from ckptkit.run import batch, workers
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.run.batches import Dask, dask, deadly, make, noted, slow, strip
@@ -78,7 +78,7 @@ def test_one_conversion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cut into tasks and spread, it has the bytes that this process alone would write."""
-    monkeypatch.setattr(parallel_write, "TASK", 1 << 20)
+    monkeypatch.setattr(copying, "TASK", 1 << 20)
     path = big(tmp_path / source)
     (tmp_path / "spread").mkdir()
     counts: list[int] = []
