@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -48,6 +49,34 @@ class Cause:
     explanation: str
     command: str | None = None
     fix: Fix | None = None
+
+
+@cache
+def _rows() -> Mapping[str, Mapping[str, str]]:
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("causes.toml").read_text("utf-8"))
+
+
+def cause(
+    name: str,
+    command: str | None = None,
+    fix: Fix | None = None,
+    *,
+    code: str = "",
+    level: str = "",
+    more: object = False,
+    **words: object,
+) -> Cause:
+    """Return the cause `name` of `causes.toml`. `words` replace the braces in its sentences.
+
+    If `more` is true, the sentence `more` continues the explanation. `code` and `level` replace
+    those of the table.
+    """
+    row = _rows()[name]
+    explanation = row["explanation"] + (row["more"] if more else "")
+    text = (row["title"].format(**words), explanation.format(**words))
+    return Cause(code or name.partition("/")[0], level or row["level"], *text, command, fix)
 
 
 def at_least(causes: Iterable[Cause], level: str) -> list[Cause]:
@@ -122,6 +151,63 @@ class Facts:
     container: Format | None = None
     step: str | None = None
 
+    @property
+    def format(self) -> Format:
+        return BY_NAME.get(self.summary.format, NONE)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the file is TorchScript."""
+        return self.format.loaded_by_torch and self.format.program
+
+    @property
+    def is_torch_file(self) -> bool:
+        """Whether torch.load reads files of this format."""
+        return self.format.loaded_by_torch and not self.format.program
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the weights are in an entry of the file."""
+        return bool(self.summary.weights)
+
+    @property
+    def is_lightning(self) -> bool:
+        return isinstance(self.root, dict) and "pytorch-lightning_version" in self.root
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the weights."""
+        return [row.name for row in self.summary.rows if row.name is not None]
+
+    def edit(self, command: str, mark: str, *options: str, suffix: str | None = None) -> str | None:
+        """Return a command that edits the file, or None if ckptkit cannot write the contents."""
+        form = self.form
+        if form is None:
+            return None
+        mark = "weights" if form is WEIGHTS else mark
+        words = (*self.summary.chosen, *form.options, *options)
+        return advice.edit(command, self.path, mark, *words, suffix=form.suffix or suffix)
+
+    def convert(self, mark: str, *options: str) -> str | None:
+        """Return a `convert` command whose output torch.load reads.
+
+        For a compressed safetensors file, the output is a safetensors file.
+        """
+        suffix = advice.suffix_for_torch(self.path)
+        if self.format is SAFETENSORS and self.container is not None:
+            suffix = SAFETENSORS.suffixes[0]
+        return self.edit("convert", mark, *options, suffix=suffix)
+
+    def extract_weights(self, mark: str) -> str | None:
+        """Return the command that writes a file with only the weights."""
+        if not self.is_wrapped:
+            return self.convert(mark)
+        suffix = advice.suffix_for_torch(self.path)
+        if not self.are_weights_for_torch:
+            suffix = SAFETENSORS.suffixes[0]
+        words = ("--key", join(self.summary.weights or ()), *self.summary.words)
+        return advice.edit("extract", self.path, mark, *words, suffix=suffix)
+
     @cached_property
     def form(self) -> Form | None:
         """Return the largest selection of contents that ckptkit can write, or None."""
@@ -140,7 +226,7 @@ class Facts:
     def _planned(self) -> Checkpoint:
         """Return the checkpoint after dequantizing the packed layers of a TorchScript file."""
         assert self.checkpoint is not None
-        if not (is_script(self) and advice.packed(self.summary)):
+        if not (self.is_script and advice.packed(self.summary)):
             return self.checkpoint
         from ckptkit.edits.quantized import dequantize
 
@@ -172,66 +258,9 @@ def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") ->
     return True
 
 
-def format_of(facts: Facts) -> Format:
-    return BY_NAME.get(facts.summary.format, NONE)
-
-
-def is_script(facts: Facts) -> bool:
-    """Return whether the file is TorchScript."""
-    format = format_of(facts)
-    return format.loaded_by_torch and format.program
-
-
-def is_torch_file(facts: Facts) -> bool:
-    """Return whether torch.load reads files of this format."""
-    format = format_of(facts)
-    return format.loaded_by_torch and not format.program
-
-
-def is_wrapped(facts: Facts) -> bool:
-    return bool(facts.summary.weights)
-
-
-def edit(
-    facts: Facts, command: str, mark: str, *options: str, suffix: str | None = None
-) -> str | None:
-    """Return a command that edits the file. Return None if ckptkit cannot write the contents."""
-    form = facts.form
-    if form is None:
-        return None
-    mark = "weights" if form is WEIGHTS else mark
-    words = (*facts.summary.chosen, *form.options, *options)
-    return advice.edit(command, facts.path, mark, *words, suffix=form.suffix or suffix)
-
-
-def convert(facts: Facts, mark: str, *options: str) -> str | None:
-    """Return a `convert` command whose output torch.load reads.
-
-    For a compressed safetensors file, the output is a safetensors file.
-    """
-    suffix = advice.suffix_for_torch(facts.path)
-    if facts.summary.format == SAFETENSORS.name and facts.container is not None:
-        suffix = SAFETENSORS.suffixes[0]
-    return edit(facts, "convert", mark, *options, suffix=suffix)
-
-
-def extract_weights(facts: Facts, mark: str) -> str | None:
-    """Return the command that writes a file with only the weights."""
-    if not is_wrapped(facts):
-        return convert(facts, mark)
-    suffix = advice.suffix_for_torch(facts.path)
-    if not facts.are_weights_for_torch:
-        suffix = SAFETENSORS.suffixes[0]
-    words = ("--key", join(facts.summary.weights or ()), *facts.summary.words)
-    return advice.edit("extract", facts.path, mark, *words, suffix=suffix)
-
-
-def names_of(facts: Facts) -> list[str]:
-    return [row.name for row in facts.summary.rows if row.name is not None]
-
-
-def is_lightning(facts: Facts) -> bool:
-    return isinstance(facts.root, dict) and "pytorch-lightning_version" in facts.root
+def as_sentence(hint: str | None) -> str:
+    """Return a hint as a sentence after a space. Return "" if there is no hint."""
+    return f" {hint[:1].upper()}{hint[1:]}." if hint else ""
 
 
 def some(names: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from glob import escape
 from typing import Any
@@ -27,15 +27,8 @@ from ckptkit.diagnosis.cause import (
     Cause,
     Facts,
     Fix,
-    convert,
-    edit,
-    extract_weights,
-    format_of,
-    is_lightning,
-    is_script,
-    is_torch_file,
-    is_wrapped,
-    names_of,
+    as_sentence,
+    cause,
     some,
     together,
 )  # fmt: skip
@@ -50,10 +43,7 @@ BLOAT = 0.3  # ckptkit yields a note if optimizer state is more than this fracti
 
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply to this checkpoint. Causes from `container` come first."""
-    looks = (
-        container.causes, _delta, _adapter, _quantized, _module, _wrapper, _refused, _step, _names,
-        _devices, _optimizer, _slices, _inner,
-    )  # fmt: skip
+    looks = container.causes, _adapter, _quantized, _objects, _names, _storage
     return [_with_writable_fix(facts, cause) for cause in flatten(look(facts) for look in looks)]
 
 
@@ -70,194 +60,111 @@ def _with_writable_fix(facts: Facts, cause: Cause) -> Cause:
     return replace(cause, fix=together((cause, replace(cause, fix=form.fix))))
 
 
-def _delta(facts: Facts) -> Iterator[Cause]:
-    if coded(facts.summary.warnings, DELTA):
-        yield Cause(
-            "delta",
-            ERROR,
-            "It is a delta file, which contains the compressed differences of tensors.",
-            "A model cannot load a delta. `delta apply` computes the new checkpoint from the delta "
-            "and its base.",
-            shell_command(("ckptkit", "delta", "inspect", *argument(facts.path))),
-        )
-
-
 def _adapter(facts: Facts) -> Iterator[Cause]:
+    """Yield the causes for deltas and adapters, which are no models."""
+    if coded(facts.summary.warnings, DELTA):
+        words = ("ckptkit", "delta", "inspect", *argument(facts.path))
+        yield cause("delta", shell_command(words))
     adapter = facts.summary.adapter
     if adapter is None:
         try:
             if facts.checkpoint is not None and is_adapter(facts.checkpoint):
                 read_adapter(facts.checkpoint)
         except CkptkitError as error:
-            title = f"It is an adapter that cannot be read: {error.message}."
-            yield Cause("adapter", ERROR, title, "ckptkit and peft cannot load this adapter.")
+            yield cause("adapter/unread", fault=error.message)
         return
-    yield Cause(
-        "adapter",
-        NOTE,
-        f"It is an adapter ({adapter_facts(adapter)}), not a model.",
-        "The base model has no keys with these names. `lora merge BASE ADAPTER OUT` merges the "
-        "adapter into the base. PeftModel.from_pretrained of peft loads the adapter and the base.",
-    )
+    yield cause("adapter", facts=adapter_facts(adapter))
     from ckptkit.lora.check import alone
 
     for each in alone(adapter):
         what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
-        step = f"{each.hint[0].upper()}{each.hint[1:]}. " if each.hint else ""
-        why = f"{step}`lora check --base BASE` compares the names and shapes with a base model."
-        yield Cause(
-            each.code, each.level, f"The adapter would not work correctly on its base: {what}.", why
-        )
+        step = f"{as_sentence(each.hint)} ".lstrip()
+        yield cause("adapter/base", code=each.code, level=each.level, what=what, step=step)
 
 
-def _module(facts: Facts) -> Iterator[Cause]:
-    summary = facts.summary
-    if summary.is_module and not is_script(facts):
-        node = facts.root
+def _objects(facts: Facts) -> Iterator[Cause]:
+    """Yield the causes for Python objects and for entries around the weights."""
+    summary, root = facts.summary, facts.root
+    is_special = summary.is_module or facts.is_script
+    if summary.is_module and not facts.is_script:
+        node = root
         for key in summary.weights or ():
             node = node[key] if isinstance(node, dict) else node
-        kind = str(getattr(node, "global_", None) or "a class")
-        yield Cause(
-            "module",
-            ERROR,
-            f"It is a whole pickled module ({kind}), not its state_dict.",
-            "torch.load imports the class from the module where it was defined (\"Can't get "
-            'attribute", "No module named"). '
-            "torch.load(weights_only=True), the default since 2.6, rejects the file. A model needs "
-            "only the weights.",
-            edit(facts, "convert", "weights", suffix=".safetensors"),
+        kind = getattr(node, "global_", None) or "a class"
+        command = facts.edit("convert", "weights", suffix=".safetensors")
+        yield cause("module", command, {"weights": {}}, kind=kind)
+    if facts.is_wrapped and not (is_special or facts.format.distributed or facts.format is GGUF):
+        path = join(summary.weights or ())
+        others = [str(name) for name in root if name != path] if isinstance(root, dict) else []
+        yield cause(
+            "wrapper",
+            facts.extract_weights("weights"),
             {"weights": {}},
+            # most training loops save other entries next to the weights
+            level=NOTE if others else WARNING,
+            key=path,
+            beside=f", next to {some(others)}" if others else "",
         )
-
-
-def _wrapper(facts: Facts) -> Iterator[Cause]:
-    summary = facts.summary
-    if not is_wrapped(facts) or summary.is_module or is_script(facts):
-        return
-    if format_of(facts).distributed or format_of(facts) is GGUF:
-        return
-    key = join(summary.weights or ())
-    others = (
-        [str(name) for name in facts.root if name != key] if isinstance(facts.root, dict) else []
-    )
-    beside = f", next to {some(others)}" if others else ""
-    yield Cause(
-        "wrapper",
-        NOTE if others else WARNING,  # most training loops save other entries next to the weights
-        f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict needs this entry. For the complete dict, load_state_dict raises "
-        '"Missing key(s) in state_dict ... Unexpected key(s)".',
-        extract_weights(facts, "weights"),
-        {"weights": {}},
-    )
-
-
-def _refused(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for classes and functions that `torch.load(weights_only=True)` rejects.
-
-    `_module` yields the cause for a pickled torch.nn.Module.
-    """
-    summary = facts.summary
-    refused = summary.refused
-    if not refused or not is_torch_file(facts) or summary.is_module:
-        return
-    harm = coded(summary.warnings, RUNS_CODE)
-    what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load the file." if harm else ""
-    if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
-        what += " The file contains no other values."
-    yield Cause(
-        "weights-only",
-        ERROR,
-        f"torch.load(weights_only=True) refuses it, because of {some(refused)}.",
-        'weights_only=True is the default since torch 2.6. torch.load raises "Weights only load '
-        'failed". With weights_only=False, torch.load would import and call these names.' + what,
-        *_plain(facts),
-    )
+    if summary.refused and facts.is_torch_file and not summary.is_module:
+        harm = coded(summary.warnings, RUNS_CODE)
+        what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load the file." if harm else ""
+        has_more = facts.is_wrapped or summary.rows or summary.survives_dropping()
+        names = some(summary.refused)
+        yield cause("weights-only", *_plain(facts), more=not has_more, names=names, harm=what)
+    if facts.step is not None:
+        # Most files with such opcodes have a pickle protocol other than 2.
+        name = "pickle/opcode" if facts.step.startswith("opcode ") else "pickle"
+        yield cause(name, facts.convert("protocol2"), {}, step=facts.step)
 
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return the command and the fix that drop Python objects, including NumPy arrays."""
     if any(row.inside for row in facts.summary.rows):
         return None, None  # dropping objects would also drop weights of a tensor subclass
-    arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
-    if any(arrays):
-        return edit(facts, "convert", "weights", suffix=".safetensors"), None
-    if is_wrapped(facts):
-        return extract_weights(facts, "weights"), {"weights": {}, **DROP_OBJECTS}
+    if any(row.tensor.kind == "ndarray" and row.name is not None for row in facts.summary.rows):
+        return facts.edit("convert", "weights", suffix=".safetensors"), None
+    if facts.is_wrapped:
+        return facts.extract_weights("weights"), {"weights": {}, **DROP_OBJECTS}
     if not facts.can_be_written(DROPPED):
-        return convert(facts, "weights") if facts.form is WEIGHTS else None, None
-    return convert(facts, "plain", "--objects", "drop"), DROP_OBJECTS
+        return facts.convert("weights") if facts.form is WEIGHTS else None, None
+    return facts.convert("plain", "--objects", "drop"), DROP_OBJECTS
 
 
-def _step(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for opcodes and calls that `torch.load(weights_only=True)` rejects.
-
-    Most such files have a pickle protocol other than 2.
-    """
-    if facts.step is not None:
-        why = (
-            ' or "Unsupported operand". weights_only=True supports pickle protocol 2, the default '
-            "of torch.save. This file was saved with another pickle_protocol."
-        )
-        yield Cause(
-            "pickle",
-            ERROR,
-            f"torch.load(weights_only=True) refuses its pickle: {facts.step}.",
-            "weights_only=True is the default since torch 2.6. torch.load raises "
-            '"Weights only load failed"' + (why if facts.step.startswith("opcode ") else "."),
-            convert(facts, "protocol2"),
-            {},
-        )
-
-
-def _devices(facts: Facts) -> Iterator[Cause]:
-    held = Counter(row.tensor.device for row in facts.summary.rows)
+def _storage(facts: Facts) -> Iterator[Cause]:
+    """Yield the causes for devices, and notes about bytes that a model does not need."""
+    summary = facts.summary
     here = ("cpu",) if facts.devices is None else facts.devices
-    away = [device for device in held if device != "meta" and not _is_here(device, here)]
-    if away and is_torch_file(facts):
-        yield Cause(
-            "device",
-            ERROR,
-            f"It was saved on {some(away)}{_lacks(facts)}.",
-            "torch.load puts each tensor on the device from which it was saved. Without this "
-            'device, torch.load raises "Attempting to deserialize object on a CUDA device". '
-            'map_location="cpu" loads all tensors on the CPU. This command changes the device in '
-            "the file instead.",
-            edit(facts, "remap", "cpu", "--to", "cpu"),
-            {"remap": {"devices": "cpu"}},
-        )
-
-
-def _lacks(facts: Facts) -> str:
-    """Return a clause that says that this machine does not have a device.
-
-    Return "" in a report for other machines.
-    """
-    if not facts.for_here:
-        return ""
-    if facts.devices is None:
-        return "; torch is not installed, so ckptkit does not know the devices of this machine"
-    return ", which this machine does not have"
-
-
-def _is_here(device: str, devices: Collection[str]) -> bool:
-    return device in devices or any(each.startswith(f"{device}:") for each in devices)
-
-
-def _optimizer(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if optimizer state takes a large part of the file."""
-    theirs, others = _storages(facts.root)
-    everything = sum({**theirs, **others}.values())
-    optimizers = sum(without(theirs, others).values())
-    if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, MIN_UNUSED):
-        yield Cause(
+    held = Counter(row.tensor.device for row in summary.rows)
+    known = {"meta", *here, *(device.partition(":")[0] for device in here)}
+    away = [device for device in held if device not in known]
+    if away and facts.is_torch_file:
+        lacks = ", which this machine does not have" if facts.for_here else ""
+        if facts.for_here and facts.devices is None:
+            lacks = "; torch is not installed, so ckptkit does not know the devices of this machine"
+        command, fix = facts.edit("remap", "cpu", "--to", "cpu"), {"remap": {"devices": "cpu"}}
+        yield cause("device", command, fix, devices=some(away), lacks=lacks)
+    state, others = _storages(facts.root)
+    everything = sum({**state, **others}.values())
+    theirs = sum(without(state, others).values())
+    if facts.names and theirs > max(BLOAT * everything, MIN_UNUSED):
+        yield cause(
             "optimizer",
-            NOTE,
-            f"{optimizers / everything:.0%} of its bytes are optimizer state.",
-            f"Only resuming training needs these {optimizers:,} of {everything:,} bytes.",
-            extract_weights(facts, "weights"),
+            facts.extract_weights("weights"),
             {"weights": {}},
+            share=theirs / everything,
+            theirs=theirs,
+            everything=everything,
         )
+    unused = summary.totals.unused_nbytes
+    if unused > max(MIN_UNUSED, summary.totals.nbytes // 10):
+        command = facts.convert("compact", "--compact")
+        yield cause("slices", command, {"compact": {}}, unused=unused)
+    if summary.inner:  # skorch saves its networks like this
+        inner = (
+            f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
+        )
+        scan = shell_command(("ckptkit", "scan", *argument(facts.path)))
+        yield cause("inner", scan, places=some(inner))
 
 
 def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
@@ -280,38 +187,11 @@ def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
     return theirs, others
 
 
-def _slices(facts: Facts) -> Iterator[Cause]:
-    totals = facts.summary.totals
-    if totals.unused_nbytes > max(MIN_UNUSED, totals.nbytes // 10):
-        yield Cause(
-            "slices",
-            NOTE,
-            f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
-            "Some tensor is a slice of a larger tensor. torch.save writes the complete storage of "
-            "each tensor.",
-            convert(facts, "compact", "--compact"),
-            {"compact": {}},
-        )
-
-
-def _inner(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if byte strings contain complete files. skorch saves its networks like this."""
-    inner = facts.summary.inner
-    if inner:
-        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
-        yield Cause(
-            "inner",
-            NOTE,
-            f"Byte strings in it contain complete files: {some(places)}.",
-            "The inner files may contain weights. Only the library that wrote the checkpoint can "
-            "load the inner files. `scan` checks whether the inner files are harmless.",
-            shell_command(("ckptkit", "scan", *argument(facts.path))),
-        )
-
-
 # Causes for names with parts that a plain model does not have, such as wrapper prefixes
 
 ATTRIBUTE = "model."  # usual attribute name of the network inside a wrapper module
+# Wrappers of submodules, without their dots
+INNER = [each[:-1] for each in WRAPPERS if each != "module."]
 
 
 def _names(facts: Facts) -> Iterator[Cause]:
@@ -319,157 +199,70 @@ def _names(facts: Facts) -> Iterator[Cause]:
 
     If the user gives a model, `fit` yields these causes instead.
     """
-    if not facts.with_model:
-        yield from _prefix(facts)
-        yield from _attribute(facts)
-        yield from _inner_wrappers(facts)
-
-
-def _prefix(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for wrapper prefixes such as ``module.`` at the start of most names."""
-    names = names_of(facts)
-    if not names or _is_inside_too(names):
+    names = facts.names
+    if not names or facts.with_model:
         return
     found = wrappers(names)
+    # FSDP saves names with wrappers at the start and inside. One edit removes all of them.
+    is_inside_too = {each[:-1] for each in found[:1]} <= {*INNER} and any(
+        not {*INNER}.isdisjoint(name.split(".")[2:]) for name in names
+    )
+    if not (found and is_inside_too):
+        yield from _prefix(facts, names, found)
+    if facts.is_torch_file and facts.is_lightning:
+        first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
+        if not found and len(names) < 2 * count < 2 * len(names):  # also contains metrics
+            prefix = f"{first}."
+            words = ("--keep", f"{escape(prefix)}*", "--strip", prefix)
+            command = facts.edit("convert", "network", *words)
+            yield cause("attribute/most", command, count=count, all=len(names), prefix=prefix)
+    elif facts.is_torch_file and all(name.startswith(ATTRIBUTE) for name in names):
+        command = facts.edit("strip-module", "stripped", "--prefix", ATTRIBUTE)
+        yield cause("attribute", command, prefix=ATTRIBUTE)
+    if not found or is_inside_too:
+        yield from _inner_wrappers(facts, names)
+
+
+def _prefix(facts: Facts, names: list[str], found: list[str]) -> Iterator[Cause]:
+    """Yield the cause for wrapper prefixes such as ``module.`` at the start of most names.
+
+    `found` lists the prefixes, outermost first. For a LightningModule whose only attribute is the
+    network, also yield a note.
+    """
+    if found:
+        count = sum(name.startswith(found[0]) for name in names)
+        yield cause(
+            "prefix",
+            facts.edit("strip-module", "stripped", *prefix_options(found)),
+            {"strip": {"prefix": tuple(found)}},
+            how_many="All" if count == len(names) else f"{count:,} of {len(names):,}",
+            prefix="".join(found),
+            why=" ".join(WRAPPERS[each] for each in dict.fromkeys(found)),
+        )
     rest = names
     for each in found:
         rest = [name.removeprefix(each) for name in rest]
-    if found:
-        yield _wrappers(facts, names, found)
-    if is_lightning(facts) and (attribute := _first_part(rest)):
-        yield _network(facts, (*found, attribute))
-
-
-def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
-    """Return the cause for wrapper prefixes. `found` lists the prefixes, outermost first."""
-    count = sum(name.startswith(found[0]) for name in names)
-    how_many = "All" if count == len(names) else f"{count:,} of {len(names):,}"
-    why = " ".join(WRAPPERS[each] for each in dict.fromkeys(found))
-    return Cause(
-        "prefix",
-        ERROR,
-        f"{how_many} keys start with {''.join(found)!r}.",
-        f"{why} A plain model does not have these names. load_state_dict raises "
-        '"Missing key(s) in state_dict".',
-        edit(facts, "strip-module", "stripped", *prefix_options(found)),
-        {"strip": {"prefix": tuple(found)}},
-    )
-
-
-def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
-    """Return the note for a LightningModule whose only attribute is the network.
-
-    `prefixes` lists the prefixes to strip. The last prefix is the attribute name of the network.
-    """
-    attribute = prefixes[-1]
-    return Cause(
-        "attribute",
-        NOTE,
-        f"All keys start with {attribute!r}, the name of the network in the LightningModule.",
-        "Lightning loads the file unchanged. To load the weights into the network itself, run:",
-        edit(
-            facts,
-            "strip-module",
-            "network",
-            *flatten(("--prefix", each) for each in prefixes),
-        ),
-        {"strip": {"prefix": (attribute,)}},
-    )
-
-
-def _first_part(names: list[str]) -> str:
-    """Return the first part that all names share, with its dot, such as ``model.``.
-
-    Return "" if the first parts differ.
-    """
-    first = names[0].partition(".")[0] + "."
-    return first if all(name.startswith(first) for name in names) else ""
-
-
-def _attribute(facts: Facts) -> Iterator[Cause]:
-    """Yield a note if all names start with ``model.``, possibly an attribute of a wrapper.
-
-    For a LightningModule, yield the note of `_network_and_others`.
-    """
-    names = names_of(facts)
-    if not is_torch_file(facts) or not names:
-        return
-    if is_lightning(facts):
-        yield from _network_and_others(facts, names)
-    elif _first_part(names) == ATTRIBUTE:
-        yield Cause(
-            "attribute",
-            NOTE,
-            f"All keys start with {ATTRIBUTE!r}.",
-            "Perhaps the network was an attribute of the saved module. The names of the network "
-            "itself do not have this prefix. --model checks which names your model has.",
-            edit(facts, "strip-module", "stripped", "--prefix", ATTRIBUTE),
+    attribute = rest[0].partition(".")[0] + "."
+    if facts.is_lightning and all(name.startswith(attribute) for name in rest):
+        options = flatten(("--prefix", each) for each in (*found, attribute))
+        command = facts.edit("strip-module", "network", *options)
+        yield cause(
+            "attribute/only", command, {"strip": {"prefix": (attribute,)}}, prefix=attribute
         )
 
 
-def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
-    """Yield a note for a LightningModule that contains a network and, for example, metrics."""
-    first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
-    if wrappers(names) or count == len(names) or 2 * count <= len(names):
-        return
-    prefix = f"{first}."
-    words = ("--keep", f"{escape(prefix)}*", "--strip", prefix)
-    yield Cause(
-        "attribute",
-        NOTE,
-        f"{count:,} of {len(names):,} keys start with {prefix!r}.",
-        "Perhaps the network is this attribute of the LightningModule. The names of the network "
-        "itself do not have this prefix. --model checks which names your model has.",
-        edit(facts, "convert", "network", *words),
-    )
-
-
-def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
+def _inner_wrappers(facts: Facts, names: list[str]) -> Iterator[Cause]:
     """Yield the cause for wrapped submodules, such as ``layers.0._orig_mod.weight``."""
-    parts = [each[:-1] for each in WRAPPERS if each != "module."]
-    names = names_of(facts)
-    if wrappers(names) and not _is_inside_too(names):
-        return
-    new = {name: short for name in names if (short := _without(name, parts)) != name}
-    if not new or len({*(new.get(name, name) for name in names)}) != len(names):
-        return
-    inside = [part for part in parts if any(part in name.split(".") for name in new)]
-    pattern = rf"(^|\.)(({'|'.join(inside)})\.)+=\1"  # wrappers may be nested
-    yield Cause(
-        "inner-prefix",
-        ERROR,
-        f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
-        "torch.compile, FSDP or activation checkpointing wrapped submodules. A plain model does "
-        "not have these names.",
-        edit(facts, "rename", "renamed", "--sub", pattern),
-        {"rename": {"map": new}},
-    )
-
-
-def _is_inside_too(names: list[str]) -> bool:
-    """Return whether names contain wrappers such as ``_orig_mod.`` at the start and inside.
-
-    FSDP saves such names. `_inner_wrappers` removes all these wrappers with one edit.
-    """
-    parts = {each[:-1] for each in WRAPPERS if each != "module."}
-    begins = {each[:-1] for each in wrappers(names)[:1]}
-    return (
-        begins <= parts
-        and bool(begins)
-        and any(not parts.isdisjoint(name.split(".")[2:]) for name in names)
-    )
-
-
-def _without(name: str, parts: Collection[str]) -> str:
-    return ".".join(part for part in name.split(".") if part not in parts)
-
-
-# Causes for quantized weights
-
-_RAGGED = (
-    " Some shapes are not divisible by the block size. transformers 5.23 derives the block size "
-    "from the shapes, so it computes other values for such weights."
-)
+    shorter = {
+        name: ".".join(part for part in name.split(".") if part not in INNER) for name in names
+    }
+    new = {name: short for name, short in shorter.items() if short != name}
+    if new and len({*shorter.values()}) == len(names):
+        parts = [part for part in INNER if any(part in name.split(".") for name in new)]
+        pattern = rf"(^|\.)(({'|'.join(parts)})\.)+=\1"  # wrappers may be nested
+        command, fix = facts.edit("rename", "renamed", "--sub", pattern), {"rename": {"map": new}}
+        count, inside = len(new), some(parts)
+        yield cause("inner-prefix", command, fix, count=count, all=len(names), parts=inside)
 
 
 def _quantized(facts: Facts) -> Iterator[Cause]:
@@ -478,68 +271,56 @@ def _quantized(facts: Facts) -> Iterator[Cause]:
     For the other weights, yield one cause per reason why ckptkit cannot dequantize them.
     """
     found = facts.quantized
-    groups = (
-        [group for group in found.groups if group.layout is not None] if found is not None else []
-    )
+    unread = found.unread if found is not None else ()
+    groups = [each for each in found.groups if each.layout is not None] if found is not None else []
     if groups:
         yield _readable(facts, groups)
     reasons: dict[tuple[str, str, str | None], list[str]] = {}
-    for group in found.unread if found is not None else ():
+    for group in unread:
         reasons.setdefault((group.family, group.reason, group.hint), []).append(group.name)
     for (family, reason, hint), names in reasons.items():
-        number = plural(len(names), "quantized weight")
-        what = f"ckptkit cannot dequantize {number} ({family}): {reason}."
-        yield Cause(
+        yield cause(
             "quantized-unread",
-            WARNING,
-            what,
-            f"{some(names)}. ckptkit cannot compute the values without knowing the layout."
-            + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
+            weights=plural(len(names), "quantized weight"),
+            family=family,
+            reason=reason,
+            names=some(names),
+            hint=as_sentence(hint),
         )
     if facts.method and not (found and found.groups):
-        yield Cause(
-            "quantized-config",
-            NOTE,
-            f"config.json has a quantization_config ({facts.method}), but no tensor is quantized.",
-            "Libraries then expect scales and fail. Remove quantization_config from config.json.",
-        )
+        yield cause("quantized-config", method=facts.method)
 
 
-def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
+def _readable(facts: Facts, groups: list[QuantizedWeight]) -> Cause:
+    assert facts.quantized is not None
     kinds = Counter(f"{group.label} ({group.family})" for group in groups)
-    counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-    all_are_read = facts.quantized is not None and not facts.quantized.unread
-    are = "is" if len(groups) == 1 else "are"
-    is_gguf = format_of(facts) is GGUF  # for GGUF, the cause `not-torch` has the command
-    fix: Fix = {"dequantize": {"dtype": "bfloat16"} if is_gguf else {}}
-    return Cause(
-        "quantized",
-        ERROR if facts.needs_floats else NOTE,
-        f"{len(groups):,} of its weights {are} quantized: {counts}.",
-        "A floating-point model cannot load quantized weights. "
-        + _read_as({group.family for group in groups})
-        + (_RAGGED if any(map(_is_ragged, groups)) else ""),
-        _command(facts, groups[0]) if all_are_read and not is_gguf else None,
-        fix if all_are_read and (facts.needs_floats or is_gguf) else None,
-    )
-
-
-def _command(facts: Facts, group: QuantizedWeight) -> str | None:
-    """Return the command that dequantizes the weights to the default dtype of `group`.
-
-    If the input is a folder, the output of the command is a folder too.
-    """
-    assert facts.quantized is not None and facts.quantized.view is not None
-    dtype = default_dtype(facts.quantized.view, group).name
-    if os.path.isdir(facts.path):
-        return edit(facts, "convert", "float", "--dequantize", dtype, suffix="")
-    return convert(facts, "float", "--dequantize", dtype)
-
-
-def _read_as(used: Container[str]) -> str:
-    """Return a sentence that names the libraries whose values ckptkit reproduces bit-exactly."""
+    used = {group.family for group in groups}
+    # the libraries whose values ckptkit reproduces bit-exactly
     oracles = [each.oracle for each in families() if each.name in used and each.oracle]
-    return f"ckptkit dequantizes as {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
+    is_gguf = facts.format is GGUF  # for GGUF, the cause `not-torch` has the command
+    command: str | None = None
+    fix: Fix | None = None
+    if not facts.quantized.unread:
+        if facts.needs_floats or is_gguf:
+            fix = {"dequantize": {"dtype": "bfloat16"} if is_gguf else {}}
+        if not is_gguf:
+            assert facts.quantized.view is not None
+            words = ("float", "--dequantize", default_dtype(facts.quantized.view, groups[0]).name)
+            is_folder = os.path.isdir(facts.path)  # the output is then a folder too
+            command = (
+                facts.edit("convert", *words, suffix="") if is_folder else facts.convert(*words)
+            )
+    return cause(
+        "quantized",
+        command,
+        fix,
+        level=ERROR if facts.needs_floats else NOTE,
+        more=any(map(_is_ragged, groups)),
+        count=len(groups),
+        are="is" if len(groups) == 1 else "are",
+        kinds=", ".join(f"{number:,} {kind}" for kind, number in kinds.items()),
+        oracles=f"ckptkit dequantizes as {'; '.join(dict.fromkeys(oracles))}." if oracles else "",
+    )
 
 
 def _is_ragged(group: QuantizedWeight) -> bool:

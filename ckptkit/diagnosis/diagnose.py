@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,11 +35,11 @@ from ckptkit.core.text import is_url, shown_url, without
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit
-from ckptkit.diagnosis.cause import ERROR, Cause, Facts, Fix, some, together
+from ckptkit.diagnosis.cause import Cause, Facts, Fix, cause, some, together
 from ckptkit.edits import keys
 from ckptkit.formats.dcp import part_of
 from ckptkit.formats.folder import INDEX
-from ckptkit.formats.format import Defect, Format, Loss, Probe, Recovered, open_place, steady
+from ckptkit.formats.format import Loss, Probe, Recovered, open_place, steady
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied, seen_by
@@ -123,7 +124,11 @@ def _examine(
         raise
     except REFUSALS as error:
         return _examine_refused(typed, place, error)
-    damage = _damage(place, options)
+    damage: Verdict | None = None
+    if isinstance(place, ByteSource) and not place.remote and place.size <= READ:
+        with suppress(*REFUSALS):
+            verdict = verify(place.name, options)
+            damage = verdict if verdict.damaged else None
     recovered = None if damage is None else _recovered(place)
     lost: tuple[Loss, ...] = ()
     if recovered is not None:
@@ -136,9 +141,12 @@ def _examine(
         if model is not None and not any(cause.code == "ambiguous" for cause in found):
             found += _fit(typed, checkpoint, model, words)
     if damage is not None:
-        what = "; ".join(map(_named, damage.findings[:3]))
+        what = [
+            f"{each.what} ({some(each.tensors)})" if each.tensors else each.what
+            for each in damage.findings[:3]
+        ]
         refusal = container.Refusal(
-            typed, CorruptError(what), known=True, recoverable=recovered is not None,
+            typed, CorruptError("; ".join(what)), known=True, recoverable=recovered is not None,
             opens=BY_NAME.get(damage.format or "", NONE).loaded_by_torch,
         )  # fmt: skip
         found = [container.refused(refusal), *_beside_damage(found, recovered)]
@@ -245,17 +253,6 @@ def _latest(paths: Any) -> list[str]:
 # A file that can be read
 
 
-def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
-    """Verify a readable local file. Return the verdict for a damaged file, otherwise None."""
-    if not isinstance(place, ByteSource) or place.remote or place.size > READ:
-        return None
-    try:
-        verdict = verify(place.name, options)
-    except REFUSALS:
-        return None
-    return verdict if verdict.damaged else None
-
-
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
     """Remove the commands from `causes`, because these commands would fail on a damaged file.
 
@@ -265,17 +262,20 @@ def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
 
 
-def _named(finding: Defect) -> str:
-    """Describe a defect that `verify` found, with the names of the tensors."""
-    return f"{finding.what} ({some(finding.tensors)})" if finding.tensors else finding.what
-
-
 def _content(
     path: str, checkpoint: Checkpoint, model: nn.Module | None, place: ByteSource | Folder
 ) -> list[Cause]:
     codes = quantized.find(checkpoint)
     summary = summarize(checkpoint)
     source = checkpoint.source
+    format = BY_NAME.get(checkpoint.format, NONE)
+    outer, step = None, None
+    if not isinstance(place, Folder):
+        holders = (each for each in FORMATS if each.chooses and not each.is_folder)
+        outer = next((each for each in holders if each.matches(Probe(place))), None)
+    # Another check reports classes and functions that `torch.load` rejects.
+    if isinstance(source, ByteSource) and checkpoint.globals and format.loaded_by_torch:
+        step = refused_by_weights_only(source)
     facts = Facts(
         path,
         summary,
@@ -284,7 +284,7 @@ def _content(
         lacking=_lacking(checkpoint),
         ambiguous=_ambiguous(checkpoint),
         no_index=isinstance(source, Folder)
-        and BY_NAME.get(checkpoint.format, NONE).shards
+        and format.shards
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=bool(coded(checkpoint.warnings, NO_VERSION)),
         with_model=model is not None,
@@ -292,35 +292,10 @@ def _content(
         needs_floats=model is not None and bool(codes.foreign_to(building.model_shapes(model))),
         method=configured(source),
         checkpoint=checkpoint,
-        container=_container(place),
-        step=_refused_step(checkpoint),
+        container=outer,
+        step=step,
     )
     return content.causes(facts)
-
-
-def _container(place: ByteSource | Folder) -> Format | None:
-    """If the file contains a checkpoint file, return the outer format, such as gzip.
-
-    Otherwise, return None.
-    """
-    if isinstance(place, Folder):
-        return None
-    holders = (each for each in FORMATS if each.chooses and not each.is_folder)
-    return next((each for each in holders if each.matches(Probe(place))), None)
-
-
-def _refused_step(checkpoint: Checkpoint) -> str | None:
-    """Return an opcode or call that `torch.load(weights_only=True)` rejects in the pickle.
-
-    Return None if no opcode or call is rejected. Another check reports classes and functions that
-    `torch.load` rejects.
-    """
-    source = checkpoint.source
-    if not isinstance(source, ByteSource) or not checkpoint.globals:
-        return None
-    if not BY_NAME.get(checkpoint.format, NONE).loaded_by_torch:
-        return None
-    return refused_by_weights_only(source)
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
@@ -351,11 +326,9 @@ def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
     try:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:
-        return tuple(
-            name
-            for key, node in children(checkpoint.root)
-            if _holds_weights(node) and (name := key_text(key))
-        )
+        found = children(checkpoint.root)
+        names = (key_text(key) for key, node in found if _holds_weights(node))
+        return tuple(filter(None, names))
     return ()
 
 
@@ -371,8 +344,7 @@ def _fit(
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        why = "It contains no dict that maps names to tensors."
-        return [Cause("no-weights", ERROR, "It contains no weights.", why)]
+        return [cause("no-weights")]
     shapes = building.model_shapes(model)
     theirs = {name: Kind(*kind) for name, kind in shapes.items()}
     seen = seen_by(checkpoint, shapes).weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
@@ -11,7 +11,7 @@ from ckptkit.analysis.advice import add_module, convert, edit, strip_module
 from ckptkit.analysis.matching import Kind, PrefixChange, Renamed, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.text import argument, flatten, output_name, plural, shell_command, some, without
-from ckptkit.diagnosis.cause import ERROR, NOTE, Cause
+from ckptkit.diagnosis.cause import Cause, Fix, cause
 
 DROPPED = 8  # maximum number of --drop options in a command
 RULES = 4  # maximum number of substitutions in a command
@@ -46,84 +46,46 @@ def causes(fitting: Fitting) -> list[Cause]:
 
     Each check gets only the keys for which earlier checks found no reason.
     """
-    ours = {fitting.way(name): kind for name, kind in fitting.ours.items()}
+    way = fitting.way
+    ours = {way(name): kind for name, kind in fitting.ours.items()}
     ties = dict(_ties(ours, fitting))
     expected = without(fitting.theirs, ties)
-    matching = pair(fitting.ours, expected, fitting.way)
-    renamed = [each for each in matching.renamed if not is_taken_by_torch(each)]
-    if renamed:
-        ties |= _ties_of_renamed(fitting, matching.renamed)
+    matching = pair(fitting.ours, expected, way)
     paired = (*matching.renamed, *matching.reshaped)
-    shapes = [*_same_names(fitting), *((each.old, each.a, each.b) for each in paired)]
-    filled = {*ours, *ties, *(each.new for each in paired)}
+    renamed = {each.old: each for each in matching.renamed if not is_taken_by_torch(each)}
+    if renamed:  # also find missing names of tied parameters after the renames
+        new = {each.old: each.new for each in matching.renamed}
+        now = {new.get(name, way(name)): kind for name, kind in fitting.ours.items()}
+        ties |= dict(_ties(now, fitting))
+    same = [name for name in fitting.ours if way(name) in fitting.theirs]
+    shapes = [(name, fitting.ours[name], fitting.theirs[way(name)]) for name in same]
+    shapes += [(each.old, each.a, each.b) for each in paired]
+    unpaired = without(fitting.ours, {each.old for each in paired})
+    unexpected = [name for name in unpaired if way(name) not in expected]
+    missing = [*without(expected, {*ours, *ties, *(each.new for each in paired)})]
     return [
         *_prefix(fitting),
         *_renamed(fitting, renamed),
-        *_tied(fitting, ties),
-        *_mismatched(fitting, [(name, a, b) for name, a, b in shapes if a.shape != b.shape]),
-        *_unexpected(fitting, _unpaired(fitting, expected, {each.old for each in paired})),
-        *_missing([*without(expected, filled)]),
+        *_different(fitting, ties, [(name, a, b) for name, a, b in shapes if a.shape != b.shape]),
+        *_unmatched(fitting, unexpected, missing),
         *_dtypes(fitting, shapes),
     ]
 
 
-def _ties_of_renamed(fitting: Fitting, renamed: Sequence[Renamed]) -> dict[str, str]:
-    """Map each missing name of a tied parameter to the name of the parameter in the file.
-
-    The names are those that the file has after the renames in `renamed`.
-    """
-    new = {each.old: each.new for each in renamed}
-    now = {new.get(name, fitting.way(name)): kind for name, kind in fitting.ours.items()}
-    return dict(_ties(now, fitting))
-
-
-def _same_names(fitting: Fitting) -> Iterator[tuple[str, Kind, Kind]]:
-    """Yield the keys that are equal to keys of the model after the change of prefixes.
-
-    Each item is (key, dtype and shape in the file, dtype and shape in the model).
-    """
-    for name, kind in fitting.ours.items():
-        new = fitting.way(name)
-        if new in fitting.theirs:
-            yield name, kind, fitting.theirs[new]
-
-
-def _unpaired(fitting: Fitting, expected: Container[str], paired: Container[str]) -> list[str]:
-    """Return the keys of the file that match no key of the model."""
-    left = without(fitting.ours, paired)
-    return [name for name in left if fitting.way(name) not in expected]
-
-
 def _prefix(fitting: Fitting) -> Iterator[Cause]:
     (strip, add), path = fitting.way, fitting.path
-    if not strip and not add:
-        return
     count = sum(name.startswith(strip) for name in fitting.ours)
     how_many = "All" if count == len(fitting.ours) else f"{count:,} of {len(fitting.ours):,}"
-    options = (*(("--strip", strip) if strip else ()), *(("--add", add) if add else ()))
-    if not add:
-        title = f"{how_many} keys start with {strip!r}, but the keys of the model do not."
-        command = strip_module(path, [strip], *fitting.chosen)
-    elif not strip:
-        title = f"The keys of the model start with {add!r}, but the keys of the file do not."
-        command = add_module(path, add, *fitting.chosen)
-    else:
-        title = (
-            f"{how_many} keys start with {strip!r}, but the keys of the model start with {add!r}."
-        )
-        command = convert(path, "renamed", *fitting.chosen, *options)
-    yield Cause(
-        "prefix",
-        ERROR,
-        title,
-        "Either the saved model was wrapped, or your model is wrapped. load_state_dict raises "
-        '"Missing key(s) in state_dict".',
-        command,
-        {
-            **({"strip": {"prefix": (strip,)}} if strip else {}),
-            **({"add": {"prefix": add}} if add else {}),
-        },
-    )
+    if strip and add:
+        command = convert(path, "renamed", *fitting.chosen, "--strip", strip, "--add", add)
+        fix: Fix = {"strip": {"prefix": (strip,)}, "add": {"prefix": add}}
+        yield cause("prefix/both", command, fix, how_many=how_many, strip=strip, add=add)
+    elif strip:
+        command, fix = strip_module(path, [strip], *fitting.chosen), {"strip": {"prefix": (strip,)}}
+        yield cause("prefix/strip", command, fix, how_many=how_many, strip=strip)
+    elif add:
+        command, fix = add_module(path, add, *fitting.chosen), {"add": {"prefix": add}}
+        yield cause("prefix/add", command, fix, add=add)
 
 
 def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str]]:
@@ -135,36 +97,18 @@ def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str
             yield from ((name, there[0]) for name in same if name not in ours)
 
 
-def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Iterator[Cause]:
-    if not ties:
-        return
-    pairs = [f"{name} = {tied}" for name, tied in ties.items()]
-    yield Cause(
-        "tied",
-        ERROR,
-        f"Tied weights were saved under one name: {_some(pairs)}.",
-        "The model has one parameter with two names, but the file has only one of these names. "
-        'load_state_dict raises "Missing key(s)".',
-        _doctor(fitting, "tied"),
-        {"tie": {"names": ties}},
-    )
-
-
-def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
-    if not pairs:
-        return
-    names = {each.old: each.new for each in pairs}
-    least = min(each.confidence for each in pairs)
-    examples = [f"{old} -> {new}" for old, new in names.items()]
-    look = ". `diff` with this --model lists all pairs." if fitting.options else "."
-    yield Cause(
-        "renamed",
-        ERROR,
-        f"{plural(len(names), 'key')} with another name in the model: {_some(examples)}.",
-        f"Names and shapes suggest these pairs, with a confidence of at least {least:.0%}{look}",
-        _substituted(fitting, names) or _doctor(fitting, "renamed"),
-        {"rename": {"map": {fitting.way(old): new for old, new in names.items()}}},
-    )
+def _renamed(fitting: Fitting, pairs: Mapping[str, Renamed]) -> Iterator[Cause]:
+    if pairs:
+        names = {old: each.new for old, each in pairs.items()}
+        yield cause(
+            "renamed",
+            _substituted(fitting, names) or _doctor(fitting, "renamed"),
+            {"rename": {"map": {fitting.way(old): new for old, new in names.items()}}},
+            more=fitting.options,
+            keys=plural(len(names), "key"),
+            names=_some([f"{old} -> {new}" for old, new in names.items()]),
+            least=min(each.confidence for each in pairs.values()),
+        )
 
 
 def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
@@ -181,7 +125,8 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
             new = f"{head}{new.removeprefix(old)}" if new.startswith(old) else new
         if new != names.get(name, name):
             return None
-    words = flatten(("--sub", f"^{re.escape(old)}={_literal(new)}") for old, new in rules)
+    literal = ((re.escape(old), new.replace("\\", r"\\")) for old, new in rules)
+    words = flatten(("--sub", f"^{old}={new}") for old, new in literal)
     if any("=" in old for old, _ in rules):  # "=" ends the pattern in the argument of --sub
         return None
     return edit("rename", fitting.path, "renamed", *fitting.chosen, *words)
@@ -195,47 +140,32 @@ def _rule(old: str, new: str) -> tuple[str, str]:
     return "".join(f"{part}." for part in ours), "".join(f"{part}." for part in theirs)
 
 
-def _literal(text: str) -> str:
-    return text.replace("\\", r"\\")
-
-
-def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
+def _different(
+    fitting: Fitting, ties: Mapping[str, str], shapes: Sequence[tuple[str, Kind, Kind]]
+) -> Iterator[Cause]:
+    """Yield the causes for tied weights that were saved under one name, and for shapes."""
+    if ties:
+        pairs = _some([f"{name} = {tied}" for name, tied in ties.items()])
+        yield cause("tied", _doctor(fitting, "tied"), {"tie": {"names": ties}}, pairs=pairs)
     if shapes:
         examples = [
             f"{name} is {list(a.shape)} in the file and {list(b.shape)} in the model"
             for name, a, b in shapes
         ]
-        yield Cause(
-            "mismatched",
-            ERROR,
-            f"{plural(len(shapes), 'key')} with a different shape: {_some(examples)}.",
-            'load_state_dict raises "size mismatch", even with strict=False. To train such a layer '
-            "again, drop its keys from the file and load with strict=False.",
-            _without(fitting, [name for name, _, _ in shapes]),
-        )
+        command = _without(fitting, [name for name, _, _ in shapes])
+        keys = plural(len(shapes), "key")
+        yield cause("mismatched", command, keys=keys, names=_some(examples))
 
 
-def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
-    if names:
-        yield Cause(
-            "unexpected",
-            ERROR,
-            f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
-            'load_state_dict raises "Unexpected key(s) in state_dict". With strict=False, '
-            "load_state_dict silently ignores these keys.",
-            _without(fitting, names) if len(names) < len(fitting.ours) else None,
-        )
-
-
-def _missing(names: Sequence[str]) -> Iterator[Cause]:
-    if names:
-        yield Cause(
-            "missing",
-            ERROR,
-            f"The file lacks {plural(len(names), 'key')} of the model: {_some(names)}.",
-            'load_state_dict raises "Missing key(s) in state_dict". With strict=False, these '
-            "parameters silently keep their initial values.",
-        )
+def _unmatched(
+    fitting: Fitting, unexpected: Sequence[str], missing: Sequence[str]
+) -> Iterator[Cause]:
+    if unexpected:
+        command = _without(fitting, unexpected) if len(unexpected) < len(fitting.ours) else None
+        keys = plural(len(unexpected), "key")
+        yield cause("unexpected", command, keys=keys, names=_some(unexpected))
+    if missing:
+        yield cause("missing", keys=plural(len(missing), "key"), names=_some(missing))
 
 
 def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
@@ -246,16 +176,11 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
         if a.dtype != b.dtype and _is_float(a) and _is_float(b)
     ]
     if other:
+        dtype = other[0][1]
         first = ("--dequantize",) * fitting.is_quantized  # --cast does not change quantized weights
+        command = convert(fitting.path, dtype, *fitting.chosen, *first, "--cast", dtype)
         kinds = [f"{a} in the file, {b} in the model" for a, b in dict.fromkeys(other)]
-        yield Cause(
-            "dtype",
-            NOTE,
-            f"{plural(len(other), 'key')} with a different dtype: {_some(kinds)}.",
-            "load_state_dict silently casts tensors to the dtype of the model. With assign=True, "
-            "load_state_dict keeps the dtype of the file.",
-            convert(fitting.path, other[0][1], *fitting.chosen, *first, "--cast", other[0][1]),
-        )
+        yield cause("dtype", command, keys=plural(len(other), "key"), names=_some(kinds))
 
 
 def _is_float(kind: Kind) -> bool:
