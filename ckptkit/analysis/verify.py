@@ -161,7 +161,7 @@ class _Verifier:
             if why is not None:
                 damaged.append((part, why))
         if self.checkpoint is not None:
-            self.tensors = list(tensors(self.checkpoint))
+            self.tensors = list(tensors(self.checkpoint.root))
         self.findings += with_tensors(damaged, self.tensors)
         self.damaged = bool(self.findings)
         return None if self.damaged else self.checkpoint

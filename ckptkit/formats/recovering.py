@@ -144,10 +144,10 @@ def _what(node: Node) -> str:
 _NAMED = 4  # maximum number of tensor names in a message
 
 
-def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once, with its first path in the tree."""
+def tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a tree once, with its first path."""
     seen: set[int] = set()
-    for path, node in walk(checkpoint.root):
+    for path, node in walk(root):
         tensor = as_tensor(node)
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
@@ -171,7 +171,7 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
     """Return the names of at most four tensors that overlap the `damaged` byte ranges."""
     names = [
         name
-        for name, tensor in tensors(checkpoint)
+        for name, tensor in tensors(checkpoint.root)
         if any(overlap(own, bad) for own in located(tensor) for bad in damaged)
     ]
     return some(names, _NAMED)

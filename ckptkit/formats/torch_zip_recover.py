@@ -25,40 +25,31 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from ckptkit.compute.operation import Inflate, stream
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range, crc32
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range, crc32, leaves
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check_inflated
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import plural, shown, some
-from ckptkit.core.tree import Node, join, walk
-from ckptkit.core.weights import as_tensor
-from ckptkit.formats import table, torch_zip
+from ckptkit.core.tree import Node
+from ckptkit.formats import table, torch_zip, zip_reader
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
-from ckptkit.formats.recovering import AGAIN, recovered, unsummed
+from ckptkit.formats.recovering import AGAIN, recovered, tensors, unsummed
 from ckptkit.formats.zip_reader import DEFLATED, MAGIC, HeaderWindow
 from ckptkit.pickles.storages import StorageTable
 from ckptkit.pickles.values import Unpickled, unpickle
 
 _PICKLE, _ID = "/data.pkl", "/.data/serialization_id"
-_LOCAL = struct.Struct("<4s2xHH4xLLLHH")
-_CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
-_ENTRY, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
-_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
-_CLAIMS, _ENTRIES = re.compile(b"PK(?:\x03\x04|\x01\x02)"), re.compile(_ENTRY)
+_CLAIMS, _ENTRIES = re.compile(b"PK(?:\x03\x04|\x01\x02)"), re.compile(zip_reader.CENTRAL_MAGIC)
 _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
-_DESCRIBED, _ENCRYPTED = 0x0008, 0x2041
-_ZIP64 = 0x0001
-_U32 = 0xFFFFFFFF
 _TAIL = 16 << 20  # number of bytes to search for headers and entries at each end of the file
 _REACH = 2 * LIMITS.name_bytes  # maximum size of a header with its name and extra fields
-# If this number of bytes before an entry contain no other entry, a directory begins at this entry.
-_GAP = 4 << 10
 _TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # maximum number of bytes to read for checksums, in multiples of the file size
 _SMALL = 1 << 20  # maximum size of a record to read at once
@@ -70,7 +61,13 @@ _SMALL = 1 << 20  # maximum size of a record to read at once
 # * DAMAGED: The storage is lost.
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
-Verdict = tuple[str, Extent | None, str]  # the evidence, the bytes, and the reason of a loss
+
+class Verdict(NamedTuple):
+    """The evidence for a storage, its bytes (None if it is lost), and the reason of a loss."""
+
+    evidence: str
+    extent: Extent | None
+    why: str = ""
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
@@ -85,9 +82,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
 def recoverable(probe: Probe) -> str:
     """Return the command that may recover tensors, or "" if the pickle cannot be read."""
-    if not _is_zip(probe):
-        return ""
-    for command in (RECOVER, UNVERIFIED):
+    for command in (RECOVER, UNVERIFIED) if _is_zip(probe) else ():
         try:
             _DamagedArchive(probe.source, command == UNVERIFIED).open()
         except CorruptError:
@@ -114,47 +109,45 @@ class Claim(NamedTuple):
     stop: int  # end of the header or entry
     header: int  # offset of the member's local header
     method: int
-    stored: int | None  # number of bytes in the file, or None if the header does not contain it
-    size: int | None
-    crc: int | None
-    is_entry: bool
+    stored: int | None = None  # number of bytes in the file, or None if the header lacks it
+    size: int | None = None
+    crc: int | None = None
+    is_entry: bool = False
 
 
-def _claim(window: HeaderWindow, at: int, magic: bytes) -> Claim | None:
+def _claim(window: HeaderWindow, at: int, magic: bytes = MAGIC) -> Claim | None:
     """Return the header or entry that begins with `magic` at `at`, or None if it is invalid.
 
     A header with truncated extra fields is accepted.
     """
-    layout = _CENTRAL if magic == _ENTRY else _LOCAL
+    layout = zip_reader.LOCAL if magic == MAGIC else zip_reader.CENTRAL
     fixed = window.read(at, layout.size)
     if len(fixed) < layout.size or not fixed.startswith(magic):
         return None
     _, flags, method, crc, stored, size, n, x, *more = layout.unpack(fixed)
     comment, disk, _, header = more or (0, 0, 0, at)
-    if method not in (0, DEFLATED) or flags & _ENCRYPTED or disk or not 0 < n <= LIMITS.name_bytes:
-        return None
     raw = window.read(at + layout.size, n + x)
+    is_whole = 0 < n <= min(len(raw), LIMITS.name_bytes)
+    if method not in (0, DEFLATED) or flags & zip_reader.ENCRYPTED or disk or not is_whole:
+        return None
     try:
         name = raw[:n].decode()
     except UnicodeDecodeError:
         return None
-    if len(raw) < n:
-        return None
     stop = at + layout.size + n + x + comment
-    if magic == MAGIC and flags & _DESCRIBED:
-        return Claim(name, at, stop, header, method, None, None, None, False)
-    wide: list[int] = []  # numbers in the zip64 field
-    field = n
-    while field + 4 <= len(raw):
-        kind, length = struct.unpack_from("<HH", raw, field)
-        if kind == _ZIP64:
-            body = raw[field + 4 : field + 4 + length // 8 * 8]
-            wide = list(struct.unpack_from(f"<{len(body) // 8}Q", body))
-        field += 4 + length
+    if magic == MAGIC and flags & zip_reader.DESCRIBED:
+        return Claim(name, at, stop, header, method)
+    try:
+        body = zip_reader.extra_fields(raw[n:], raw[:n]).get(zip_reader.ZIP64_FIELD, b"")
+    except FormatError:
+        body = b""
+    wide = iter(struct.unpack_from(f"<{len(body) // 8}Q", body))
     size, stored, header = (
-        wide.pop(0) if value == _U32 and wide else value for value in (size, stored, header)
+        next(wide, value) if value == zip_reader.U32 else value for value in (size, stored, header)
     )
-    return Claim(name, at, stop, header, method, stored, size, crc, magic == _ENTRY)
+    return Claim(
+        name, at, stop, header, method, stored, size, crc, magic == zip_reader.CENTRAL_MAGIC
+    )
 
 
 def _search(
@@ -172,8 +165,8 @@ def _search(
     window = HeaderWindow(source)
     at, count = start, 0
     stop = source.size if stop is None else stop
-    while at + _LOCAL.size <= stop and count < 2 * LIMITS.zip_entries:
-        place = window.place(at, _LOCAL.size)
+    while at + zip_reader.LOCAL.size <= stop and count < 2 * LIMITS.zip_entries:
+        place = window.place(at, zip_reader.LOCAL.size)
         match = what.search(window.data, place)
         if match is None:
             at = window.base + len(window.data) - len(MAGIC) + 1
@@ -201,36 +194,25 @@ def _first_header(source: ByteSource) -> Claim | None:
     return next((each for each in found if not each.is_entry), None)
 
 
-def _entries_at_end(source: ByteSource) -> list[Claim]:
-    """Return the directory entries at the end of the file."""
-    tail = 4 * _GAP
-    while True:
-        start = max(0, source.size - tail)
-        found = [*_search(source, {}, start, what=_ENTRIES)]
-        is_whole = found[0].at - start >= _GAP if found else tail >= _TAIL
-        if is_whole or not start:
-            return found
-        tail *= 4
-
-
+@dataclass
 class SalvagedDirectory:
     """The surviving entries of one directory."""
 
-    def __init__(self, at: int = 0) -> None:
-        self.at = self.stop = at  # offsets of the first entry, and of the end of the last entry
-        # Offset of the directory according to the end record. `at` if there is no end record.
-        self.start = at
-        self.entries: dict[str, list[Claim]] = {}
-        self._order: list[tuple[int, str]] = []
+    at: int = 0  # offset of the first entry
+    stop: int = 0  # end of the last entry
+    start: int = 0  # offset of the directory according to the end record, otherwise `at`
+    entries: dict[str, list[Claim]] = field(default_factory=dict)
+
+    @cached_property
+    def _order(self) -> list[tuple[int, str]]:
+        every = chain.from_iterable(self.entries.values())
+        return sorted((each.header, each.name) for each in every)
 
     def following(self, entry: Claim) -> tuple[int, str | None]:
         """Return offset and name of the member after `entry`.
 
         For the last member, return the offset of the directory and None.
         """
-        if not self._order:
-            every = chain.from_iterable(self.entries.values())
-            self._order = sorted((each.header, each.name) for each in every)
         number = bisect_right(self._order, entry.header, key=lambda row: row[0])
         return self._order[number] if number < len(self._order) else (self.start, None)
 
@@ -248,12 +230,14 @@ class RecordPlace(NamedTuple):
 class _Late:
     """The bytes of a storage. Their location is known only after all members were examined."""
 
-    places: dict[str, Extent]
+    verdicts: dict[str, Verdict]
     key: str
     length: int
 
     def locate(self) -> Extent:
-        return self.places[self.key]
+        extent = self.verdicts[self.key].extent
+        assert extent is not None  # no tree contains a lost storage
+        return extent
 
 
 class _DamagedArchive:
@@ -266,14 +250,13 @@ class _DamagedArchive:
         self.first = _first_header(source)
         self.sequence: list[Claim] = []  # local headers in file order
         self.headers: dict[str, list[Claim]] = {}
-        self.directories = self._assembled(_entries_at_end(source))
+        at_end = _search(source, {}, max(0, source.size - _TAIL), what=_ENTRIES)
+        self.directories = self._assembled(at_end)
         self.directory = SalvagedDirectory()  # the directory that locates pickle and storages
         self.top = ""
         # The keys of the following dicts are the names of storage members.
         self.sizes: dict[str, int] = {}
-        self.places: dict[str, Extent] = {}
-        self.verdicts: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}  # reasons why storages are lost
+        self.verdicts: dict[str, Verdict] = {}
         self.warnings: list[str] = []
         self._budget = _READS * source.size
         self._big_endian = False
@@ -295,15 +278,13 @@ class _DamagedArchive:
         self._warn(tree.root)
         text = self._small(f"{self.top}/{torch_zip.METADATA}")
         checkpoint = Checkpoint(
-            tree.root,
-            "torch-zip",
-            self.source,
+            tree.root, "torch-zip", self.source,
             {} if text is None else torch_zip.parse_metadata(text),
-            tree.globals,
-            (*tree.warnings, *dict.fromkeys(self.warnings)),
-        )
+            tree.globals, (*tree.warnings, *dict.fromkeys(self.warnings)),
+        )  # fmt: skip
         # A storage that is not a member is inside the pickle. The pickle has been verified.
-        return recovered(checkpoint, lambda storage: self.reasons.get(_member(storage)))
+        reasons = {name: each.why for name, each in self.verdicts.items() if each.extent is None}
+        return recovered(checkpoint, lambda storage: reasons.get(_member(storage)))
 
     # Headers and directories
 
@@ -337,65 +318,65 @@ class _DamagedArchive:
         Drop the directory of an archive inside this archive. The offsets in such a directory count
         from the start of the inner archive.
         """
-        read = self.source.read
         found: list[SalvagedDirectory] = []
         for entry in entries:
-            end = found[-1].stop if found else 0
+            gap = entry.at - found[-1].stop if found else _REACH
             # Only damaged entries can be between two entries of one directory.
-            gap = read(end, entry.at - end) if found and 0 < entry.at - end < _REACH else b""
-            apart = any(each in gap for each in (MAGIC, _END, _END64))
-            if not found or entry.at - end >= _REACH or apart:
-                found.append(SalvagedDirectory(entry.at))
+            between = self.window.read(found[-1].stop, gap) if 0 < gap < _REACH else b""
+            if gap >= _REACH or any(
+                each in between for each in (MAGIC, zip_reader.END_MAGIC, zip_reader.END64_MAGIC)
+            ):
+                found.append(SalvagedDirectory(entry.at, entry.at, entry.at))
             found[-1].entries.setdefault(entry.name, []).append(entry)
             found[-1].stop = max(found[-1].stop, entry.stop)
         begin = 0 if self.first is None else self.first.at
         own: list[SalvagedDirectory] = []
         for each in found:
             end_record = self.window.read(each.stop, 56)
-            if end_record.startswith(_END64) and len(end_record) == 56:
+            if end_record.startswith(zip_reader.END64_MAGIC) and len(end_record) == 56:
                 each.start = int.from_bytes(end_record[48:], "little")
-            elif end_record.startswith(_END) and len(end_record) >= 22:
+            elif end_record.startswith(zip_reader.END_MAGIC) and len(end_record) >= 22:
                 each.start = int.from_bytes(end_record[16:20], "little")
             start = each.at - each.start
-            if start <= begin or _claim(self.window, start, MAGIC) is None:
+            if start <= begin or _claim(self.window, start) is None:
                 own.append(each)
         return own
 
     def _places(self, name: str, size: int) -> Iterator[RecordPlace]:
         """Yield the possible locations of a member, from the directory and the local headers."""
         known = [each for each in self.directory.entries.get(name, ()) if each.size == size]
+        known = known[:_TRIES]
+        listed = (_claim(self.window, entry.header) for entry in known)
+        headers = chain(
+            (each for each in listed if each is not None and each.name == name),
+            self.headers.get(name, ()),
+            chain.from_iterable(map(self._guesses, known)),
+        )
         seen: set[int] = set()
-        for header in self._candidates(name, known[:_TRIES]):
+        for header in headers:
             if header.stop not in seen:
                 seen.add(header.stop)
-                for entry in known[:_TRIES] or (None,):
-                    if (place := self._place(header, entry, size)) is not None:
-                        yield place
+                found = (self._place(header, entry, size) for entry in known or (None,))
+                yield from (place for place in found if place is not None)
 
-    def _candidates(self, name: str, known: Iterable[Claim]) -> Iterator[Claim]:
-        """Yield the headers of a member, and guesses for a header that is damaged.
+    def _guesses(self, entry: Claim) -> Iterator[Claim]:
+        """Yield guesses for the header of a member, in case that the header is damaged.
 
         A guess assumes that the bytes of the member begin after the extra fields, or that they end
         before the data descriptor or the next member.
         """
-        for entry in known:
-            header = _claim(self.window, entry.header, MAGIC)
-            if header is not None and header.name == name:
-                yield header
-        yield from self.headers.get(name, ())
-        for entry in known:
-            if not entry.crc:  # without a CRC, a guess cannot be verified
-                continue
-            at, stored = entry.header, entry.stored or 0
-            padding = int.from_bytes(self.window.read(at, _LOCAL.size)[28:], "little")
-            end = self.directory.following(entry)[0]
-            sizes = [each.size for each in _DESCRIPTORS]
-            there = [n for n in sizes if self.window.read(end - n, 4) == _DESCRIPTOR]
-            starts = [at + _LOCAL.size + len(name.encode()) + padding]
-            starts += [end - n - stored for n in there or (*sizes, 0)]
-            for start in starts:
-                if start > at:
-                    yield Claim(name, at, start, at, entry.method, None, None, None, False)
+        if not entry.crc:  # without a CRC, a guess cannot be verified
+            return
+        at, stored = entry.header, entry.stored or 0
+        padding = int.from_bytes(self.window.read(at, zip_reader.LOCAL.size)[28:], "little")
+        end = self.directory.following(entry)[0]
+        sizes = [each.size for each in _DESCRIPTORS]
+        there = [n for n in sizes if self.window.read(end - n, 4) == zip_reader.DESCRIPTOR_MAGIC]
+        starts = [at + zip_reader.LOCAL.size + len(entry.name.encode()) + padding]
+        starts += [end - n - stored for n in there or (*sizes, 0)]
+        yield from (
+            Claim(entry.name, at, start, at, entry.method) for start in starts if start > at
+        )
 
     def _place(self, header: Claim, entry: Claim | None, size: int) -> RecordPlace | None:
         """Return the location of the bytes after a header, or None if the sizes are impossible."""
@@ -409,12 +390,10 @@ class _DamagedArchive:
             if size // max(1, stored) > LIMITS.inflate_ratio:
                 return None
             extent = Derived(Inflate(), (extent,), size)
-        if entry is not None:
-            return RecordPlace(extent, entry.crc, header, entry)
-        crc = header.crc
+        crc = header.crc if entry is None else entry.crc
         if crc is None and (found := self._descriptor(header.stop + stored, stored, size)):
             crc = found[0]
-        return RecordPlace(extent, crc, header, None)
+        return RecordPlace(extent, crc, header, entry)
 
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
         """Return the CRC and the end offset of the data descriptor at `end`.
@@ -423,7 +402,7 @@ class _DamagedArchive:
         differ from `stored` and `size`, return 0 as the end offset.
         """
         data = self.window.read(end, 24)
-        if not data.startswith(_DESCRIPTOR) or len(data) < 8:
+        if not data.startswith(zip_reader.DESCRIPTOR_MAGIC) or len(data) < 8:
             return None
         fitting = (
             end + layout.size
@@ -432,44 +411,32 @@ class _DamagedArchive:
         )
         return int.from_bytes(data[4:8], "little"), next(fitting, 0)
 
-    def _end(self, place: RecordPlace, size: int) -> int | None:
-        """Return the end of a stored member, including its data descriptor.
-
-        Return None if the member is compressed, or if its descriptor contains different sizes.
-        """
-        end = place.header.stop + size
-        if place.header.stored is not None:
-            return end if isinstance(place.extent, Range) else None
-        found = self._descriptor(end, size, size)
-        return found[1] or None if found is not None else None
-
-    def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool:
+    def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool | None:
         """Return whether the expected header or entry follows a stored member.
 
-        `order` maps each storage to the next storage. If the expected member is unknown, the member
-        that follows must not be a storage.
+        Return None if the end of the member is unknown, or if neither a header nor the directory
+        follows. `order` maps each storage to the next storage. If the expected member is unknown,
+        the member that follows must not be a storage.
         """
-        end = self._end(place, size)
-        if end is None:
-            return False
-        if place.entry is None:
-            followed = self._is_followed(place, size, order)
-            return self.window.read(end, 4) == _ENTRY if followed is None else followed
-        offset, name = self.directory.following(place.entry)
-        at = place.header.at + offset - place.entry.header
-        if name is None:
-            return at >= end and self.window.read(at, 4) == _ENTRY
-        following = _claim(self.window, at, MAGIC)
-        return at >= end and following is not None and following.name == name
-
-    def _is_followed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool | None:
-        """Return whether the next header has the expected name, or None if no header follows."""
-        end = self._end(place, size)
-        following = None if end is None else _claim(self.window, end, MAGIC)
-        if following is None:
+        end = place.header.stop + size
+        if place.header.stored is None:
+            end = (self._descriptor(end, size, size) or (0, 0))[1]
+        if not end or isinstance(place.extent, Derived):
             return None
-        expected = order.get(place.header.name)
-        return following.name == expected or (expected is None and following.name not in order)
+        at, expected = end, order.get(place.header.name)
+        if place.entry is not None:
+            offset, expected = self.directory.following(place.entry)
+            at = place.header.at + offset - place.entry.header
+        if at < end:
+            return False
+        following = _claim(self.window, at)
+        if following is None:
+            may_end = expected is None or place.entry is None
+            is_end = may_end and self.window.read(at, 4) == zip_reader.CENTRAL_MAGIC
+            return True if is_end else None
+        if expected is None and place.entry is None:
+            return following.name not in order
+        return following.name == expected
 
     def _crc32(self, extent: Extent) -> int | None:
         """Return the CRC-32 of bytes, or None if reading them fails."""
@@ -499,8 +466,7 @@ class _DamagedArchive:
         Raises CorruptError if the pickle is damaged, and UnsupportedError if torch.save did not
         write the archive.
         """
-        name = self._find_pickle()
-        self.top = name.removesuffix(_PICKLE)
+        self.top = self._find_top()
         if self.directories and not self._listed_names():
             self._search({})  # the directory at the end belongs to another archive
             if self.directories and not (self.unverified or self._listed_names()):
@@ -516,7 +482,7 @@ class _DamagedArchive:
             if is_last:
                 self._search({})
             self._refuse_program()
-            for place in self._pickle_places(name):
+            for place in self._pickle_places():
                 if not self._is_pickle(place):
                     unproven.append((place, self.directory))
                     continue
@@ -535,6 +501,11 @@ class _DamagedArchive:
         self._doubt_pickle("has lost its checksum" if place.crc is None else why)
         return self._read_pickle(place.extent, proven=False)
 
+    def _entries(self) -> Iterator[Claim]:
+        """Yield the entries of all directories."""
+        every = chain.from_iterable(each.entries.values() for each in self.directories)
+        return chain.from_iterable(every)
+
     def _listed_names(self) -> list[str]:
         """From all directories, return the names in the top folder of this archive."""
         names = chain.from_iterable(each.entries for each in self.directories)
@@ -552,50 +523,51 @@ class _DamagedArchive:
             f"is a zip archive that begins with {shown(first.name)}, not a torch.save archive"
         )
 
-    def _find_pickle(self) -> str:
-        """Return the name of the pickle's record.
+    def _find_top(self) -> str:
+        """Return the top folder of the archive.
 
         Raises UnsupportedError if torch.save did not write the archive.
         """
         first = self.first
-        listed = [name for each in self.directories for name in each.entries]
-        every = chain.from_iterable(each.entries.values() for each in self.directories)
-        known = next((each for each in chain.from_iterable(every) if each.header == 0), None)
+        known = next((each for each in self._entries() if each.header == 0), None)
         if first and known and first.at == 0 and len(first.name) != len(known.name):
             known = None  # the entry is from the directory of an inner archive
         names = [each.name for each in (known, first) if each is not None]
         tops = [name.partition("/")[0] for name in names if "/" in name]
-        if tops:
-            return tops[0] + _PICKLE
-        if names:
+        if names and not tops:
             raise UnsupportedError(
                 f"is a zip archive of other files, such as {shown(names[-1])}",
                 hint="unpack the intact files (`zip -FF` repairs an archive) and read one of them",
             )
-        at_top = [name for name in listed if name.endswith(_PICKLE) and name.count("/") == 1]
-        if not at_top:
+        listed = (
+            each.name.removesuffix(_PICKLE)
+            for each in self._entries()
+            if each.name.endswith(_PICKLE)
+        )
+        tops += [top for top in listed if "/" not in top]
+        if not tops:
             raise CorruptError("its first header and its directory are damaged", hint=AGAIN)
-        return at_top[0]
+        return tops[0]
 
     def _refuse_program(self) -> None:
         """Raise UnsupportedError for a TorchScript archive."""
-        telling = tuple(f"{self.top}/{name}" for name in ("constants.pkl", "bytecode.pkl"))
-        telling += (f"{self.top}/model.json",)
+        inside = f"{self.top}/"
+        telling = {inside + name for name in ("constants.pkl", "bytecode.pkl", "model.json")}
         for name in (*self._listed_names(), *self.headers):
-            if name in telling or name.startswith(f"{self.top}/code/"):
+            if name in telling or name.startswith(f"{inside}code/"):
                 raise _program()
 
-    def _pickle_places(self, name: str) -> Iterator[RecordPlace]:
+    def _pickle_places(self) -> Iterator[RecordPlace]:
         """Yield the possible locations of the pickle.
 
         Use each directory that lists the pickle. If no directory lists the pickle, use the local
         headers of the pickle. Before this function yields a location, it sets `self.directory` to
         the directory of this location.
         """
+        name = self.top + _PICKLE
         listing = [each for each in self.directories if name in each.entries]
-        for directory in listing:
-            self.directory = directory
-            for size in dict.fromkeys(entry.size or 0 for entry in directory.entries[name]):
+        for self.directory in listing:
+            for size in dict.fromkeys(entry.size or 0 for entry in self.directory.entries[name]):
                 yield from self._places(name, size)
         if listing:
             return
@@ -615,9 +587,8 @@ class _DamagedArchive:
 
         In a file without checksums, return whether the record is at the right place.
         """
-        every = chain.from_iterable(each.entries.values() for each in self.directories)
-        if place.crc == 0 and not any(entry.crc for entry in chain.from_iterable(every)):
-            return self._is_framed(place, place.extent.length, {})
+        if place.crc == 0 and not any(entry.crc for entry in self._entries()):
+            return self._is_framed(place, place.extent.length, {}) is True
         return place.crc is not None and self._crc32(place.extent) == place.crc
 
     def _read_pickle(self, extent: Extent, *, proven: bool) -> Unpickled:
@@ -627,7 +598,7 @@ class _DamagedArchive:
             extent = Range(Memory(data, self.source.name), 0, len(data))
         self._pickle = (extent.source, extent.offset, extent.offset + extent.length)
         self.sizes.clear()
-        self.reasons.clear()
+        self.verdicts.clear()
         tree = self._unpickled(*self._pickle, wrap=not proven)
         if any(name.module.startswith("__torch__") for name in tree.globals):
             raise _program()
@@ -650,9 +621,7 @@ class _DamagedArchive:
             known = StorageTable(self._open_storage)
             return unpickle(source, start, stop, persistent_load=known.load)
         except CkptkitError as error:
-            if (
-                not wrap
-            ):  # `_is_pickle` accepted this data.pkl, so the error is not reported as damage
+            if not wrap:  # the pickle matches its checksum, so the error is not reported as damage
                 raise
             raise CorruptError(
                 "the names and shapes of its tensors are lost: "
@@ -663,7 +632,7 @@ class _DamagedArchive:
     def _open_storage(self, key: str, nbytes: int, location: str) -> Storage:
         name = f"{self.top}/data/{key}"
         self.sizes[name] = nbytes
-        return Storage(_Late(self.places, name, nbytes), location, None, self._big_endian)
+        return Storage(_Late(self.verdicts, name, nbytes), location, None, self._big_endian)
 
     # The storages
 
@@ -682,84 +651,89 @@ class _DamagedArchive:
         order = dict(max(orders, key=lambda pairs: sum(pair in found for pair in pairs)))
         for name in names:
             judge = self._judge if are_summed else self._judge_framed
-            verdict, place, why = judge(name, self.sizes[name], order)
-            self.verdicts[name] = verdict
-            if place is not None and (verdict != UNPROVEN or unverified):
-                self.places[name] = place
-                self.reasons.pop(name, None)
-            else:
-                self.reasons[name] = why
-        return list(self.reasons)
+            verdict = self._judge_size(name) or judge(name, self.sizes[name], order)
+            is_kept = verdict.evidence != UNPROVEN or unverified
+            self.verdicts[name] = verdict if is_kept else verdict._replace(extent=None)
+        return [name for name, verdict in self.verdicts.items() if verdict.extent is None]
+
+    def _judge_size(self, name: str) -> Verdict | None:
+        """Judge a storage that is empty, missing or of a wrong size. Return None for others."""
+        size, known = self.sizes[name], self.directory.entries.get(name, ())
+        if not size:
+            return Verdict(LISTED, Range(self.source, 0, 0))
+        if known and all(entry.size != size for entry in known):
+            why = f"its record has {known[0].size:,} bytes instead of {size:,}"
+            return Verdict(DAMAGED, None, why)
+        if next(self._places(name, size), None) is not None:
+            return None
+        for header in self.headers.get(name, ()):
+            lacking = header.stop + size - self.source.size
+            if header.method == 0 and lacking > 0:
+                why = f"the file is truncated: {lacking:,} bytes are missing"
+                return Verdict(DAMAGED, None, why)
+        return Verdict(DAMAGED, None, "its record is missing, or its header is damaged")
 
     def _judge(self, name: str, size: int, order: Mapping[str, str]) -> Verdict:
         """Judge a storage by its checksum. `order` maps each storage to the next storage."""
-        if (found := self._judge_size(name, size)) is not None:
-            return found
-        known = self.directory.entries.get(name, ())
-        best: Verdict = (DAMAGED, None, self._missing(name, size))
+        sums = {entry.crc for entry in self.directory.entries.get(name, ())}
+        evidence = LISTED if self._listed and len(sums) == 1 else SUMMED
+        best = Verdict(DAMAGED, None)
         for place in self._places(name, size):
+            # The CRC may be only in the data descriptor. A data descriptor contains no name.
+            is_nameless = place.entry is None and place.header.crc is None
             if place.crc is None:
                 why = "its checksum is missing, so it cannot be verified"
-                best = UNPROVEN, place.extent, why
-                continue
-            # True if the CRC is only in the data descriptor. A data descriptor contains no name.
-            is_nameless = place.entry is None and place.header.crc is None
-            if is_nameless and self._is_followed(place, size, order) is False:
-                best = DAMAGED, None, "the checksum after its header belongs to another record"
-                continue
-            if self._budget < 0:
-                return DAMAGED, None, "too many headers overlap"
-            if self._crc32(place.extent) == place.crc:
-                listed = self._listed and len({entry.crc for entry in known}) == 1
-                return LISTED if listed else SUMMED, place.extent, ""
-            best = DAMAGED, None, "its bytes do not match their checksum"
+                best = Verdict(UNPROVEN, place.extent, why)
+            elif is_nameless and self._is_framed(place, size, order) is False:
+                why = "the checksum after its header belongs to another record"
+                best = Verdict(DAMAGED, None, why)
+            elif self._budget < 0:
+                return Verdict(DAMAGED, None, "too many headers overlap")
+            elif self._crc32(place.extent) == place.crc:
+                return Verdict(evidence, place.extent)
+            else:
+                best = Verdict(DAMAGED, None, "its bytes do not match their checksum")
         return best
 
     def _judge_framed(self, name: str, size: int, order: Mapping[str, str]) -> Verdict:
         """Judge a storage without a checksum by the position of the next record."""
-        if (found := self._judge_size(name, size)) is not None:
-            return found
         places = [*self._places(name, size)]
-        if not places:
-            return DAMAGED, None, self._missing(name, size)
         framed = [place for place in places if self._is_framed(place, size, order)]
         at_home = [each for each in framed if each.entry and each.entry.header == each.header.at]
         if len(at_home or framed) == 1:
-            return FRAMED, (at_home or framed)[0].extent, ""
+            return Verdict(FRAMED, (at_home or framed)[0].extent)
         why = "several records have its name" if framed else "its record ends at the wrong place"
-        return UNPROVEN, places[0].extent, f"it has no checksum, and {why}"
-
-    def _judge_size(self, name: str, size: int) -> Verdict | None:
-        """Judge a storage that is empty or has a wrong size. Return None for other storages."""
-        known = self.directory.entries.get(name, ())
-        if not size:
-            return LISTED, Range(self.source, 0, 0), ""
-        if known and all(entry.size != size for entry in known):
-            return DAMAGED, None, f"its record has {known[0].size:,} bytes instead of {size:,}"
-        return None
-
-    def _missing(self, name: str, size: int) -> str:
-        for header in self.headers.get(name, ()):
-            if header.method == 0 and header.stop + size > self.source.size:
-                lacking = header.stop + size - self.source.size
-                return f"the file is truncated: {lacking:,} bytes are missing"
-        return "its record is missing, or its header is damaged"
+        return Verdict(UNPROVEN, places[0].extent, f"it has no checksum, and {why}")
 
     # Warnings and byte order
 
     def _warn(self, root: Node) -> None:
-        kept = [name for name in self.sizes if name not in self.reasons]
-        verdicts = [self.verdicts[name] for name in kept]
-        if FRAMED in verdicts:
+        kept = {name: each for name, each in self.verdicts.items() if each.extent is not None}
+        evidence = [each.evidence for each in kept.values()]
+        if FRAMED in evidence:
             self.warnings.append(unsummed())
-        if count := verdicts.count(UNPROVEN):
+        if count := evidence.count(UNPROVEN):
             self.warnings.append(
                 f"{count:,} of its storages cannot be verified: their values may be garbage"
             )
-        if SUMMED in verdicts:
-            end = self._end_of_save()
-            if any(self.places[name].length and _offset(self.places[name]) >= end for name in kept):
-                self.warnings.append(self._of_two_saves(root))
+        if SUMMED not in evidence:
+            return
+        end = self._end_of_save()
+        extents = (each.extent for each in kept.values() if each.extent is not None)
+        if not any(place.length and place.offset >= end for place in chain(*map(leaves, extents))):
+            return
+        # Tensors after the first lost storage may come from an older save.
+        names = iter(self.sizes)
+        all(name in kept for name in names)
+        after = {name for name in names if name in kept and kept[name].evidence == SUMMED}
+        older = [name for name, each in tensors(root) if after and _member(each.storage) in after]
+        which = "some tensors may come from that file"
+        if older:
+            which = f"{plural(len(older), 'tensor')} may come from that file: {some(older)}"
+        self.warnings.append(
+            "its directory is missing or damaged: nothing proves that its tensors come from one "
+            f"save; if it overwrote an older file, {which}"
+        )
 
     def _end_of_save(self) -> int:
         """Return an offset: all members before this offset come from one save.
@@ -778,33 +752,16 @@ class _DamagedArchive:
                 return header.at if digits == b"%020d" % total else 0
             if following is None:
                 break
-            stop = following.at
             for layout in _DESCRIPTORS:
-                size = stop - layout.size - header.stop
-                found = self._descriptor(stop - layout.size, size, size)
-                if found is not None and found[1] == stop:
+                place = following.at - layout.size
+                size = place - header.stop
+                found = self._descriptor(place, size, size)
+                if found is not None and found[1] == following.at:
                     total ^= (found[0] + 0x9E3779B9 + (total << 6) + (total >> 2)) % (1 << 64)
                     break
             else:
                 break
         return 0
-
-    def _of_two_saves(self, root: Node) -> str:
-        """Return a warning that names the tensors that may come from an older save.
-
-        Tensors after the first lost storage may come from an older save.
-        """
-        names = iter(self.sizes)
-        all(name not in self.reasons for name in names)
-        after = {name for name in names if self.verdicts[name] == SUMMED} - self.reasons.keys()
-        tensors = ((join(path), as_tensor(node)) for path, node in walk(root) if after)
-        older = [name for name, each in tensors if each and _member(each.storage) in after]
-        which = f"{plural(len(older), 'tensor')} may come from that file: {some(older)}"
-        return (
-            "its directory is missing or damaged: nothing proves that its tensors come from one "
-            "save; if it overwrote an older file, "
-            f"{which if older else 'some tensors may come from that file'}"
-        )
 
     def _is_big_endian(self) -> bool:
         """Return whether the record byteorder is "big".
@@ -820,12 +777,6 @@ class _DamagedArchive:
         return any(self.window.read(header.stop, 3) == b"big" for header in headers)
 
 
-def _offset(extent: Extent) -> int:
-    while isinstance(extent, Derived):
-        (extent,) = extent.inputs
-    return extent.offset
-
-
 def _member(storage: Storage | None) -> str:
     """Return the name of the member that contains a storage, or ""."""
     record = storage.record if storage is not None else None
@@ -834,6 +785,5 @@ def _member(storage: Storage | None) -> str:
 
 def _program() -> UnsupportedError:
     return UnsupportedError(
-        "is a TorchScript program: ckptkit cannot recover damaged programs",
-        hint=AGAIN,
+        "is a TorchScript program: ckptkit cannot recover damaged programs", hint=AGAIN
     )

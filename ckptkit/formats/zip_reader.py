@@ -62,21 +62,22 @@ DEFLATED = 8
 # An in-place edit renames replaced records to names with one of these suffixes.
 REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
-_CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
-_CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
-_local = struct.Struct("<4s2xHH4xLLLHH").unpack_from
+CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
+CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
+LOCAL = struct.Struct("<4s2xHH4xLLLHH")
+_local = LOCAL.unpack_from
 _field = struct.Struct("<2sH").unpack_from  # reads the id and the length of an extra field
 # Number of bytes of a local header without its name, plus 4 bytes. Every zip file contains at least
 # 4 bytes after a local header.
 _LEAST = 34
 _DESCRIPTOR = struct.Struct("<4sLLL")
-_U32 = 0xFFFFFFFF
-_DESCRIPTOR_FLAG = 0x0008
+U32 = 0xFFFFFFFF
+DESCRIBED = 0x0008
 _REFUSED_FLAGS = ~0x080E  # all flags but UTF-8, data descriptor, and deflate's compression level
-_ENCRYPTED_FLAGS = 0x2041
+ENCRYPTED = 0x2041
 _FOLDER = 0x10  # bit in the DOS attributes that marks a folder
 _CONTROLS = bytes([*range(1, 32), 127])
-_ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
+ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
 _STEP = 512  # minimum number of bytes to read at once
 
 Row = Sequence[int]
@@ -91,7 +92,7 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     """
     names: list[bytes] = []
     rows: list[Row] = []
-    unpack = _CENTRAL.unpack_from
+    unpack = CENTRAL.unpack_from
     at = 0
     try:
         for _ in range(count):
@@ -100,9 +101,9 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
             )
             end = at + 46 + n
             name = data[at + 46 : end]
-            if magic != _CENTRAL_MAGIC:
+            if magic != CENTRAL_MAGIC:
                 raise CorruptError(f"zip directory is damaged at its byte {at:,}")
-            if x or size == _U32 or stored == _U32 or offset == _U32:
+            if x or size == U32 or stored == U32 or offset == U32:
                 size, stored, offset = _widen(data[end : end + x], name, size, stored, offset)
             wrong_size = method != DEFLATED if method else stored != size
             folder = attributes & _FOLDER and stored
@@ -129,7 +130,7 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
 def _refuse_entry(
     name: bytes, flags: int, method: int, disk: int, same_size: bool, folder: bool
 ) -> NoReturn:
-    if flags & _ENCRYPTED_FLAGS:
+    if flags & ENCRYPTED:
         raise UnsupportedError(f"record {shown(name)} is encrypted")
     if flags & _REFUSED_FLAGS:
         raise UnsupportedError(f"record {shown(name)} has unsupported flags: {flags:#06x}")
@@ -148,13 +149,13 @@ def _refuse_entry(
     raise CorruptError(f"record {shown(name)} reaches beyond the end of the members")
 
 
-def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
+def extra_fields(extra: bytes, name: bytes) -> dict[int, bytes]:
     """Return the extra fields of a header by id."""
     found: dict[int, bytes] = {}
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind in found and kind == _ZIP64_FIELD:
+        if kind in found and kind == ZIP64_FIELD:
             raise FormatError(f"record {shown(name)} has two zip64 fields")
         if kind == _UNICODE_PATH_FIELD:
             raise FormatError(f"record {shown(name)} has a second name in an extra field")
@@ -170,13 +171,13 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
 
     Read values of more than 32 bits from the zip64 field.
     """
-    field = _fields(extra, name).get(_ZIP64_FIELD, b"")
-    if len(field) != 8 * values.count(_U32):
+    field = extra_fields(extra, name).get(ZIP64_FIELD, b"")
+    if len(field) != 8 * values.count(U32):
         raise FormatError(
             f"record {shown(name)} has a zip64 field of wrong size ({len(field)} bytes)"
         )
     wide = iter(struct.unpack(f"<{len(field) // 8}Q", field))
-    return [next(wide) if value == _U32 else value for value in values]
+    return [next(wide) if value == U32 else value for value in values]
 
 
 def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
@@ -281,7 +282,7 @@ def check_members(
         end = start + row[1]
         if described and end <= directory:
             at = place(end, 24)  # every zip file contains at least 24 bytes after a member's data
-            mostly = (_DESCRIPTOR_MAGIC, row[3], row[1], row[2])
+            mostly = (DESCRIPTOR_MAGIC, row[3], row[1], row[2])
             is_short = _DESCRIPTOR.unpack_from(window.data, at) == mostly
             end += 16 if is_short else _check_descriptor(window.data, at, name, row)
         if end > directory:
@@ -311,8 +312,8 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
         raise CorruptError(
             f"record {shown(name)} does not begin at byte {offset:,}, its offset in the directory"
         )
-    described = own_flags & _DESCRIPTOR_FLAG != 0
-    alike = own_flags == flags or own_flags == flags | _DESCRIPTOR_FLAG
+    described = own_flags & DESCRIBED != 0
+    alike = own_flags == flags or own_flags == flags | DESCRIBED
     end = at + 30 + n
     if not alike or own_method != method or own_n != n or data[at + 30 : end] != name:
         raise AmbiguousError(
@@ -324,7 +325,7 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
         same = own_crc == crc and own_stored == stored and own_size == size
     if not same or (x and _field(data, end) != (b"FB", x - 4)):
         own = own_crc, own_stored, own_size
-        _check_local(own, described, _fields(read(offset + 30 + n, x), name), name, row)
+        _check_local(own, described, extra_fields(read(offset + 30 + n, x), name), name, row)
     return 30 + n + x, described
 
 
@@ -338,10 +339,10 @@ def _check_local(
     then the offset. The 32-bit sizes are also 0.
     """
     offset, stored, size, crc = row[:4]
-    field = fields.get(_ZIP64_FIELD, b"")
+    field = fields.get(ZIP64_FIELD, b"")
     wide = list(struct.unpack(f"<{len(field) // 8}Q", field)) if len(field) % 8 == 0 else [-1]
-    own_size = wide.pop(0) if own[2] == _U32 and wide else own[2]
-    own_stored = wide.pop(0) if own[1] == _U32 and wide else own[1]
+    own_size = wide.pop(0) if own[2] == U32 and wide else own[2]
+    own_stored = wide.pop(0) if own[1] == U32 and wide else own[1]
     differ = any(
         found != expected and not (described and found == 0)
         for found, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
@@ -359,8 +360,8 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
     """
     _, stored, size, crc, _, _ = row
     wide = struct.pack("<LQQ", crc, stored, size)
-    narrow = struct.pack("<LLL", crc, stored & _U32, size & _U32) if size <= _U32 else wide
-    for expected in (_DESCRIPTOR_MAGIC + wide, wide, narrow):
+    narrow = struct.pack("<LLL", crc, stored & U32, size & U32) if size <= U32 else wide
+    for expected in (DESCRIPTOR_MAGIC + wide, wide, narrow):
         if data.startswith(expected, at):
             return len(expected)
     raise CorruptError(f"the data descriptor of record {shown(name)} contradicts the directory")
@@ -382,7 +383,7 @@ def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
 # The directory
 
 
-_END_MAGIC, _END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+END_MAGIC, END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
@@ -638,12 +639,12 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
         magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
             tail, locator - _END64.size
         )
-        if magic != _END64_MAGIC or length != _END64.size - 12:
+        if magic != END64_MAGIC or length != _END64.size - 12:
             raise FormatError("zip64 end record is malformed")
-        wide = zip(short, (start, size, count), (_U32, _U32, _U16), strict=True)
+        wide = zip(short, (start, size, count), (U32, U32, _U16), strict=True)
         if any(value not in (true, capped) for value, true, capped in wide):
             raise FormatError("zip64 end record and end record contradict each other")
-    elif _U32 in (size, start):
+    elif U32 in (size, start):
         raise FormatError("zip64 end record is missing")
     if disk or first_disk or here != count:
         raise UnsupportedError(_IN_PARTS)
@@ -662,7 +663,7 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
     Raises an InputError unless the tail contains exactly one such end record.
     """
     first = max(0, len(tail) - _END.size - _U16)
-    found = [first + match.start() for match in re.finditer(_END_MAGIC, tail[first:])]
+    found = [first + match.start() for match in re.finditer(END_MAGIC, tail[first:])]
     exact: list[int] = []
     own = 0  # number of end records, except the end records of archives inside the file
     for at in found:
@@ -673,7 +674,7 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
         end, locator = at, max(0, at - _LOCATOR.size)
         if tail[locator:at].startswith(_LOCATOR_MAGIC):
             end = locator - _END64.size
-            if end < 0 or not tail.startswith(_END64_MAGIC, end):
+            if end < 0 or not tail.startswith(END64_MAGIC, end):
                 own += 1  # the caller reports the damage
                 continue
             size, start = _END64.unpack_from(tail, end)[8:10]
