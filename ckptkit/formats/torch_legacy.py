@@ -49,14 +49,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from struct import Struct, unpack
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_STORAGE, DType
+from ckptkit.core.dtypes import BY_STORAGE
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -73,8 +72,7 @@ from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, StoredBytes
 from ckptkit.formats import table
 from ckptkit.formats.format import RECOVER, Probe, Recovered
-from ckptkit.formats.table import TORCH_LEGACY, TORCH_TAR
-from ckptkit.formats.tar import TarMember, first_name, is_tar, read_members
+from ckptkit.formats.tar import first_name, is_tar, read_members
 from ckptkit.formats.whats_inside import PICKLES
 from ckptkit.pickles.globals import REDUCERS, check_class, strided
 from ckptkit.pickles.storages import ModuleSources, StorageTable, dtype_of_storage, endian_warning
@@ -98,13 +96,34 @@ def matches(probe: Probe) -> bool:
     return (_BINARY in head or _DECIMAL in head) and re.match(_MAGIC, head) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class _LegacyRecord:
+    """The bytes of a storage. Their location is known only after all pickles have been read.
+
+    `places` maps each key to the place of the storage and its number of elements.
+    """
+
+    places: dict[str, tuple[Range, int]]
+    key: str
+    length: int
+
+    def locate(self) -> Range:
+        place, numel = self.places[self.key]
+        if place.source.remote:
+            _check_count(place, numel, self.key)
+        return place
+
+
+_Places = dict[str, tuple[Range, int]]
+
+
 def read(probe: Probe) -> Checkpoint:
     """Read the five pickles, then locate the storages."""
-    return parse(probe.source)
+    return _parse(probe.source)[0]
 
 
-def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
-    """Parse the checkpoint of a stream.
+def _parse(source: ByteSource, lost: dict[str, str] | None = None) -> tuple[Checkpoint, _Places]:
+    """Return the checkpoint of a stream, and its storages in file order.
 
     If `lost` is given, a damaged storage raises no error. Instead, `lost` gets the reason, under
     the key of the storage.
@@ -118,15 +137,12 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream is not a dict of system properties")
-    places, sources = _StoragePlaces(), ModuleSources()
+    places: _Places = {}
+    lengths: dict[str, int] = {}
+    sources = ModuleSources()
 
     def opened(key: str, nbytes: int, location: str) -> Storage:
-        if nbytes > source.size and lost is None:
-            raise TruncatedError(
-                f"storage {key!r} has {nbytes:,} bytes, but the file has only {source.size:,}",
-                hint="download or copy it again",
-            )
-        places.lengths[key] = nbytes
+        lengths[key] = nbytes
         return Storage(_LegacyRecord(places, key, nbytes), location)
 
     storages = StorageTable(opened)
@@ -138,87 +154,45 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
 
     tree = unpickle(source, system.stop, persistent_load=persistent_load)
     keys = unpickle(source, tree.stop)
-    places.itemsizes = storages.itemsizes()
-    end = _bind(source, places, keys, lost)
-    left = max(0, source.size - end)
-    return Checkpoint(
-        tree.root, TORCH_LEGACY.name, source, sources.metadata,
-        globals=(*system.globals, *tree.globals, *keys.globals),
-        warnings=(
-            *tree.warnings, *endian_warning(system.root), *sources.warnings,
-            *((f"{left:,} bytes after the last storage are unaccounted for",) if left else ()),
-        ),
-    )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _StoragePlaces:
-    """The storages of a stream, by key. `parse` fills the dicts while it reads the stream."""
-
-    lengths: dict[str, int] = field(default_factory=dict)
-    itemsizes: dict[str, int] = field(default_factory=dict)
-    ranges: dict[str, Range] = field(default_factory=dict)
-    # Maps the key of each storage to the key of the next storage in the file.
-    following: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _LegacyRecord:
-    """The bytes of a storage. Their location is known only after all pickles have been read."""
-
-    places: _StoragePlaces
-    key: str
-    length: int
-
-    def locate(self) -> Range:
-        place = self.places.ranges[self.key]
-        if place.source.remote:
-            _check_count(place, self.key, self.places.itemsizes[self.key])
-        return place
-
-
-def _bind(
-    source: ByteSource, places: _StoragePlaces, keys: Unpickled, lost: dict[str, str] | None
-) -> int:
-    """Locate every storage after the list of keys. Return the offset after the last storage."""
     if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
         raise FormatError("the list of storage keys is not a list of strings")
     if len(set(keys.root)) != len(keys.root):
         raise AmbiguousError("a storage is listed twice")
-    if odd := set(keys.root) ^ places.lengths.keys():
+    if odd := set(keys.root) ^ lengths.keys():
         first = min(odd)
-        listed = "used, but missing from" if first in places.lengths else "not used, but in"
+        listed = "used, but missing from" if first in lengths else "not used, but in"
         raise CorruptError(f"storage {first!r} is {listed} the list of storage keys")
-    if lost is not None:
-        places.following.update(pairwise(keys.root))
-    at = keys.stop
+    at, itemsizes = keys.stop, storages.itemsizes()
     for key in keys.root:
-        length = places.lengths[key]
-        end = at + 8 + length
+        place = Range(source, at + 8, lengths[key])
+        places[key] = place, place.length // itemsizes[key]
+        at += 8 + place.length
         try:
-            if end > source.size:
+            if at > source.size:
                 raise TruncatedError(
-                    f"ends inside storage {key!r}: {end - source.size:,} bytes are missing",
+                    f"ends inside storage {key!r}: {at - source.size:,} bytes are missing",
                     hint="download or copy it again",
                 )
-            place = places.ranges[key] = Range(source, at + 8, length)
             if not source.remote:  # for a remote file, `locate` checks the count
-                _check_count(place, key, places.itemsizes[key])
+                _check_count(*places[key], key)
         except FormatError as error:
             if lost is None:
                 raise
             lost[key] = error.message
-        at = end
-    return at
+    warnings = [*tree.warnings, *endian_warning(system.root), *sources.warnings]
+    if at < source.size:
+        warnings.append(f"{source.size - at:,} bytes after the last storage are unaccounted for")
+    names = (*system.globals, *tree.globals, *keys.globals)
+    return Checkpoint(
+        tree.root, table.TORCH_LEGACY.name, source, sources.metadata, names, tuple(warnings)
+    ), places
 
 
-def _check_count(place: Range, key: str, itemsize: int) -> None:
+def _check_count(place: Range, numel: int, key: str) -> None:
     """Raise CorruptError unless the element count before a storage matches the pickle."""
-    (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
-    if numel * itemsize != place.length:
-        raise CorruptError(
-            f"storage {key!r} has {numel} elements, but its tensors need {place.length // itemsize}"
-        )
+    (found,) = unpack("<q", place.source.read(place.offset - 8, 8))
+    if found != numel:
+        raise CorruptError(f"storage {key!r} has {found} elements, but its tensors need {numel}")
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
@@ -233,46 +207,35 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         return None
     from ckptkit.formats.recovering import AGAIN, UNVERIFIED, recovered, unsummed, zeros_from
 
-    reasons: dict[str, str] = {}
+    source = probe.source
+    damaged: dict[str, str] = {}
     try:
-        checkpoint = parse(probe.source, reasons)
+        checkpoint, places = _parse(source, damaged)
     except CkptkitError as error:
         raise CorruptError(
             f"the pickles before its tensors are damaged: {error.message}", hint=AGAIN
         ) from error
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, unsummed()))
-    zeros = None if unverified else zeros_from(probe.source)
-    why = partial(_why_lost, reasons=reasons, zeros=zeros)
-    return recovered(checkpoint, why, AGAIN if unverified else UNVERIFIED)
+    reasons = dict(damaged)
+    zeros = zeros_from(source)
+    for key, following in () if unverified else pairwise((*places, None)):
+        end = places[key][0].offset + places[key][0].length
+        why = ""
+        if places[key][0].length and end > zeros:
+            why = f"the file ends in {source.size - zeros:,} zeros; the save may be incomplete"
+        elif following is None and end != source.size:
+            why = f"{source.size - end:,} extra bytes follow it"
+        elif following in damaged:
+            why = f"the next storage is at the wrong offset ({damaged[following]})"
+            why = f"it may be shifted: {why}"
+        if why:
+            reasons.setdefault(key, why)
 
+    def why_lost(storage: Storage) -> str | None:
+        record = storage.record
+        return reasons.get(record.key) if isinstance(record, _LegacyRecord) else None
 
-def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -> str | None:
-    """Return why a storage is or may be lost, or None if nothing suggests damage.
-
-    `zeros` is the offset at which the zeros at the end of the file begin. If `zeros` is None, check
-    only the element count before the storage.
-    """
-    record = storage.record
-    if not isinstance(record, _LegacyRecord):
-        return None
-    place = record.places.ranges.get(record.key)
-    if record.key in reasons or place is None:
-        return reasons.get(record.key, "it is missing")
-    if zeros is None:
-        return None
-    end = place.offset + place.length
-    if place.length and end > zeros:
-        return f"the file ends in {place.source.size - zeros:,} zeros; the save may be incomplete"
-    following = record.places.following.get(record.key)
-    if following is None:
-        return (
-            None
-            if end == place.source.size
-            else f"{place.source.size - end:,} extra bytes follow it"
-        )
-    if following in reasons:
-        return f"it may be shifted: the next storage is at the wrong offset ({reasons[following]})"
-    return None
+    return recovered(checkpoint, why_lost, AGAIN if unverified else UNVERIFIED)
 
 
 def recoverable(probe: Probe) -> str:
@@ -280,7 +243,7 @@ def recoverable(probe: Probe) -> str:
     if not matches(probe):
         return ""
     try:
-        parse(probe.source, {})
+        _parse(probe.source, {})
     except CkptkitError:
         return ""
     return RECOVER
@@ -298,7 +261,6 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
-_OPTIONAL = RECORDS[:1]  # torch does not read sys_info
 
 
 def matches_tar(probe: Probe) -> bool:
@@ -318,33 +280,9 @@ def is_archive(probe: Probe) -> bool:
 
 def read_tar(probe: Probe) -> Checkpoint:
     """Read the object in the record `pickle`, and its tensors in the other records."""
-    source = probe.source
-    streams = {
-        name: _TarRecord(source, member) for name, member in _records(read_members(source)).items()
-    }
-    system = streams["sys_info"].pickle() if "sys_info" in streams else None
-    table = _TarTable()
-    table.read_storages(streams["storages"])
-    table.read_tensors(streams["tensors"])
-    tree = streams["pickle"].pickle(table)
-    for stream in streams.values():
-        stream.finish()
-    named = chain.from_iterable(stream.globals for stream in streams.values())
-    return Checkpoint(
-        tree.root, TORCH_TAR.name, source, table.sources.metadata,
-        globals=tuple(dict.fromkeys(named)),
-        warnings=(*tree.warnings, *endian_warning(system and system.root), *table.warnings()),
-    )  # fmt: skip
-
-
-def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
-    """Return the records by name.
-
-    Raises CorruptError if a required record is missing. Raises AmbiguousError if the file has other
-    members. Raises PathError if a record is a folder or a link.
-    """
-    for name in RECORDS:
-        if name not in members and name not in _OPTIONAL:
+    members = read_members(probe.source)
+    for name in RECORDS[1:]:  # torch does not read sys_info
+        if name not in members:
             raise CorruptError(f"the tar file lacks the record {name!r}")
     for name, member in members.items():
         if name not in RECORDS:
@@ -353,25 +291,39 @@ def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
             )
         if member.kind != "file":
             raise PathError(f"the record {name!r} is a {member.kind}")
-    return members
+    streams = {name: _TarRecord(name, member.data) for name, member in members.items()}
+    system = streams["sys_info"].pickle().root if "sys_info" in streams else None
+    table_of_file = _TarTable()
+    table_of_file.read_storages(streams["storages"])
+    table_of_file.read_tensors(streams["tensors"])
+    tree = streams["pickle"].pickle(table_of_file)
+    for name, stream in streams.items():
+        if stream.at != stream.end:
+            raise AmbiguousError(
+                f"{stream.end - stream.at:,} bytes of the record {name!r} are unaccounted for"
+            )
+    named = chain.from_iterable(stream.globals for stream in streams.values())
+    return Checkpoint(
+        tree.root, table.TORCH_TAR.name, probe.source, table_of_file.sources.metadata,
+        globals=tuple(dict.fromkeys(named)),
+        warnings=(*tree.warnings, *endian_warning(system), *table_of_file.warnings()),
+    )  # fmt: skip
 
 
 class _TarRecord:
     """A reader of one record, from start to end. Pickles, numbers and bytes alternate."""
 
-    def __init__(self, source: ByteSource, member: TarMember) -> None:
-        self.source = source
-        self.name = member.name
-        self.at = member.data.offset
-        self.end = member.data.offset + member.data.length
-        self.globals: dict[Global, None] = {}
+    def __init__(self, name: str, data: Range) -> None:
+        self.name = name
+        self.source, self.at, length = data
+        self.end = self.at + length
+        self.globals: list[Global] = []
 
     def pickle(self, table: _TarTable | None = None) -> Unpickled:
-        found = unpickle(
-            self.source, self.at, self.end, persistent_load=table.load if table else None
-        )
+        load = table.load if table else None
+        found = unpickle(self.source, self.at, self.end, persistent_load=load)
         self.at = found.stop
-        self.globals.update(dict.fromkeys(found.globals))
+        self.globals += found.globals
         return found
 
     def bytes(self, length: int) -> Range:
@@ -386,33 +338,21 @@ class _TarRecord:
         packed = Struct(layout)
         return packed.unpack(self.bytes(packed.size).read())
 
-    def count(self) -> int:
-        """Read the number of entries that follow. Each entry takes at least one byte."""
-        count = self.pickle().root
-        if type(count) is not int or count < 0:
-            raise FormatError(f"the record {self.name!r} has no valid number of entries")
-        if count > self.end - self.at:
-            raise CorruptError(f"the record {self.name!r} is too short for its number of entries")
-        return count
-
     def entries(self) -> Iterator[tuple[Node, Node, Node]]:
         """Yield the pickled tuple at the start of each entry.
 
         The tuple is (key, storage key, class) for tensors, and (key, location, class) for storages.
         """
-        for _ in range(self.count()):
+        count = self.pickle().root  # each entry takes at least one byte
+        if type(count) is not int or not 0 <= count <= self.end - self.at:
+            raise FormatError(f"the record {self.name!r} has no valid number of entries")
+        for _ in range(count):
             entry = self.pickle().root
             if not isinstance(entry, tuple) or len(entry) != 3:
                 raise FormatError(
                     f"an entry of the record {self.name!r} does not begin with a triple"
                 )
             yield entry
-
-    def finish(self) -> None:
-        if self.at != self.end:
-            raise AmbiguousError(
-                f"{self.end - self.at:,} bytes of the record {self.name!r} are unaccounted for"
-            )
 
 
 class _TarTable:
@@ -423,8 +363,7 @@ class _TarTable:
     """
 
     def __init__(self) -> None:
-        self.storages: dict[str, TypedStorage] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.found: dict[str, TypedStorage | Tensor] = {}
         self.used: set[str] = set()
         self.sources = ModuleSources()
 
@@ -442,30 +381,25 @@ class _TarTable:
                     f"storage {_decimal(key)} has a negative number of elements: {elements}"
                 )
             place = stream.bytes(elements * dtype.itemsize)
-            self.storages[self._new(key)] = TypedStorage(Storage(place, location), dtype)
+            self._add(key, TypedStorage(Storage(place, location), dtype))
         views = stream.pickle().root
         if not isinstance(views, list):
             raise FormatError("the views of storages are not a list")
         for view in views:
-            self._view(view)
-
-    def _view(self, view: Node) -> None:
-        if (
-            not isinstance(view, tuple)
-            or len(view) != 4
-            or type(view[2]) is not int
-            or type(view[3]) is not int
-        ):
-            raise FormatError("a view of a storage is not a tuple of key, root, offset and size")
-        key, root_key, offset, size = view
-        root = self._storage(root_key)
-        if not 0 <= offset <= offset + size <= root.elements:
-            raise TensorError(
-                f"a view of {size} elements at offset {offset} exceeds its storage of "
-                f"{root.elements} elements"
-            )
-        start = root.start + offset
-        self.storages[self._new(key)] = TypedStorage(root.storage, root.dtype, start, start + size)
+            shape = [type(each) for each in view[2:]] if isinstance(view, tuple) else []
+            if shape != [int, int]:
+                raise FormatError(
+                    "a view of a storage is not a tuple of key, root, offset and size"
+                )
+            key, root_key, offset, size = view
+            root = self._storage(root_key)
+            if not 0 <= offset <= offset + size <= root.elements:
+                raise TensorError(
+                    f"a view of {size} elements at offset {offset} exceeds its storage of "
+                    f"{root.elements} elements"
+                )
+            start = root.start + offset
+            self._add(key, TypedStorage(root.storage, root.dtype, start, start + size))
 
     def read_tensors(self, stream: _TarRecord) -> None:
         for key, storage_key, made in stream.entries():
@@ -474,64 +408,54 @@ class _TarTable:
             if rank < 0:
                 raise TensorError(f"a tensor of {rank} dimensions")
             numbers = stream.numbers(f"<{2 * rank + 1}q")
-            typed = _nothing(made) if storage_key is None else self._storage(storage_key)
+            if storage_key is None:  # an empty tensor
+                name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
+                empty = Storage(Range(Memory(b""), 0, 0))
+                typed = TypedStorage(empty, BY_STORAGE.get(name))
+            else:
+                typed = self._storage(storage_key)
             check_class(made, typed.dtype)
             view = (typed, numbers[-1], numbers[:rank], numbers[rank:-1])
-            self.tensors[self._new(key)] = strided(typed, typed.dtype, view)[0]
+            self._add(key, strided(typed, typed.dtype, view)[0])
 
     def load(self, pid: Node) -> Node:
         """Return the object to which a persistent id refers."""
         if isinstance(pid, tuple) and len(pid) == 3:
             return self.sources.load(pid[0], pid[2])
         key = _decimal(pid)
-        found = self.tensors.get(key) or self.storages.get(key)
-        if found is None:
+        if key not in self.found:
             raise CorruptError(
                 f"the pickle refers to {key}, which is neither a tensor nor a storage of the file"
             )
         self.used.add(key)
-        return found
+        return self.found[key]
 
     def warnings(self) -> tuple[str, ...]:
-        unused = self.tensors.keys() - self.used
-        unread = (
-            (f"nothing refers to {len(unused):,} of its tensors; ckptkit does not copy them",)
-            if unused
-            else ()
+        unused = sum(
+            isinstance(each, Tensor) and key not in self.used for key, each in self.found.items()
         )
-        return (*self.sources.warnings, *unread)
+        unread = f"nothing refers to {unused:,} of its tensors; ckptkit does not copy them"
+        return (*self.sources.warnings, *([unread] if unused else ()))
 
     def _storage(self, node: Node) -> TypedStorage:
-        found = self.storages.get(_decimal(node))
-        if found is None:
+        found = self.found.get(_decimal(node))
+        if not isinstance(found, TypedStorage):
             raise CorruptError(f"{_decimal(node)} is not a storage of the file")
         return found
 
-    def _new(self, node: Node) -> str:
+    def _add(self, node: Node, made: TypedStorage | Tensor) -> None:
         key = _decimal(node)
-        if key in self.storages or key in self.tensors:
+        if key in self.found:
             raise AmbiguousError(f"two entries have the key {key}")
-        return key
+        self.found[key] = made
 
 
 def _decimal(node: Node) -> str:
     """Return a key as a decimal string. Raises FormatError if the key is not a number."""
     text = str(node) if type(node) is int else node
-    if (
-        not isinstance(text, str)
-        or not text.isascii()
-        or not text.removeprefix("-").isdigit()
-        or text != text.strip()
-    ):
+    if not isinstance(text, str) or not re.fullmatch("-?[0-9]+", text):
         raise FormatError("the key of a tensor or storage is not a number")
     return text
-
-
-def _nothing(made: Node) -> TypedStorage:
-    """Return an empty storage with the dtype of the tensor class `made`."""
-    name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
-    dtype: DType | None = BY_STORAGE.get(name)
-    return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
 
 
 def pickles_of_tar(probe: Probe) -> Iterator[Found] | None:
@@ -541,17 +465,15 @@ def pickles_of_tar(probe: Probe) -> Iterator[Found] | None:
     """
     if not matches_tar(probe):
         return None
-    return _tar_pickles(probe.source, read_members(probe.source, here=True))
+    members = read_members(probe.source, here=True).items()
+    return (_tar_pickle(name, *member.data) for name, member in members if member.data.length)
 
 
-def _tar_pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[Found]:
-    for name, member in members.items():
-        _, offset, length = member.data
-        if name in RECORDS:
-            count = None if name in RECORDS[2:] else 1
-            yield PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
-        elif length:
-            yield Inner(name, Section(source, offset, length), name.endswith(PICKLES))
+def _tar_pickle(name: str, source: ByteSource, offset: int, length: int) -> Found:
+    if name not in RECORDS:
+        return Inner(name, Section(source, offset, length), name.endswith(PICKLES))
+    count = None if name in RECORDS[2:] else 1
+    return PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
 
 
 # Plain pickles
@@ -573,7 +495,7 @@ def matches_pickle(probe: Probe) -> bool:
         return False
     try:
         ends = source.read(source.size - 1, 1) == b"."
-        return ends and _machine(source, _Stored()).stop == source.size
+        return ends and _unpickled(source)[0].stop == source.size
     except CkptkitError:
         return False
 
@@ -581,71 +503,10 @@ def matches_pickle(probe: Probe) -> bool:
 def read_pickle(probe: Probe) -> Checkpoint:
     """Read the object of the pickle."""
     source = probe.source
-    stored = _Stored()
-    pickled = _unpickled_file(probe, stored)
-    if pickled.stop != source.size:
-        follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
-        if _is_pickle(source, pickled.stop):
-            raise AmbiguousError(
-                f"contains several pickles: {follow}",
-                hint="if you trust it, read each pickle with pickle.load and save it separately",
-            )
-        raise AmbiguousError(f"{follow}; other readers may read these bytes")
-    names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
-    return Checkpoint(
-        pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
-    )
-
-
-def _is_pickle(source: ByteSource, start: int) -> bool:
-    """Return whether a complete pickle of protocol 2 or later begins at `start`."""
-    if source.read(start, min(2, source.size - start))[:1] != b"\x80":
-        return False
     try:
-        unpickle(source, start)
-    except CkptkitError:
-        return False
-    return True
-
-
-class _Stored:
-    """The storages in one plain pickle. Each storage is a torch.save file inside the pickle."""
-
-    def __init__(self) -> None:
-        self.globals: dict[Global, None] = {}
-
-    def load(self, made: Global, args: tuple[Node, ...]) -> Node:
-        """Return the storage that torch's `_load_from_bytes` would return.
-
-        If the argument is not a torch.save file of a storage, return the call as an Object.
-        """
-        inner = _inner(args[0]) if len(args) == 1 else None
-        if inner is None or not matches(Probe(inner)):
-            return Object(made, args)
-        held = parse(inner)
-        if not isinstance(held.root, TypedStorage):
-            return Object(made, args)
-        self.globals |= dict.fromkeys(held.globals)
-        return held.root
-
-
-def _inner(data: Node) -> ByteSource | None:
-    """Return a byte string in a pickle as a source. Return None for other values."""
-    if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
-        return Section(*data.extent)
-    return Memory(data, "a storage") if isinstance(data, bytes) else None
-
-
-def _machine(source: ByteSource, stored: _Stored) -> Unpickled:
-    known = {**REDUCERS, ("torch.storage", "_load_from_bytes"): stored.load}
-    return unpickle(source, reducers=known)
-
-
-def _unpickled_file(probe: Probe, stored: _Stored) -> Unpickled:
-    try:
-        return _machine(probe.source, stored)
+        pickled, names = _unpickled(source)
     except FormatError as error:
-        if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
+        if b"NumpyArrayWrapper" in source.read(0, min(source.size, 1 << 20)):
             raise UnsupportedError(
                 "is a joblib file, which has the bytes of arrays between the opcodes of a pickle",
                 hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
@@ -655,12 +516,62 @@ def _unpickled_file(probe: Probe, stored: _Stored) -> Unpickled:
             or "the file begins like a pickle; if it is not a pickle, ckptkit cannot read it"
         )
         raise
+    if pickled.stop != source.size:
+        follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
+        if _is_pickle(source, pickled.stop):
+            raise AmbiguousError(
+                f"contains several pickles: {follow}",
+                hint="if you trust it, read each pickle with pickle.load and save it separately",
+            )
+        raise AmbiguousError(f"{follow}; other readers may read these bytes")
+    return Checkpoint(
+        pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
+    )
+
+
+def _is_pickle(source: ByteSource, start: int) -> bool:
+    """Return whether a complete pickle of protocol 2 or later begins at `start`."""
+    if source.read(start, 1) != b"\x80":
+        return False
+    try:
+        unpickle(source, start)
+    except CkptkitError:
+        return False
+    return True
+
+
+def _unpickled(source: ByteSource) -> tuple[Unpickled, tuple[Global, ...]]:
+    """Return the value of a plain pickle, and all globals in it.
+
+    Each storage is a torch.save file inside the pickle.
+    """
+    inside: list[Global] = []
+
+    def load(made: Global, args: tuple[Node, ...]) -> Node:
+        """Return the storage that torch's `_load_from_bytes` would return.
+
+        If the argument is not a torch.save file of a storage, return the call as an Object.
+        """
+        data = args[0] if len(args) == 1 else None
+        inner: ByteSource | None = None
+        if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
+            inner = Section(*data.extent)
+        elif isinstance(data, bytes):
+            inner = Memory(data, "a storage")
+        if inner is None or not matches(Probe(inner)):
+            return Object(made, args)
+        held = _parse(inner)[0]
+        if not isinstance(held.root, TypedStorage):
+            return Object(made, args)
+        inside.extend(held.globals)
+        return held.root
+
+    found = unpickle(source, reducers={**REDUCERS, ("torch.storage", "_load_from_bytes"): load})
+    return found, tuple(dict.fromkeys((*found.globals, *inside)))
 
 
 def plain_pickles(probe: Probe) -> Iterator[Found] | None:
     """Yield the single pickle. The scanner reports bytes after the pickle."""
-    return (
-        iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
-        if matches_pickle(probe)
-        else None
-    )
+    if not matches_pickle(probe):
+        return None
+    return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
