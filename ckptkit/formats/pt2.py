@@ -47,12 +47,11 @@ from typing import Any
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
-from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
-from ckptkit.core.limits import check
-from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Node, OrderedMapping
-from ckptkit.formats import strict_json, table
+from ckptkit.formats import table
 from ckptkit.formats import torch_zip as zip_archive
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import field
@@ -70,7 +69,7 @@ _DTYPES = dict(enumerate((
 ), 28))  # fmt: skip
 _STRIDED = 7
 _CONFIG = "a configuration of tensors"
-Json = dict[str, Any]
+_PARTS = (("state_dict", "weights"), ("constants", "constants"))  # names in the tree, folders
 
 
 def matches(probe: Probe) -> bool:
@@ -97,81 +96,57 @@ def read(probe: Probe) -> Checkpoint:
 class _ExportedArchive(Archive):
     """An archive of torch 2.8 or later."""
 
-    def __init__(self, directory: ZipDirectory) -> None:
-        super().__init__(directory)
-        self.storages: dict[str, Storage] = {}
-        self.pickled: list[str] = []
-
     def read(self) -> Checkpoint:
         warnings = self.check()
         kind = self.directory.read(f"{self.folder}archive_format")
         if kind != b"pt2":
             raise UnsupportedError(f"is an archive of format {kind[:40]!r}, not pt2")
-        models = self._names("models/", ".json")
-        roots = {model: self._model(model) for model in models}
+        pickled: list[str] = []
+        roots: dict[Node, Node] = {}
+        for record in self.directory.entries:
+            name = record.removeprefix(f"{self.folder}models/")
+            if name == record or not name.endswith(".json"):
+                continue
+            model = name.removesuffix(".json")
+            roots[model] = parts = {}
+            for part, folder in _PARTS:
+                config = f"data/{folder}/{model}_{folder}_config.json"
+                if self.has(config):
+                    parts[part] = self._tensors(f"data/{folder}/", config, pickled)
         if not any(roots.values()):
             raise UnsupportedError("is a .pt2 archive without weights of an exported program")
         warnings += self.unverified()
-        if self.pickled:
+        if pickled:
             warnings.append(
-                f"dropped tensors that are pickled: {', '.join(map(shown, self.pickled[:4]))}"
+                f"dropped tensors that are pickled: {', '.join(map(shown, pickled[:4]))}"
             )
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
         return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
 
-    def _names(self, before: str, after: str) -> list[str]:
-        start = self.folder + before
-        found = (
-            name
-            for name in self.directory.entries
-            if name.startswith(start) and name.endswith(after)
-        )
-        return [name[len(start) : len(name) - len(after)] for name in found]
-
-    def _model(self, model: str) -> dict[Node, Node]:
-        parts = {
-            "state_dict": self._tensors("data/weights/", f"{model}_weights_config.json"),
-            "constants": self._tensors("data/constants/", f"{model}_constants_config.json"),
-        }
-        return {name: tensors for name, tensors in parts.items() if tensors is not None}
-
-    def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
-        """Return the tensors that the member `config` lists, or None if this member is missing."""
-        name = self.folder + folder + config
-        if name not in self.directory.entries:
-            return None
-        check("index_bytes", self.directory.entries[name].length, f"bytes of {config}")
-        parsed = strict_json.parse(self.directory.read(name), config)
-        entries = field(parsed, "config", dict, _CONFIG)
+    def _tensors(self, folder: str, config: str, pickled: list[str]) -> OrderedMapping:
+        """Return the tensors that the member `config` lists. `pickled` gets the others' names."""
         made = OrderedMapping()
-        for tensor, entry in entries.items():
-            place = f"{self.folder}{folder}{field(entry, 'path_name', str, _CONFIG)}"
+        for name, entry in field(self.json(config), "config", dict, _CONFIG).items():
+            record = folder + field(entry, "path_name", str, _CONFIG)
             if entry.get("use_pickle"):
-                self.pickled.append(tensor)
-            else:
-                made[tensor] = self._tensor(
-                    place, field(entry, "tensor_meta", dict, _CONFIG), entry.get("is_param") is True
-                )
-        return made
-
-    def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
-        number = field(meta, "dtype", int, _CONFIG)
-        dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
-        if place not in self.directory.entries:
-            raise CorruptError(f"record {shown(place)}, which contains a tensor, is missing")
-        if place not in self.storages:
-            self.storages[place] = self.storage(
-                place, _device(field(meta, "device", dict, _CONFIG))
+                pickled.append(name)
+                continue
+            meta = field(entry, "tensor_meta", dict, _CONFIG)
+            number = field(meta, "dtype", int, _CONFIG)
+            dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
+            storage = self.storage(record, _device(field(meta, "device", dict, _CONFIG)))
+            shape, stride = (
+                tuple(map(_integer, field(meta, key, list, _CONFIG)))
+                for key in ("sizes", "strides")
             )
-        shape, stride = (
-            tuple(map(_integer, field(meta, key, list, _CONFIG))) for key in ("sizes", "strides")
-        )
-        grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
-        offset = _integer(meta.get("storage_offset"))
-        if dtype.kind == "unknown" or meta.get("layout") != _STRIDED:
-            odd = UNKNOWN if dtype.kind == "unknown" else "not strided"
-            return Tensor(self.storages[place], dtype, shape, (), 0, grad, kind, odd)
-        return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
+            offset, layout = _integer(meta.get("storage_offset")), "strided"
+            if dtype.kind == "unknown" or meta.get("layout") != _STRIDED:
+                layout = UNKNOWN if dtype.kind == "unknown" else "not strided"
+                stride, offset = (), 0
+            grad = meta.get("requires_grad") is True
+            kind = "parameter" if entry.get("is_param") is True else "tensor"
+            made[name] = Tensor(storage, dtype, shape, stride, offset, grad, kind, layout)
+        return made
 
 
 def _integer(parsed: Any) -> int:
@@ -179,7 +154,7 @@ def _integer(parsed: Any) -> int:
     return field(parsed, "as_int", int, _CONFIG)
 
 
-def _device(parsed: Json) -> str:
+def _device(parsed: dict[str, Any]) -> str:
     kind, index = field(parsed, "type", str, _CONFIG), parsed.get("index")
     return kind if index is None else f"{kind}:{field(parsed, 'index', int, _CONFIG)}"
 

@@ -218,18 +218,19 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, unsummed()))
     reasons = dict(damaged)
     zeros = zeros_from(source)
-    for key, following in () if unverified else pairwise((*places, None)):
-        end = places[key][0].offset + places[key][0].length
-        why = ""
-        if places[key][0].length and end > zeros:
+    next_keys = dict(pairwise(places))
+    for key, (place, _) in () if unverified else places.items():
+        following, end = next_keys.get(key), place.offset + place.length
+        if place.length and end > zeros:
             why = f"the file ends in {source.size - zeros:,} zeros; the save may be incomplete"
         elif following is None and end != source.size:
             why = f"{source.size - end:,} extra bytes follow it"
         elif following in damaged:
             why = f"the next storage is at the wrong offset ({damaged[following]})"
             why = f"it may be shifted: {why}"
-        if why:
-            reasons.setdefault(key, why)
+        else:
+            continue
+        reasons.setdefault(key, why)
 
     def why_lost(storage: Storage) -> str | None:
         record = storage.record

@@ -48,6 +48,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 from os.path import basename
+from typing import Any
 
 from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import (
@@ -70,6 +71,7 @@ from ckptkit.core.errors import (
     TensorError,
     UnsupportedError,
 )
+from ckptkit.core.limits import check
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Storage, TypedStorage
@@ -137,6 +139,7 @@ class Archive:
         self.big_endian = False
         self._unsummed = 0  # number of storages without a checksum
         self._used: set[str] = set()
+        self._storages: dict[str, Storage] = {}
         self._keys: list[tuple[str, list[str]]] = []  # each folder, and the storage keys used in it
 
     def check(self) -> list[str]:
@@ -228,16 +231,33 @@ class Archive:
             raise CorruptError(
                 f"record {shown(name)} has {entry.length:,} bytes, but its tensors need {nbytes:,}"
             )
-        record, crc = self.directory.record(name)
-        self._unsummed += crc is None
-        return Storage(record, location, crc, self.big_endian)
+        return self._located(name, location)
 
-    def storage(self, name: str, location: str) -> Storage:
-        """Return the storage in the record `name`. The record must exist."""
-        self._used.add(name)
-        record, crc = self.directory.record(name)
+    def has(self, name: str) -> bool:
+        """Return whether the top folder contains the record `name`."""
+        return self.folder + name in self.directory.entries
+
+    def json(self, name: str) -> Any:
+        """Return the value in a JSON record."""
+        record = self.folder + name
+        check("index_bytes", self.directory.entries[record].length, f"bytes of {name}")
+        return strict_json.parse(self.directory.read(record), name)
+
+    def storage(self, name: str, device: str) -> Storage:
+        """Return the storage in the record `name`. Equal names return the same object."""
+        record = self.folder + name
+        if record not in self.directory.entries:
+            raise CorruptError(f"record {shown(record)}, which contains a tensor, is missing")
+        if name not in self._storages:
+            self._storages[name] = self._located(record, device)
+        if self._storages[name].device != device:
+            raise CorruptError(f"the tensors in {shown(record)} are on two devices")
+        return self._storages[name]
+
+    def _located(self, record: str, device: str) -> Storage:
+        place, crc = self.directory.record(record)
         self._unsummed += crc is None
-        return Storage(record, location, crc, self.big_endian)
+        return Storage(place, device, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
         """Return a warning if some of the opened storages have no checksum."""

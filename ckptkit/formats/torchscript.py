@@ -83,12 +83,11 @@ from typing import Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import shown
-from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Path, join, nodes, walk
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, join, nodes, walk
 from ckptkit.core.weights import as_tensor, module_state
-from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import field
 from ckptkit.formats.table import TORCHSCRIPT
@@ -99,6 +98,7 @@ _FROZEN = "the module is frozen: its weights are constants of its code, without 
 _PACKED = "the names of layers with packed weights are missing: CONSTANTS.c0.weight..."
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"
+_Read = tuple[Object, tuple[Global, ...], list[str]]  # the module, globals, and warnings
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -109,22 +109,16 @@ def read(probe: Probe) -> Checkpoint:
     directory = probe.zip
     assert directory is not None
     archive = Archive(directory)
-    warnings, records = archive.check(), directory.entries
-    if f"{archive.folder}data.pkl" in records or f"{archive.folder}model.json" not in records:
+    warnings = archive.check()
+    if archive.has("data.pkl") or not archive.has(_MODEL):
         root, names, found = _pickled(archive)
     else:
         root, names, found = _Model(archive).read()
     texts, lost = _extra(archive)
-    warnings += [*found, *archive.unverified(), *lost]
     key, remarks = _weights_of_constants(root)
+    warnings += [*found, *archive.unverified(), *lost, *remarks]
     return Checkpoint(
-        root,
-        TORCHSCRIPT.name,
-        directory.source,
-        texts,
-        names,
-        (*warnings, *remarks),
-        key=key,
+        root, TORCHSCRIPT.name, directory.source, texts, names, tuple(warnings), key=key
     )
 
 
@@ -150,14 +144,13 @@ def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
     return (CONSTANTS, [_FROZEN]) if tensors else (None, [])
 
 
-def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
-    """Return the module, the globals in its pickles, and warnings."""
+def _pickled(archive: Archive) -> _Read:
     tree = archive.unpickle("data")
     root, names, warnings = tree.root, tree.globals, list(tree.warnings)
     if not _is_scripted(root):
         raise FormatError("data.pkl does not contain a TorchScript module")
     warnings += _arrange(root, ScriptSource(archive.directory))
-    if f"{archive.folder}constants.pkl" in archive.directory.entries:
+    if archive.has("constants.pkl"):
         constants = archive.unpickle("constants")
         names += tuple(name for name in constants.globals if name not in names)
         warnings += constants.warnings
@@ -182,24 +175,20 @@ def _is_scripted(node: Node) -> bool:
 def _arrange(root: Object, code: ScriptSource) -> list[str]:
     """Move the attributes of all modules to the dicts of nn.Module. Return warnings."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
-    unknown = [node for node, declared in found.values() if declared is None]
-    known = [node for node, declared in found.values() if declared and declared.is_module]
-    packed = unpack(root, of_modules=False).values()
-    modules = {id(node) for node in (root, *unknown, *known, *packed)}
+    modules = {id(root), *map(id, unpack(root, of_modules=False).values())}
+    modules.update(key for key, (_, each) in found.items() if each is None or each.is_module)
     warnings = [
         f"the code of {node.global_} is missing: its tensors are read as parameters if they "
         "require a gradient"
-        for node in unknown[:1]
-    ]
+        for node, declared in found.values()
+        if declared is None
+    ][:1]
     for key, (node, declared) in found.items():
-        if key not in modules:
-            continue
-        is_own = _split(node, declared, modules)
+        is_own = key in modules and _split(node, declared, modules)
         if is_own and declared is not None and (declared.parameters or declared.buffers):
-            name = node.global_
             warnings.append(
-                f"cannot determine which tensors in the state of {name} are parameters, because "
-                "ckptkit does not run the code of this class"
+                f"cannot determine which tensors in the state of {node.global_} are parameters, "
+                "because ckptkit does not run the code of this class"
             )
     return list(dict.fromkeys(warnings))
 
@@ -221,19 +210,16 @@ def _split(node: Object, declared: Declared | None, modules: Collection[int]) ->
     parts: dict[str, dict[Node, Node]] = {part: {} for part in PARTS}
     rest: dict[Node, Node] = {}
     for name, value in attributes.items():
-        part = "_modules" if id(value) in modules else _part(name, value, declared)
+        tensor, part = as_tensor(value), None
+        if id(value) in modules:
+            part = "_modules"
+        elif declared is None and tensor is not None:
+            part = "_parameters" if tensor.requires_grad else "_buffers"
+        elif declared is not None and (tensor is not None or value is None):
+            part = declared.part(name)
         (rest if part is None else parts[part])[name] = value
     node.steps[:] = [("build", rest | parts)]
     return is_own
-
-
-def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
-    tensor = as_tensor(value)
-    if declared is not None:
-        return declared.part(name) if tensor is not None or value is None else None
-    if tensor is None:
-        return None
-    return "_parameters" if tensor.requires_grad else "_buffers"
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
@@ -242,9 +228,9 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
     lost: list[str] = []
     left = LIMITS.line_bytes
     for name, entry in archive.directory.entries.items():
-        if not name.startswith(f"{archive.folder}extra/"):
-            continue
         short = name.removeprefix(archive.folder)
+        if not short.startswith("extra/"):
+            continue
         try:
             if entry.length > left:
                 raise ValueError
@@ -252,9 +238,8 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
             left -= entry.length
         except ValueError:
             lost.append(short)
-    return texts, [
-        f"dropped extra files that are long or not UTF-8: {', '.join(map(shown, lost[:4]))}"
-    ] if lost else []
+    what = f"dropped extra files that are long or not UTF-8: {', '.join(map(shown, lost[:4]))}"
+    return texts, [what] if lost else []
 
 
 # Declarations in the code
@@ -264,7 +249,6 @@ _CLASS = re.compile(r"class (\w+)(?:\((\w*)\))?:")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _LISTED = re.compile(rf"  __(parameters|buffers)__ = \[((?:{_STRING}, ?)*)\]")
 _TENSOR = re.compile(rf"  (?:(\w+) : |__annotations__\[({_STRING})\] = )Tensor")
-_SETSTATE = "  def __setstate__("
 
 
 @dataclass
@@ -303,9 +287,8 @@ class ScriptSource:
         """Return the declaration of a class, or None if the code of the class is missing."""
         if made.module not in self._modules:
             name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
-            self._modules[made.module] = (
-                parse(self._directory.read(name)) if name in self._directory.entries else {}
-            )
+            there = name in self._directory.entries
+            self._modules[made.module] = parse(self._directory.read(name)) if there else {}
         return self._modules[made.module].get(made.name)
 
 
@@ -325,24 +308,20 @@ def parse(data: bytes) -> dict[str, Declared]:
             current = found[head[1]] = Declared(head[2])
         elif line.startswith("def "):
             current = Declared()
-        elif line[:2] == "  " and line[2:3] not in ("", " "):
-            _declare(current, line)
+        elif line.startswith("   "):  # the body of a method
+            continue
+        elif line.startswith("  def __setstate__("):
+            current.has_setstate = True
+        elif tensor := _TENSOR.fullmatch(line):
+            current.tensors.add(tensor[1] or _unquoted(tensor[2]))
+        elif names := _LISTED.fullmatch(line):
+            listed = frozenset(_unquoted(each) for each in re.findall(_STRING, names[2]))
+            setattr(current, names[1], listed)
+        elif line.startswith(("  __parameters__", "  __buffers__")):
+            raise FormatError(
+                f"its code has a malformed list of parameters or buffers: {line[:80]!r}"
+            )
     return found
-
-
-def _declare(current: Declared, line: str) -> None:
-    if line.startswith(_SETSTATE):
-        current.has_setstate = True
-    elif tensor := _TENSOR.fullmatch(line):
-        current.tensors.add(tensor[1] or _unquoted(tensor[2]))
-    elif names := _LISTED.fullmatch(line):
-        listed = frozenset(_unquoted(each) for each in re.findall(_STRING, names[2]))
-        if names[1] == "parameters":
-            current.parameters = listed
-        else:
-            current.buffers = listed
-    elif line.startswith(("  __parameters__", "  __buffers__")):
-        raise FormatError(f"its code has a malformed list of parameters or buffers: {line[:80]!r}")
 
 
 def _unquoted(quoted: str) -> str:
@@ -368,20 +347,17 @@ Json = dict[str, Any]
 class _Model:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
-        self.storages: dict[str, Storage] = {}
-        self.constants: dict[str, Node] = {}  # tensors outside of modules
         self.tensors: list[Node] = []
+        self.constants: dict[str, Node] = {}  # tensors outside of modules
         self.values: list[Node] = []
 
-    def read(self) -> tuple[Object, tuple[Global, ...], list[str]]:
-        name = f"{self.archive.folder}model.json"
-        check("index_bytes", self.archive.directory.entries[name].length, "bytes of model.json")
-        model = strict_json.parse(self.archive.directory.read(name), "model.json")
+    def read(self) -> _Read:
+        model = self.archive.json(_MODEL)
         self.tensors = [self._tensor(each) for each in _objects(model, "tensors")]
         self.constants = {f"c{number}": tensor for number, tensor in enumerate(self.tensors)}
         names: tuple[Global, ...] = ()
         warnings: list[str] = []
-        if f"{self.archive.folder}attributes.pkl" in self.archive.directory.entries:
+        if self.archive.has("attributes.pkl"):
             pickled = self.archive.unpickle("attributes")
             names, warnings = pickled.globals, list(pickled.warnings)
             if not isinstance(pickled.root, (list, tuple)):
@@ -389,7 +365,7 @@ class _Model:
             self.values = list(pickled.root)
         root = self._module(field(model, "mainModule", dict, _MODEL))
         if self.constants:
-            root.state["CONSTANTS"] = self.constants
+            root.state[CONSTANTS] = self.constants
         return root, names, warnings
 
     def _tensor(self, parsed: Json) -> Node:
@@ -400,7 +376,8 @@ class _Model:
             raise UnsupportedError(
                 f"a tensor of unsupported type {str(parsed.get('dataType'))[:40]} in model.json"
             )
-        storage = self._storage(parsed)
+        record = field(field(parsed, "data", dict, _MODEL), "key", str, _MODEL)
+        storage = self.archive.storage(record, field(parsed, "device", str, _MODEL, "cpu"))
         shape, stride = (
             tuple(map(_integer, field(parsed, key, list, _MODEL, [])))
             for key in ("dims", "strides")
@@ -409,56 +386,29 @@ class _Model:
         tensor = Tensor(storage, dtype, shape, stride, offset, grad)
         if not is_quantized:
             return tensor
-        scale = parsed.get("scale", 0.0)
+        scale, zero = parsed.get("scale", 0.0), _integer(parsed.get("zeroPoint", 0))
         if type(scale) not in (int, float):
             raise FormatError("model.json has a quantized tensor whose scale is not a number")
-        scheme = (
-            Global("torch", "per_tensor_affine"),
-            float(scale),
-            _integer(parsed.get("zeroPoint", 0)),
-        )
+        scheme = Global("torch", "per_tensor_affine"), float(scale), zero
         args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedMapping())
         return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
-
-    def _storage(self, parsed: Json) -> Storage:
-        name = (
-            f"{self.archive.folder}{field(field(parsed, 'data', dict, _MODEL), 'key', str, _MODEL)}"
-        )
-        if name not in self.archive.directory.entries:
-            raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
-        device = field(parsed, "device", str, _MODEL, "cpu")
-        if name not in self.storages:
-            self.storages[name] = self.archive.storage(name, device)
-        if self.storages[name].device != device:
-            raise CorruptError(f"the tensors in {shown(name)} are on two devices")
-        return self.storages[name]
 
     def _module(self, parsed: Json) -> Object:
         """Return the object of a module.
 
         Recursion is safe: JSON is at most `LIMITS.json_depth` deep.
         """
-        parameters: dict[Node, Node] = {}
-        buffers: dict[Node, Node] = {}
+        parts: dict[Node, dict[Node, Node]] = {part: {} for part in PARTS}
         for each in _objects(parsed, "parameters"):
             number = _integer(each.get("tensorId", 0))
-            part = buffers if each.get("isBuffer") is True else parameters
-            part[field(each, "name", str, _MODEL)] = self._at(self.tensors, number)
+            part = "_buffers" if each.get("isBuffer") is True else "_parameters"
+            parts[part][_name(each)] = _at(self.tensors, number)
             self.constants.pop(f"c{number}", None)
-        attributes = {
-            field(each, "name", str, _MODEL): self._value(each)
-            for each in _objects(parsed, "attributes")
-        }
-        modules = {
-            field(each, "name", str, _MODEL): self._module(each)
-            for each in _objects(parsed, "submodules")
-        }
-        parts = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
-        rest = {
-            name: value
-            for name, value in attributes.items()
-            if name not in buffers and name not in parts
-        }
+        attributes = {_name(each): self._value(each) for each in _objects(parsed, "attributes")}
+        for each in _objects(parsed, "submodules"):
+            parts["_modules"][_name(each)] = self._module(each)
+        taken = parts["_buffers"].keys() | parts.keys()
+        rest = {name: value for name, value in attributes.items() if name not in taken}
         made = Object(
             Global("__torch__", field(parsed, "name", str, _MODEL, "") or "Module"), (), new=True
         )
@@ -467,20 +417,24 @@ class _Model:
 
     def _value(self, parsed: Json) -> Node:
         number = _integer(parsed.get("id", 0))
-        value = self._at(self.values, number) if number >= 0 else None
-        if (
-            isinstance(value, Object)
-            and str(value.global_) == "torch.jit._pickle.build_tensor_from_id"
-        ):
-            return self._at(self.tensors, _integer(value.args[0] if value.args else None))
+        value = _at(self.values, number) if number >= 0 else None
+        if not isinstance(value, Object):
+            return value
+        if str(value.global_) == "torch.jit._pickle.build_tensor_from_id":
+            return _at(self.tensors, _integer(value.args[0] if value.args else None))
         return value
 
-    def _at(self, table: list[Node], number: int) -> Node:
-        if not 0 <= number < len(table):
-            raise CorruptError(
-                f"model.json refers to entry {number:,} of a list of {len(table):,} entries"
-            )
-        return table[number]
+
+def _at(table: list[Node], number: int) -> Node:
+    if not 0 <= number < len(table):
+        raise CorruptError(
+            f"model.json refers to entry {number:,} of a list of {len(table):,} entries"
+        )
+    return table[number]
+
+
+def _name(parsed: Json) -> str:
+    return field(parsed, "name", str, _MODEL)
 
 
 def _objects(parsed: Any, key: str) -> Iterator[Json]:
@@ -522,36 +476,21 @@ def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
     found: dict[str, Object] = {}
     done: set[int] = set()
     for path, node in [*walk(root)]:
-        if not isinstance(node, Object) or not (
-            of_modules or not str(node.global_).endswith(_OF_MODULES)
-        ):
+        if not is_custom(node) or (not of_modules and str(node.global_).endswith(_OF_MODULES)):
             continue
-        if id(node) in done or _unpack(node):
+        if id(node) not in done:
+            # The tensors of nested objects belong to these objects.
+            own = walk(node.state, skip=lambda _, each: isinstance(each, Object))
+            tensors = {place: each for place, each in own if as_tensor(each) is not None}
+            if not tensors or any(map(_is_quantized, nodes(node))):
+                continue
+            rest = _without(node.state, {*map(id, tensors.values())})
+            named = {_NAMES.get(place, join(place)): each for place, each in tensors.items()}
+            parts = {"_parameters": named, "_buffers": {}, "_modules": {}, _STATE: rest}
+            node.steps[:] = [("build", parts)]
             done.add(id(node))
-            found[join(tuple([key for key in path if key != _STATE]))] = node
+        found[join(tuple([key for key in path if key != _STATE]))] = node
     return found
-
-
-def _unpack(node: Object) -> bool:
-    """Turn the state of a C++ object of packed weights into the attributes of a module.
-
-    Return whether the object contains packed weights.
-    """
-    tensors = dict(_tensors(node.state)) if is_custom(node) else {}
-    if not tensors or any(map(_is_quantized, nodes(node))):
-        return False
-    rest = _without(node.state, {*map(id, tensors.values())})
-    named = {_NAMES.get(place, join(place)): tensor for place, tensor in tensors.items()}
-    parts = {"_parameters": named, "_buffers": {}, "_modules": {}, _STATE: rest}
-    node.steps[:] = [("build", parts)]
-    return True
-
-
-def _tensors(state: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield the tensors in the state of an object, without the tensors of nested objects."""
-    for path, node in walk(state, skip=lambda _, node: isinstance(node, Object)):
-        if as_tensor(node) is not None:
-            yield path, node
 
 
 def _is_quantized(node: Node) -> bool:
