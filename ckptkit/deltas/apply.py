@@ -1,32 +1,40 @@
-"""Apply deltas to a checkpoint, and determine the version of a checkpoint by checksums."""
+"""Apply deltas to a checkpoint, and determine the version of a checkpoint by checksums.
+
+An edit in place of safetensors files writes only the bytes that change.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit import formats
 from ckptkit.api import Conversion, convert, open_checkpoint
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.operation import Concat, RecordSlice, stream_reusing_buffer
+from ckptkit.compute.operation import Concat, RecordSlice, in_step, stream_reusing_buffer
 from ckptkit.core.arguments import checked
-from ckptkit.core.bytesource import Folder, Pending, Record
+from ckptkit.core.bytesource import Folder, LocalFile, Pending, Range, Record
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
+from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.text import plural, quoted, shown, typed
-from ckptkit.core.tree import Node, rebuild, walk
-from ckptkit.deltas.changes import hashing
-from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
-from ckptkit.deltas.in_place import can_change, change
+from ckptkit.core.text import flatten, plural, quoted, shown, size, typed
+from ckptkit.core.tree import Node, join, rebuild, walk
+from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, hashing, read_all
 from ckptkit.formats.format import open_place
+from ckptkit.formats.table import SAFETENSORS, SHARDED
+from ckptkit.publish.in_place import LARGEST, apply_all, can_patch
 
 STATE = ".weight_sync", "state.json"  # path of the version file below the checkpoint folder
 _VERIFY = "`delta verify` shows the version of a checkpoint"
+_BREAKS = Edit(0, b"\xff" * 8)  # an invalid header length, so readers refuse a half-edited file
+_AT_ONCE = 1 << 20  # number of bytes to compare at once
+_PER_BYTE = 6  # bytes of journal for each changed byte: position (4), old byte, new byte
 
 
 @checked
@@ -62,15 +70,79 @@ def apply_delta(
     if not settings.in_place or not isinstance(base, (str, os.PathLike)):
         return convert(base, path, step, options=settings)
     before = formats.read(open_place(base, undo=not settings.dry_run))
-    if not can_change(before):
+    files = _files(before)
+    is_known = before.format in (SAFETENSORS.name, SHARDED.name) and files
+    if not is_known or not all(can_patch(file.path) for file in files):
         before.close()
         return convert(base, path, step, options=settings)
     after = step(before)
-    states = [data.decode() for name, data in after.companions if name == "/".join(STATE)]
-    then = ("/".join(STATE), states[0]) if states and isinstance(before.source, Folder) else None
-    patch, done = change(before, after, then, settings)
+    # All new bytes are computed and their checksums are verified before the first byte is written.
+    patches: list[Patch] = []
+    room = LARGEST // _PER_BYTE
+    for file in files:
+        edits = tuple(_edits(file, before, after))
+        room -= sum(len(edit.data) for edit in edits)
+        if room < 0:
+            raise UnsupportedError(
+                f"more than {size(LARGEST // _PER_BYTE)} change: the journal of an edit in place "
+                "would be too large",
+                where=before.name,
+                hint=typed("write to another output", "pass a path"),
+            )
+        seal = Edit(0, file.read(0, 8)) if edits else None
+        patches.append(Patch(file, _BREAKS if edits else None, edits, seal, file.size))
+    state = "/".join(STATE)
+    texts = [data.decode() for name, data in after.companions if name == state]
+    then = (state, texts[0]) if texts and isinstance(before.source, Folder) else None
+    done = apply_all(patches, settings, then)
+    edits = tuple(edit for patch in patches for edit in patch.edits)
+    whole = sum(patch.size for patch in patches)
+    seal = next((patch.seal for patch in patches if patch.seal), None)
+    # One Patch with the edits of all files, to describe what was done.
+    patch = Patch(patches[0].base, _BREAKS if edits else None, edits, seal, whole)
     name = before.name or ""
     return Conversion(after, patch, before.format, name, None if settings.dry_run else done)
+
+
+def _files(checkpoint: Checkpoint) -> list[LocalFile]:
+    """Return the local files that contain the weights, sorted by name."""
+    found: dict[int, LocalFile] = {}
+    for tensor in checkpoint.required.tensors.values():
+        extent = None if tensor.storage is None else tensor.storage.record.locate()
+        if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
+            found[id(extent.source)] = extent.source
+    return sorted(found.values(), key=lambda each: each.path)
+
+
+def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[Edit]:
+    """Yield edits that replace the changed bytes of a file, sorted by offset."""
+    import numpy as np
+
+    new = after.required.tensors
+    pairs: dict[int, tuple[Range, Record]] = {}
+    for name, tensor in before.required.tensors.items():
+        extent = contiguous(tensor).locate()
+        if new[name] is tensor or not isinstance(extent, Range) or extent.source is not file:
+            continue
+        known = pairs.get(extent.offset)
+        # If several views start at this offset, use the longest.
+        if known is None or known[0].length < extent.length:
+            pairs[extent.offset] = extent, contiguous(new[name])
+
+    def work(offset: int) -> list[Edit]:
+        extent, record = pairs[offset]
+        at, edits = offset, []
+        streams = [stream_reusing_buffer(extent), stream_reusing_buffer(record.locate())]
+        for pieces in in_step(streams, (1, 1), _AT_ONCE):
+            old, made = (np.frombuffer(piece, np.uint8) for piece in pieces)
+            places = np.flatnonzero(old != made)
+            if len(places):
+                edits.append(Edit(at, made[places].tobytes(), places.astype("<u4").tobytes()))
+            at += len(made)
+        return edits
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        yield from flatten(pool.map(work, sorted(pairs)))
 
 
 def apply(
@@ -118,7 +190,7 @@ def apply(
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, tuple[object, ...]]:
-    return {name: (t.dtype, t.shape) for name, t in checkpoint.required.tensors.items()}
+    return {name: (each.dtype, each.shape) for name, each in checkpoint.required.tensors.items()}
 
 
 def version_of(checkpoint: Checkpoint) -> int | None:
@@ -171,31 +243,42 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
             hint="`inspect --names` lists the names of the base",
         )
     spans: dict[int, list[_Span]] = {}  # the key is the id of a storage
-    apart: dict[tuple[object, ...], Tensor] = {}
-    for name, each in delta.changes.items():
+    apart: dict[tuple[object, ...], Tensor] = {}  # tensors with a new storage
+    for name, change in delta.changes.items():
         tensor = tensors[name]
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             raise UnsupportedError(f"{shown(name)} is not a strided tensor", where=base.name)
-        if tensor.is_contiguous and not (tensor.conj or tensor.neg or storage.big_endian):
-            start, length = tensor.extent
-            if length:
-                span = _Span(start, start + length, name, each)
-                spans.setdefault(id(storage), []).append(span)
-        else:
-            apart[tensor.elements_key] = _new(tensor, each, delta)
+        start, length = tensor.extent
+        if not tensor.is_contiguous or tensor.conj or tensor.neg or storage.big_endian:
+            record = change.applied(contiguous(tensor), delta.name)
+            apart[tensor.elements_key] = Tensor(
+                Storage(record, storage.device), tensor.dtype, tensor.shape,
+                contiguous_stride(tensor.shape), 0, tensor.requires_grad, tensor.kind,
+            )  # fmt: skip
+        elif length:
+            spans.setdefault(id(storage), []).append((start, start + length, name, change))
     storages = {id(tensor.storage): tensor.storage for tensor in tensors.values() if tensor.storage}
     changed = {key: _patched(storages[key], found, delta) for key, found in spans.items()}
-    _check_views(base, {key[0] for key in apart}, apart)
+    replaced = {key[0] for key in apart}
+    for path, node in walk(base.root) if apart else ():
+        if not isinstance(node, Tensor) or id(node.storage) not in replaced:
+            continue
+        if node.elements_key not in apart:
+            raise UnsupportedError(
+                f"{shown(join(path))} shares memory with a changed tensor, but has other strides: "
+                "ckptkit cannot apply the change to both",
+                where=base.name,
+                hint="`ckptkit convert {where} {new} --format safetensors` separates them",
+            )
 
     def leaf(node: Node) -> Node:
-        if isinstance(node, Tensor):
-            if node.elements_key in apart:
-                new = apart[node.elements_key]
-                return replace(new, requires_grad=node.requires_grad, kind=node.kind)
-            if id(node.storage) in changed:
-                return node.over(changed[id(node.storage)])
-        elif isinstance(node, TypedStorage) and id(node.storage) in changed:
+        if isinstance(node, Tensor) and node.elements_key in apart:
+            new = apart[node.elements_key]
+            return replace(new, requires_grad=node.requires_grad, kind=node.kind)
+        if isinstance(node, Tensor) and id(node.storage) in changed:
+            return node.over(changed[id(node.storage)])
+        if isinstance(node, TypedStorage) and id(node.storage) in changed:
             return replace(node, storage=changed[id(node.storage)])
         return node
 
@@ -204,67 +287,34 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
     return base.with_root(rebuild(base.root, leaf), notes=[f"{at}{changes} changed"])
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Span:
-    """A byte range of a storage, and the change that replaces these bytes."""
-
-    start: int
-    stop: int
-    name: str
-    change: Change
+# A byte range of a storage (start, stop), and the change of the tensor in this range.
+_Span = tuple[int, int, str, Change]
 
 
 def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
     """Apply the changes of all spans to a storage. Tied tensors have equal spans."""
     records: list[Record] = []
     at, last = 0, None
-    for span in sorted(spans, key=lambda each: (each.start, each.stop)):
-        if last is not None and (span.start, span.stop) == (last.start, last.stop):
-            if span.change.checksum is None or span.change.checksum != last.change.checksum:
-                what = f"changes {shown(last.name)} and {shown(span.name)}, which share memory"
+    for span in sorted(spans, key=lambda each: each[:2]):
+        start, stop, name, change = span
+        if last is not None and last[:2] == (start, stop):
+            if change.checksum is None or change.checksum != last[3].checksum:
+                what = f"changes {shown(last[2])} and {shown(name)}, which share memory"
                 raise CorruptError(f"{what}, in different ways", where=delta.name)
             continue
-        if last is not None and span.start < at:
-            what = f"{shown(last.name)} and {shown(span.name)} overlap in memory"
+        if last is not None and start < at:
+            what = f"{shown(last[2])} and {shown(name)} overlap in memory"
             raise UnsupportedError(f"{what}, which deltas do not support", where=delta.name)
-        if span.start > at:
-            records.append(RecordSlice(storage.record, at, span.start - at))
-        length = span.stop - span.start
-        whole = length == storage.nbytes
-        base = storage.record if whole else RecordSlice(storage.record, span.start, length)
-        records.append(span.change.applied(base, delta.name))
-        at, last = span.stop, span
+        if start > at:
+            records.append(RecordSlice(storage.record, at, start - at))
+        whole = stop - start == storage.nbytes
+        base = storage.record if whole else RecordSlice(storage.record, start, stop - start)
+        records.append(change.applied(base, delta.name))
+        at, last = stop, span
     if at < storage.nbytes:
         records.append(RecordSlice(storage.record, at, storage.nbytes - at))
     joined = records[0] if len(records) == 1 else Pending(Concat(), (*records,), storage.nbytes)
     return replace(storage, record=joined, crc32=None)
-
-
-def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
-    """Apply a change to a tensor that is not contiguous. Return a tensor with a new storage."""
-    assert tensor.storage is not None
-    record = change.applied(contiguous(tensor), delta.name)
-    return Tensor(
-        Storage(record, tensor.storage.device), tensor.dtype, tensor.shape,
-        contiguous_stride(tensor.shape), 0, tensor.requires_grad, tensor.kind,
-    )  # fmt: skip
-
-
-def _check_views(
-    base: Checkpoint, storages: set[object], apart: dict[tuple[object, ...], Tensor]
-) -> None:
-    """Raise UnsupportedError if an unchanged view shares memory with a changed tensor."""
-    for path, node in walk(base.root) if storages else ():
-        if not isinstance(node, Tensor) or id(node.storage) not in storages:
-            continue
-        if node.elements_key not in apart:
-            name = ".".join(map(str, path))
-            raise UnsupportedError(
-                f"{shown(name)} shares memory with a changed tensor, but has other strides: "
-                "ckptkit cannot apply the change to both",
-                where=base.name,
-                hint="`ckptkit convert {where} {new} --format safetensors` separates them",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,42 +362,29 @@ def verify_delta(base: Source, deltas: Paths) -> Position:
 def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[int, ...]:
     """Return the versions in which the tensor `name` has the bytes of `tensor`."""
     digests: dict[str, str] = {}
-    found: list[int] = []
-    # `latest` is True if the latest change of the tensor results in the bytes of `tensor`. Before
-    # the first change, `latest` is None.
-    latest: bool | None = None
+    found: list[int | None] = []
+    # `latest` is True if the latest change of the tensor results in the bytes of `tensor`.
+    latest = False
     for delta in deltas:
         change = delta.changes.get(name)
         if change is not None and change.checksum is not None:
             algorithm, digest = change.checksum
             if algorithm not in digests:
-                digests[algorithm] = _digest(tensor, algorithm)
+                total = hashing(algorithm)
+                for piece in stream_reusing_buffer(contiguous(tensor).locate()):
+                    total.update(piece)
+                digests[algorithm] = total.hexdigest()
             latest = digests[algorithm] == digest
-        if latest and delta.version is not None:
+        if latest:
             found.append(delta.version)
     if not found:  # the current bytes may be older than the first change
-        before = [deltas[0].base_version]
-        for delta in deltas:
-            if (change := delta.changes.get(name)) is not None:
-                made = change.applied(contiguous(tensor), delta.name)
-                numbers = [each for each in before if each is not None]
-                return tuple(numbers) if _is_proven(made) else ()
-            before.append(delta.version)
-    return tuple(found)
-
-
-def _is_proven(record: Record) -> bool:
-    """Read all bytes of a changed tensor. Return whether the checksum matches."""
-    try:
-        for _ in stream_reusing_buffer(record.locate()):
-            pass
-    except CorruptError:
-        return False
-    return True
-
-
-def _digest(tensor: Tensor, algorithm: str) -> str:
-    total = hashing(algorithm)
-    for piece in stream_reusing_buffer(contiguous(tensor).locate()):
-        total.update(piece)
-    return total.hexdigest()
+        changes = [delta.changes.get(name) for delta in deltas]
+        first = next(number for number, change in enumerate(changes) if change is not None)
+        made = deltas[first].changes[name].applied(contiguous(tensor), deltas[first].name)
+        try:  # the last byte is read only if the checksum matches
+            for _ in stream_reusing_buffer(made.locate()):
+                pass
+            found = [deltas[0].base_version, *(delta.version for delta in deltas[:first])]
+        except CorruptError:
+            return ()
+    return tuple(version for version in found if version is not None)

@@ -29,35 +29,278 @@ Sources:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ckptkit.compute.operation import part
+from ckptkit.compute.operation import (
+    BUFFER,
+    Pieces,
+    Rows,
+    aligned,
+    as_bytes,
+    in_step,
+    name_of,
+    part,
+    stream,
+    stream_reusing_buffer,
+    window,
+)
 from ckptkit.core import arguments
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Pending, Range, Record
+from ckptkit.core.bytesource import (
+    ByteSource,
+    Derived,
+    Extent,
+    Folder,
+    Operation,
+    Pending,
+    Piece,
+    Range,
+    Record,
+)
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
     FormatError,
+    MissingPackageError,
     UnsupportedError,
     UsageError,
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import shown
-from ckptkit.deltas.changes import Overwrite, Unzstd, VerifyChecksum, Xor, hashing, unzstd
+from ckptkit.core.text import flatten, shown
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.format import open_place
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 XOR, OVERWRITE, WHOLE = "xor", "overwrite", "whole"
 _NUMBERED = re.compile(r"weight_v([0-9]{6,9})|delta-([0-9]{8,9})")
+_PLACES = {"val": "idx", "values": "indices"}  # names of tensors of TRL: values, positions
 _COUNT, _PLACE = 4, 4  # size in bytes of the count, and of each position, in an `overwrite` frame
+_WINDOW = 64 << 20  # maximum size of a zstd window in bytes; levels 1 to 19 use at most 8 MiB
+_AT_ONCE = 64 << 10  # number of positions to decode at once
+
+
+# Operations that apply a delta
+
+
+class Hash(Protocol):
+    """A running checksum, with the interface of hashlib."""
+
+    def update(self, data: Any, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    """Adler-32 with the interface of hashlib. The digest has 8 hex digits."""
+
+    _value = 1
+
+    def update(self, data: Piece) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def zstandard() -> Any:
+    """Import the package zstandard. Raises MissingPackageError if the package is missing."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise _missing(error) from error
+    return zstandard
+
+
+def hashing(algorithm: object) -> Hash:
+    """Start a checksum with this algorithm. Raises UnsupportedError for an unknown algorithm."""
+    try:
+        if algorithm == "xxh3-128":
+            from xxhash import xxh3_128
+
+            return xxh3_128()
+        if algorithm == "blake3":
+            from blake3 import blake3
+
+            return blake3()
+    except ImportError as error:
+        raise _missing(error) from error
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == "adler32":
+        return _Adler32()
+    raise UnsupportedError(f"unknown checksum algorithm {shown(algorithm)}")
+
+
+def _missing(error: ImportError) -> MissingPackageError:
+    what = f"this delta needs {error.name}"
+    return MissingPackageError(what, hint="pip install -e '.[delta]'")
+
+
+@dataclass(frozen=True, slots=True)
+class Unzstd(Operation):
+    """Decompress zstd frames (RFC 8878).
+
+    Raises CorruptError unless the decompressed data has the length of the extent.
+    """
+
+    tensor: str
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+    expands: ClassVar[bool] = True
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        pieces = unzstd(extent.inputs[0], self.tensor)
+        return window(f"the frame of {shown(self.tensor)}", pieces, extent, start, stop)
+
+
+def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
+    """Decompress zstd frames, and yield pieces of bounded size."""
+    module = zstandard()
+    machine = module.ZstdDecompressor(max_window_size=_WINDOW)
+    # Also read frames after the first frame. Otherwise, the decompressor would ignore extra bytes
+    # after the first frame. Such bytes must raise an error.
+    reader = machine.stream_reader(_Source(extent), read_across_frames=True)
+    try:
+        while piece := reader.read(BUFFER):
+            yield piece
+    except module.ZstdError as error:
+        message = f"the frame of {shown(tensor)} is damaged: {error}"
+        raise CorruptError(message, where=name_of(extent)) from error
+
+
+class _Source:
+    """A file-like object that reads an extent."""
+
+    def __init__(self, extent: Extent) -> None:
+        self._pieces = stream(extent)
+        self._rest = b""
+
+    def read(self, size: int) -> bytes:
+        if not self._rest:
+            self._rest = bytes(next(self._pieces, b""))
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Xor(Rows):
+    """Compute the xor of two inputs of equal length."""
+
+    rows: ClassVar[tuple[int, ...]] = (1, 1, 1)
+
+    def of(self, *pieces: Piece) -> memoryview:
+        import numpy as np
+
+        return as_bytes(np.bitwise_xor(*(np.frombuffer(each, np.uint8) for each in pieces)))
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite(Operation):
+    """Replace elements of the first input. Each element has `unit` bytes.
+
+    The second input contains the positions of these elements in increasing order, as unsigned
+    integers of `width` bytes. With `gaps`, the second input contains the gap before each position
+    instead: the number of unchanged elements since the previous position. The third input contains
+    the new elements.
+    """
+
+    unit: int
+    width: int
+    gaps: bool
+    tensor: str
+    seekable: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        name = f"the delta of {shown(self.tensor)}"
+        return window(name, self._changed(extent), extent, start, stop)
+
+    def _changed(self, extent: Derived) -> Iterator[memoryview]:
+        import numpy as np
+
+        changes = self._changes(extent)
+        places, values = next(changes, (None, None))
+        at = 0
+        for piece in aligned(
+            stream_reusing_buffer(extent.inputs[0]), self.unit, BUFFER // self.unit * self.unit
+        ):
+            made = np.frombuffer(piece, np.uint8).reshape(-1, self.unit).copy()
+            end = at + len(made)
+            while places is not None and values is not None:
+                count = int(np.searchsorted(places, end))
+                made[places[:count] - at] = values[:count]
+                places, values = places[count:], values[count:]
+                if len(places):
+                    break
+                places, values = next(changes, (None, None))
+            yield as_bytes(made.reshape(-1))
+            at = end
+        if places is not None:
+            what = f"changes element {places[0]:,}, but the tensor has only {at:,} elements"
+            raise self._wrong(extent, what)
+
+    def _changes(
+        self, extent: Derived
+    ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Yield (increasing positions, new elements at these positions) in batches."""
+        import numpy as np
+
+        last = -1
+        streams = [stream_reusing_buffer(each) for each in extent.inputs[1:]]
+        for raw, values in in_step(streams, (self.width, self.unit), _AT_ONCE):
+            places = np.frombuffer(raw, f"<u{self.width}").astype(np.int64)
+            if self.gaps:
+                places = np.cumsum(places + 1) + last
+            elif places[0] <= last or (np.diff(places) <= 0).any():
+                raise self._wrong(extent, "has positions that do not increase")
+            last = int(places[-1])
+            yield places, np.frombuffer(values, np.uint8).reshape(-1, self.unit)
+
+    def _wrong(self, extent: Derived, what: str) -> CorruptError:
+        where = name_of(extent.inputs[1])
+        return CorruptError(f"the delta of {shown(self.tensor)} {what}", where=where)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyChecksum(Operation):
+    """Yield the bytes of the input. After the last byte, verify the checksum of these bytes."""
+
+    tensor: str
+    algorithm: str
+    digest: str
+    delta: str  # name of the delta in error messages
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return window(f"{shown(self.tensor)}", self._compared(extent), extent, start, stop)
+
+    def _compared(self, extent: Derived) -> Iterator[Piece]:
+        total = hashing(self.algorithm)
+        for piece in stream_reusing_buffer(extent.inputs[0]):
+            total.update(piece)
+            yield piece
+        if total.hexdigest() != self.digest:
+            raise CorruptError(
+                f"with the delta, {shown(self.tensor)} has the {self.algorithm} checksum "
+                f"{total.hexdigest()}, but the delta records {self.digest}: the base is wrong, or "
+                "the delta is damaged",
+                where=self.delta,
+                hint="`delta verify` shows the version of the base",
+            )
+
+
+# Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +348,8 @@ class Change:
                 what = f"the delta of {shown(self.name)} has unequal counts of positions and values"
                 raise CorruptError(what, where=self.frame.source.name)
             return self.frame, self.values
-        head = b""
-        for piece in unzstd(self.frame, self.name):
-            head += piece[: _COUNT - len(head)]
-            if len(head) == _COUNT:
-                break
-        count = int.from_bytes(head, "little")
+        pieces = unzstd(self.frame, self.name)
+        count = int.from_bytes(bytes(islice(flatten(pieces), _COUNT)), "little")
         whole = self.decompressed(_COUNT + count * (_PLACE + 1))
         places = part(whole, _COUNT, count * _PLACE)
         return places, part(whole, _COUNT + count * _PLACE, count)
@@ -179,24 +418,17 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
     """
     several = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     paths = [arguments.path("deltas", each) for each in several]
-    found = [read(each) for path in paths for each in _versions(path)]
+    found = []
+    for path in paths:
+        names = os.listdir(path) if os.path.isdir(path) else []
+        matches = filter(None, map(_NUMBERED.fullmatch, names))
+        numbered = sorted((int(match[1] or match[2]), match[0]) for match in matches)
+        found += [read(os.path.join(path, name)) for _, name in numbered] or [read(path)]
     if to is not None:
         found = [each for each in found if each.version is not None and each.version <= to]
         if not found or found[-1].version != to:
             raise UsageError(f"has no version {to}", where=paths[-1])
     return found
-
-
-def _versions(path: str) -> list[str]:
-    """Return the deltas in a folder of deltas, sorted by version. Otherwise, return `[path]`."""
-    if not os.path.isdir(path):
-        return [path]
-    numbered = [
-        (int(match[1] or match[2]), name)
-        for name in os.listdir(path)
-        if (match := _NUMBERED.fullmatch(name))
-    ]
-    return [os.path.join(path, name) for _, name in sorted(numbered)] or [path]
 
 
 def read(path: str) -> Delta:
@@ -205,11 +437,11 @@ def read(path: str) -> Delta:
     try:
         if isinstance(place, ByteSource):
             return _of_file(place)
-        names = set(place.list())
-        if MANIFEST in names and INDEX not in names:
-            return _of_manifest(place)
+        names = place.list()
         if INDEX in names:
             return _of_index(place)
+        if MANIFEST in names:
+            return _of_manifest(place)
     except CkptkitError as error:
         raise error.at(path) from error.__cause__
     return _whole(path)
@@ -241,12 +473,11 @@ def _of_index(folder: Folder) -> Delta:
         for name, tensor in tensors.items():
             if places.get(name) != file:
                 raise FormatError(f"{shown(name)} is in {file}, but {INDEX} does not list it there")
-            frame = _frame(name, tensor)
-            changes[name] = Change(name, encoding, frame, _checksum(algorithm, sums.get(name)))
+            changes[name] = _frame(name, encoding, tensor, algorithm, sums.get(name))
     if missing := [name for name in places if name not in changes]:
         raise FormatError(f"{INDEX} lists {shown(missing[0])}, but no file contains it")
-    unnamed = {each for each in folder.list() if each.endswith(".safetensors")}
-    if unnamed := unnamed - set(places.values()):
+    files = {each for each in folder.list() if each.endswith(".safetensors")}
+    if unnamed := files - set(places.values()):
         raise FormatError(f"{INDEX} lists no tensor of the file {min(unnamed)}")
     version, base = (_number(metadata.get(word), word) for word in ("version", "base_version"))
     return Delta(folder.name, "slime", encoding, version, base, changes)
@@ -269,8 +500,8 @@ def _of_manifest(folder: Folder) -> Delta:
             why = "occurs twice" if name in changes else f"is missing in {file}"
             raise FormatError(f"{shown(name)} of {MANIFEST} {why}")
         algorithm = row.get("checksum_algorithm", "sha256" if "sha256" in row else "xxh3-128")
-        checksum = _checksum(algorithm, row.get("checksum", row.get("sha256")))
-        changes[name] = Change(name, XOR, _frame(name, files[file][key]), checksum)
+        digest = row.get("checksum", row.get("sha256"))
+        changes[name] = _frame(name, XOR, files[file][key], algorithm, digest)
     version, base = (_number(manifest.get(word), word) for word in ("version", "base_version"))
     return Delta(folder.name, "SkyRL", XOR, version, base, changes)
 
@@ -280,30 +511,26 @@ def _of_file(source: ByteSource) -> Delta:
     if source.read(8, 1) != b"{":
         return _whole(source.name)
     tensors, metadata = _file(source)
+    encoding = metadata.get("encoding")
+    gaps = encoding is not None and encoding.rpartition(".")[2].lower() == "gap_delta"
     changes: dict[str, Change] = {}
-    for places, values in ((".idx", ".val"), (".indices", ".values")):
-        for name in [each.removesuffix(values) for each in tensors if each.endswith(values)]:
-            if (found := tensors.get(name + places)) is not None:
-                new, encoding = tensors[name + values], metadata.get("encoding")
-                changes[name] = _sparse(name, found, new, encoding)
+    for name, new in tensors.items():
+        stem, _, ending = name.rpartition(".")
+        places = tensors.get(f"{stem}.{_PLACES[ending]}") if ending in _PLACES else None
+        if places is None:
+            continue
+        if places.dtype.name not in (("uint16", "uint32") if gaps else ("int32",)):
+            raise UnsupportedError(
+                f"the positions of {shown(stem)} have the unsupported encoding {shown(encoding)}"
+            )
+        frame, values = _range(places), _range(new)
+        width, unit = places.dtype.itemsize, new.dtype.itemsize
+        changes[stem] = Change(stem, OVERWRITE, frame, None, values, width, unit, gaps)
     if 2 * len(changes) != len(tensors) or not changes:
         return _whole(source.name)
     version = metadata.get("model_version")
     number = int(version) if version and version.isdecimal() and len(version) < 10 else None
     return Delta(source.name, "TRL", OVERWRITE, number, None, changes)
-
-
-def _sparse(name: str, places: Tensor, values: Tensor, encoding: str | None) -> Change:
-    gaps = encoding is not None and encoding.rpartition(".")[2].lower() == "gap_delta"
-    kinds = ("uint16", "uint32") if gaps else ("int32",)
-    if places.dtype.name not in kinds:
-        raise UnsupportedError(
-            f"the positions of {shown(name)} have the unsupported encoding {shown(encoding)}"
-        )
-    frame, elements = (each.storage.record.locate() for each in (places, values) if each.storage)
-    assert isinstance(frame, Range) and isinstance(elements, Range)
-    width, unit = places.dtype.itemsize, values.dtype.itemsize
-    return Change(name, OVERWRITE, frame, None, elements, width, unit, gaps)
 
 
 def _file(source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -320,25 +547,26 @@ def _object(folder: Folder, name: str) -> dict[str, Any]:
     return found
 
 
-def _frame(name: str, tensor: Tensor) -> Range:
-    if tensor.dtype is not BY_NAME["uint8"] or tensor.ndim != 1 or tensor.storage is None:
-        raise FormatError(f"{shown(name)} is not a one-dimensional U8 tensor")
-    found = tensor.storage.record.locate()
+def _range(tensor: Tensor) -> Range:
+    found = None if tensor.storage is None else tensor.storage.record.locate()
     assert isinstance(found, Range)
     return found
 
 
-def _checksum(algorithm: Any, digest: Any) -> tuple[str, str] | None:
-    if digest is None:
-        return None
-    hashing(algorithm)
-    return str(algorithm), str(digest).lower()
+def _frame(name: str, encoding: str, tensor: Tensor, algorithm: Any, digest: Any) -> Change:
+    """Return the change in a zstd frame. `digest` is the checksum of the new bytes, or None."""
+    if tensor.dtype is not BY_NAME["uint8"] or tensor.ndim != 1:
+        raise FormatError(f"{shown(name)} is not a one-dimensional U8 tensor")
+    checksum = None
+    if digest is not None:
+        hashing(algorithm)  # raises for an unknown algorithm
+        checksum = str(algorithm), str(digest).lower()
+    return Change(name, encoding, _range(tensor), checksum)
 
 
 def _number(value: Any, word: str) -> int:
     """Parse a version. slime stores a string of digits, and SkyRL an integer."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
-        return int(value)
-    if type(value) is int and 0 <= value < 10**9:
-        return value
-    raise FormatError(f"its {word} is {shown(value)}, not a version number")
+    text = str(value) if type(value) is int else value
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 10):
+        raise FormatError(f"its {word} is {shown(value)}, not a version number")
+    return int(text)

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from ckptkit import formats
 from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import PIECE, in_step, stream_reusing_buffer
 from ckptkit.core import arguments
-from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
+from ckptkit.core.bytesource import Extent, LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -29,8 +29,20 @@ from ckptkit.core.text import plural, some, typed
 from ckptkit.core.text import size as shown_size
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.deltas.apply import apply, version_of
-from ckptkit.deltas.changes import Hash, hashing, unzstd, zstandard
-from ckptkit.deltas.forms import INDEX, OVERWRITE, WHOLE, XOR, Change, Delta, Paths, read_all
+from ckptkit.deltas.forms import (
+    INDEX,
+    OVERWRITE,
+    WHOLE,
+    XOR,
+    Change,
+    Delta,
+    Hash,
+    Paths,
+    hashing,
+    read_all,
+    unzstd,
+    zstandard,
+)
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.publish.preflight import check_destination
 from ckptkit.publish.publish import new_file, publish, temporary_name
@@ -39,6 +51,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    # The changed tensor as (``new ^ old``, new bytes) in pieces, the size of the tensor in bytes,
+    # and a function that returns the checksum of the new bytes after the last piece.
+    _Work = tuple[Iterator[tuple[Bytes, Bytes]], int, Callable[[], str]]
 
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
@@ -74,11 +89,10 @@ class Made:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """The change of one tensor, and the position of its frame in a temporary file."""
 
-    spool: _Spool
+    path: str
     begin: int
     length: int  # number of bytes of the frame
     digest: str
@@ -112,47 +126,41 @@ def delta(
     `options` are those of :func:`ckptkit.save`. If the format cannot store the difference, `delta`
     raises UsageError and writes nothing.
     """
-    for word, given, known in (
-        ("encoding", encoding, ENCODINGS),
-        ("checksum", checksum, CHECKSUMS),
-    ):
+    choices = (("encoding", encoding, ENCODINGS), ("checksum", checksum, CHECKSUMS))
+    for word, given, known in choices:
         if given not in known:
             raise UsageError(f"{word} {given!r} is not one of {some(known)}")
     settings = made(Options(), options)
     with open_checkpoint(old) as before, open_checkpoint(new) as after:
-        base = base_version
-        if base is None:
-            base = version_of(before)
+        base = version_of(before) if base_version is None else base_version
         if base is None:
             base = 0 if version is None else version - 1
         number = base + 1 if version is None else version
         if whole:
-            tensors = after.required.tensors
+            sizes = {name: tensor.nbytes for name, tensor in after.required.tensors.items()}
             done = save(after, path, replace(settings, format="sharded"))
-            nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            changed = {name: tensor.nbytes for name, tensor in tensors.items()}
+            size = done.plan.size
             return Made(
-                done.path, WHOLE, number, base, changed, len(tensors), nbytes, done.plan.size
+                done.path, WHOLE, number, base, sizes, len(sizes), sum(sizes.values()), size
             )
         pairs = _paired(before.required.tensors, after.required.tensors)
-        largest = max((tensor.nbytes for _, tensor in pairs.values()), default=0)
+        sizes = {name: tensor.nbytes for name, (_, tensor) in pairs.items()}
+        is_large = max(sizes.values(), default=0) >= _MOST_PLACES
         if encoding == "auto":
-            encoding = OVERWRITE if largest < _MOST_PLACES else XOR
-        if encoding == OVERWRITE and largest >= _MOST_PLACES:
+            encoding = XOR if is_large else OVERWRITE
+        if encoding == OVERWRITE and is_large:
             what = "a tensor has 4 GiB or more, which the encoding overwrite does not support"
             raise UsageError(what, hint=f"use {typed('--encoding xor', 'encoding=xor')}")
 
-        def work(name: str, spool: _Spool) -> _Frame | int:
+        def work(name: str) -> _Work:
             one, other = (contiguous(each).locate() for each in pairs[name])
             total = hashing(checksum)
-            begin = spool.at
-            changed = _encode(_differences(one, other, total), other.length, encoding, spool)
-            return changed and _Frame(spool, begin, spool.at - begin, total.hexdigest(), changed)
+            return _differences(one, other, total), other.length, total.hexdigest
 
-        found, size = _written(pairs, work, path, encoding, (number, base), checksum, settings)
-        nbytes = sum(tensor.nbytes for _, tensor in pairs.values())
-        changed = {name: each.changed for name, each in found.items()}
-        return Made(os.fspath(path), encoding, number, base, changed, len(pairs), nbytes, size)
+        changed, written = _written(pairs, work, path, encoding, (number, base), checksum, settings)
+        nbytes = sum(sizes.values())
+        name = os.fspath(path)
+        return Made(name, encoding, number, base, changed, len(pairs), nbytes, written)
 
 
 def _paired(
@@ -185,73 +193,50 @@ def _paired(
     return {name: (old[name], new[name]) for name in pairs.values()}
 
 
-class _Spool:
-    """A temporary file in the folder of the output. One thread appends frames to the file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = temporary_name(path)
-        self._file = os.fdopen(new_file(self.path), "wb", buffering=PIECE)
-        self.at = 0
-        self.source: LocalFile | None = None  # set by `complete`
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.at += len(data)
-
-    def rewind(self, at: int) -> None:
-        self._file.seek(at)
-        self._file.truncate()
-        self.at = at
-
-    def complete(self) -> None:
-        self._file.close()
-        self.source = LocalFile(self.path)
-
-    def remove(self) -> None:
-        self._file.close()
-        if self.source is not None:
-            self.source.close()
-        os.unlink(self.path)
-
-
 def _written(
     names: Iterable[str],
-    work: Callable[[str, _Spool], _Frame | int],
+    work: Callable[[str], _Work],
     path: str | os.PathLike[str],
     encoding: str,
     versions: tuple[int, int],
     checksum: str,
     options: Options,
-) -> tuple[dict[str, _Frame], int]:
+) -> tuple[dict[str, int], int]:
     """Compute the frames of all tensors on all cores, and publish the folder.
 
-    Return a dict from tensor names to frames, and the size of the folder in bytes. The threads
-    write frames to temporary files first, because the header of a safetensors file must contain the
-    sizes of its frames.
+    Return the number of changed bytes of each changed tensor, and the size of the folder in bytes.
+    Each thread writes frames to a temporary file first, because the header of a safetensors file
+    must contain the sizes of its frames.
     """
     place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
     here = threading.local()
-    spools: list[_Spool] = []
+    spools: dict[str, BinaryIO] = {}
+    sources: dict[str, LocalFile] = {}
 
-    def run(name: str) -> _Frame | int:
-        if not hasattr(here, "spool"):
-            here.spool = _Spool(place)
-            spools.append(here.spool)
-        return work(name, here.spool)
+    def run(name: str) -> _Frame:
+        if not hasattr(here, "path"):
+            here.path = temporary_name(place)
+            spools[here.path] = os.fdopen(new_file(here.path), "wb", buffering=PIECE)
+        spool = spools[here.path]
+        pieces, length, digest = work(name)
+        begin = spool.tell()
+        changed = _encode(pieces, length, encoding, spool)
+        return _Frame(here.path, begin, spool.tell() - begin, digest(), changed)
 
     names = list(names)
     try:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             try:
                 frames = zip(names, pool.map(run, names), strict=True)
-                found = {name: frame for name, frame in frames if isinstance(frame, _Frame)}
+                found = {name: frame for name, frame in frames if frame.changed}
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        for spool in spools:
-            spool.complete()
-        files, places = _files(found, options)
+        for spool_path, spool in spools.items():
+            spool.close()
+            sources[spool_path] = LocalFile(spool_path)
+        files, places = _files(found, sources, options)
         index = {
             "metadata": {
                 "version": f"{versions[0]:06d}",
@@ -265,39 +250,37 @@ def _written(
         text = json.dumps(index, indent=1).encode()
         plan = Plan((*files, OutputFile(INDEX, (text,))), tensors=len(found))
         publish(plan, path, replace(options, allow_expand=True))
-        return found, plan.size
+        return {name: frame.changed for name, frame in found.items()}, plan.size
     finally:
-        for spool in spools:
-            spool.remove()
+        for spool_path, spool in spools.items():
+            spool.close()
+            if spool_path in sources:
+                sources[spool_path].close()
+            os.unlink(spool_path)
 
 
 def _files(
-    found: Mapping[str, _Frame], options: Options
+    found: Mapping[str, _Frame], sources: Mapping[str, LocalFile], options: Options
 ) -> tuple[list[OutputFile], dict[str, str]]:
     """Return the planned output files, and a dict from tensor names to file names."""
-    groups: list[list[str]] = []
+    groups: list[dict[Node, Node]] = []
     room = 0
-    for name, each in found.items():
-        if not groups or each.length > room:
-            groups.append([])
+    for name, frame in found.items():
+        if not groups or frame.length > room:
+            groups.append({})
             room = _FILE
-        groups[-1].append(name)
-        room -= each.length
+        room -= frame.length
+        storage = Storage(Range(sources[frame.path], frame.begin, frame.length))
+        groups[-1][name] = Tensor(storage, BY_NAME["uint8"], (frame.length,), (1,))
     files: list[OutputFile] = []
     places: dict[str, str] = {}
-    for number, names in enumerate(groups):
+    for number, tensors in enumerate(groups):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors: dict[Node, Node] = {}
-        for name in names:
-            each = found[name]
-            assert each.spool.source is not None
-            storage = Storage(Range(each.spool.source, each.begin, each.length))
-            tensors[name] = Tensor(storage, BY_NAME["uint8"], (each.length,), (1,))
-        sums = {name: found[name].digest for name in names}
+        sums = {name: found[name].digest for name in tensors}
         held = Checkpoint(OrderedMapping(tensors), SAFETENSORS.name, None, sums)
         plan = formats.layout(held, SAFETENSORS, replace(options, extras=False, all=False))
         files.append(replace(plan.files[0], name=file))
-        places |= dict.fromkeys(names, file)
+        places |= dict.fromkeys(sums, file)
     return files, places
 
 
@@ -314,7 +297,7 @@ def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes,
 
 
 def _encode(
-    differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: _Spool
+    differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: BinaryIO
 ) -> int:
     """Append the frame of a tensor to `spool`. Return the number of changed bytes.
 
@@ -323,7 +306,7 @@ def _encode(
     import numpy as np
 
     compressor = zstandard().ZstdCompressor(level=_LEVEL)
-    begin, at, changed = spool.at, 0, 0
+    begin, at, changed = spool.tell(), 0, 0
     if encoding == XOR:
         machine = compressor.compressobj(size=length)
         for difference, _ in differences:
@@ -331,7 +314,8 @@ def _encode(
             spool.write(machine.compress(difference.data))
         spool.write(machine.flush())
         if not changed:
-            spool.rewind(begin)
+            spool.seek(begin)
+            spool.truncate()
         return changed
     held = tempfile.SpooledTemporaryFile
     with held(_HELD) as positions, held(_HELD) as values:
@@ -399,44 +383,42 @@ def squash_delta(
 
 def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
     """Combine the frames of xor deltas."""
+    import numpy as np
+
     changes: dict[str, list[Change]] = {}
     for each in found:
         for name, change in each.changes.items():
             changes.setdefault(name, []).append(change)
-    algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
-    unchecked = [name for name, each in changes.items() if each[-1].checksum is None]
+    sums = {name: each[-1].checksum for name, each in changes.items()}
+    algorithms = {checksum[0] for checksum in sums.values() if checksum}
+    unchecked = [name for name, checksum in sums.items() if checksum is None]
     if unchecked or len(algorithms) > 1:
         what = f"the deltas have no checksums for {some(unchecked)}"
         if not unchecked:
             what = f"the deltas have different checksum algorithms: {some(sorted(algorithms))}"
         raise UsageError(what, hint=f"pass the base: {typed('--base BASE', 'base=...')}")
-    algorithm = min(algorithms, default=CHECKSUMS[0])
 
-    def work(name: str, spool: _Spool) -> _Frame | int:
-        """Write one frame for all changes of a tensor. If no byte changes, write nothing."""
-        each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
-        length = _length(each[0])
-        streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]
-        pieces = in_step(streams, (1,) * len(streams), _AT_ONCE)
-        begin = spool.at
-        changed = _encode(map(_xored, pieces), length, XOR, spool)
-        return changed and _Frame(spool, begin, spool.at - begin, digest, changed)
+    def work(name: str) -> _Work:
+        """Return the change of a tensor by all deltas."""
+        length = _length(changes[name][0])
+        streams = [stream_reusing_buffer(each.decompressed(length)) for each in changes[name]]
+
+        def pieces() -> Iterator[tuple[Bytes, Bytes]]:
+            for row in in_step(streams, (1,) * len(streams), _AT_ONCE):
+                total = np.frombuffer(row[0], np.uint8).copy()
+                for piece in row[1:]:
+                    total ^= np.frombuffer(piece, np.uint8)
+                yield total, total
+
+        _, digest = sums[name] or ("", "")
+        return pieces(), length, lambda: digest
 
     first, end = found[0], found[-1]
     assert first.base_version is not None and end.version is not None
     versions = end.version, first.base_version
-    frames, written = _written(changes, work, path, XOR, versions, algorithm, options)
-    changed = {name: each.changed for name, each in frames.items()}
+    algorithm = min(algorithms, default=CHECKSUMS[0])
+    changed, written = _written(changes, work, path, XOR, versions, algorithm, options)
     return Made(os.fspath(path), XOR, *versions, changed, len(changes), 0, written)
-
-
-def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
-    import numpy as np
-
-    total = np.frombuffer(pieces[0], np.uint8).copy()
-    for piece in pieces[1:]:
-        total ^= np.frombuffer(piece, np.uint8)
-    return total, total
 
 
 def _length(change: Change) -> int:

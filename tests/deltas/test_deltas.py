@@ -369,7 +369,7 @@ def test_nothing_changed(tmp_path: Path) -> None:
 
 
 def test_the_hashes_are_those_of_the_reference() -> None:
-    from ckptkit.deltas.changes import hashing
+    from ckptkit.deltas.forms import hashing
 
     data = np.random.default_rng(0).bytes(5000)
     for name, digest in HASHES.items():
