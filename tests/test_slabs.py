@@ -51,13 +51,9 @@ class Counting(LocalFile):
         Counting.count += len(buffer)
         super().read_into(offset, buffer)
 
-    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        Counting.count += sum(map(len, buffers))
-        super().read_into_all(offset, buffers)
-
-    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        Counting.count += sum(map(len, buffers))
-        super().read_into_apart(offset, step, buffers)
+    def read_rows(self, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        Counting.count += sum(map(len, rows))
+        super().read_rows(offset, step, rows)
 
 
 def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndarray]:

@@ -254,10 +254,8 @@ class Reader:
                     read_into(self.extent, at + place * pitch, row)
                 else:
                     self.into(at + place * pitch, row)
-        elif rows and pitch == len(rows[0]):
-            self.extent.source.read_into_all(self.extent.offset + at, rows)
         else:
-            self.extent.source.read_into_apart(self.extent.offset + at, pitch, rows)
+            self.extent.source.read_rows(self.extent.offset + at, pitch, rows)
 
 
 def name_of(extent: Extent) -> str:

@@ -108,12 +108,21 @@ class ByteSource(ABC):
     # A function that yields the members of a source, except members without a CRC-32.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
-    @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`.
 
         Raises TruncatedError if the source ends before ``offset + length``.
         """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        data = self._read(offset, length)
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, data)
+        return data
+
+    @abstractmethod
+    def _read(self, offset: int, length: int) -> bytes:
+        """Return bytes that are inside the source."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`, if possible without a copy.
@@ -122,16 +131,10 @@ class ByteSource(ABC):
         """
         buffer[:] = self.read(offset, len(buffer))
 
-    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after another, with the bytes from `offset`."""
-        for buffer in buffers:
-            self.read_into(offset, buffer)
-            offset += len(buffer)
-
-    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all buffers. Buffer number n gets the bytes from ``offset + n * step``."""
-        for buffer in buffers:
-            self.read_into(offset, buffer)
+    def read_rows(self, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """Fill rows of equal length. Row number n gets the bytes from ``offset + n * step``."""
+        for row in rows:
+            self.read_into(offset, row)
             offset += step
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
@@ -185,13 +188,8 @@ class Memory(ByteSource):
         """Return the folder and name of the compressed file that contained the bytes."""
         return None if self.whole is None else self.whole.folder_and_name()
 
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
-        data = bytes(self.data[offset : offset + length])
-        if READING.sums is not None:
-            READING.sums.add(self.identity, offset, data)
-        return data
+    def _read(self, offset: int, length: int) -> bytes:
+        return bytes(self.data[offset : offset + length])
 
 
 class Section(ByteSource):
@@ -208,9 +206,7 @@ class Section(ByteSource):
         self.remote = whole.remote
         self.is_shared = whole.is_shared
 
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
+    def _read(self, offset: int, length: int) -> bytes:
         return self.whole.read(self.offset + offset, length)
 
     def check_unchanged(self) -> None:
@@ -248,9 +244,7 @@ class LocalFile(ByteSource):
     def __del__(self) -> None:
         self.close()
 
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
+    def _read(self, offset: int, length: int) -> bytes:
         try:
             data = self._pread(length, offset)
             while len(data) < length:
@@ -260,8 +254,6 @@ class LocalFile(ByteSource):
                 data += more
         except OSError as error:
             raise self._failed(error) from error
-        if READING.sums is not None:
-            READING.sums.add(self.identity, offset, data)
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -282,21 +274,23 @@ class LocalFile(ByteSource):
         if READING.sums is not None:
             READING.sums.add(self.identity, offset, buffer)
 
-    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        size = sum(map(len, buffers))
-        if not hasattr(os, "preadv") or offset < 0 or offset + size > self.size:
-            super().read_into_all(offset, buffers)
+    def read_rows(self, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        preadv = getattr(os, "preadv", None)
+        if preadv is None or offset < 0 or not rows:
+            super().read_rows(offset, step, rows)
             return
-        for first in range(0, len(buffers), _BUFFERS):
-            part = buffers[first : first + _BUFFERS]
-            size = sum(map(len, part))
+        # Without gaps between the rows, one call reads many rows.
+        width, fd = len(rows[0]), self.fd
+        together = _BUFFERS if step == width else 1
+        for first in range(0, len(rows), together):
+            part = rows[first : first + together]
             try:
-                whole = os.preadv(self.fd, part, offset) == size
+                count = preadv(fd, part, offset)
             except OSError as error:
                 raise self._failed(error) from error
-            if not whole:
-                super().read_into_all(offset, part)
-            offset += size
+            if count < width * len(part):
+                super().read_rows(offset, step, part)
+            offset += step * len(part)
 
     def map(self) -> mmap | None:
         """Map the complete file into memory, copy-on-write.
@@ -316,20 +310,6 @@ class LocalFile(ByteSource):
         except (OSError, ValueError):  # ValueError: the file is shorter than `size`
             self.check_unchanged()
             return None
-
-    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
-        preadv, fd = getattr(os, "preadv", None), self.fd
-        if preadv is None or offset < 0:
-            super().read_into_apart(offset, step, buffers)
-            return
-        for buffer in buffers:  # many small buffers, for which `read_into` would be slow
-            try:
-                count = preadv(fd, (buffer,), offset)
-            except OSError as error:
-                raise self._failed(error) from error
-            if count < len(buffer):
-                self.read_into(offset, buffer)
-            offset += step
 
     def _failed(self, error: OSError) -> InputError:
         if self.fd < 0:
@@ -893,9 +873,7 @@ class FileObject(ByteSource):
             hint="open the path of the file instead",
         )
 
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
+    def _read(self, offset: int, length: int) -> bytes:
         with self._lock:
             try:
                 self._file.seek(offset)
@@ -906,8 +884,6 @@ class FileObject(ByteSource):
                 raise InputError(f"cannot be read: {error}", where=self.name) from error
         if len(data) < length:
             raise InputChangedError("became shorter while it was read", where=self.name)
-        if READING.sums is not None:
-            READING.sums.add(self.identity, offset, data)
         return data
 
 

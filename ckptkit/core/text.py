@@ -34,22 +34,16 @@ def escape(text: str) -> str:
     """
     if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
         return text
-    return "".join(c if c.isprintable() and not _INVISIBLE.match(c) else _escaped(c) for c in text)
+    return "".join(
+        c if c.isprintable() and not _INVISIBLE.match(c) else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def message(label: str, text: str, hint: str | None = None) -> list[str]:
     """Return the lines of a message: ``label: text`` and, with a hint, ``hint: ...``."""
     lines = [f"{label}: {text}", *([f"hint: {hint}"] if hint else [])]
     return [escape(line) for line in lines]
-
-
-def _escaped(char: str) -> str:
-    if char in "\n\r\t":
-        return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]
-    code = ord(char)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def argument(path: str) -> tuple[str, ...]:
@@ -91,6 +85,7 @@ def shell_command(words: Iterable[str]) -> str:
 def shell_word(word: str) -> str:
     """Quote a word for a shell. A word with unprintable characters becomes ``$'...'``."""
     from shlex import quote
+    from string import printable
 
     if escape(word) == word:
         return quote(word)
@@ -98,12 +93,9 @@ def shell_word(word: str) -> str:
         data = word.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # a surrogate that cannot occur in a file name
         return quote(escape(word))
-    return f"$'{''.join(map(_quoted_byte, data))}'"
-
-
-def _quoted_byte(byte: int) -> str:
-    char = chr(byte)
-    return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
+    plain = {ord(char) for char in printable if char.isprintable()} - {*b"\\'"}
+    quoted = (chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(quoted)}'"
 
 
 # Suffixes of the files that ckptkit writes. The suffix selects the format.

@@ -19,7 +19,7 @@ as the tree.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -499,61 +499,72 @@ def rebuild(
     `rebuild` does not replace a replacement again. The copy has the same shared values and cycles
     as the tree. Numbers, strings, bytes and None are copied unchanged, without a call of `leaf`.
     """
-    work = _Rebuild(leaf, swap or {})
-    new_root = work.copy(root)
-    while work.queue:
-        new, old = work.queue.pop(), work.queue.pop()
-        work.fill(old, new)
-    return new_root
+    return Copier(leaf, swap)(root)
 
 
-class _Rebuild:
-    """State of `rebuild`: the copies of nodes, and a queue of empty copies.
+class Copier:
+    """Copies a tree. See `rebuild`.
 
-    The copy of a mutable node is empty at first. `rebuild` takes the copy from the queue and fills
+    The copy of a mutable node is empty at first. `__call__` takes the copy from the queue and fills
     it. The copy of a tuple is created after the copies of its items. Such an order always exists,
     because a tuple can contain itself only through a mutable node.
+
+    A subclass converts a tree to other values: `start` returns the new value of a node, and `fill`
+    fills a new container.
     """
 
-    def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
+    def __init__(
+        self,
+        leaf: Callable[[Node], Node] = lambda node: node,
+        swap: Mapping[int, Node] | None = None,
+    ) -> None:
         # The list contains a node, its copy, the next node, and so on. A list of pairs would need
         # more memory.
-        self.queue: list[Node] = []
+        self._queue: list[Node] = []
         self._leaf = leaf
-        self._swap = swap
+        self._swap = swap or {}
         self._made: dict[int, Node] = {}
         self._keep: list[Node] = []  # refers to nodes, so that Python cannot reuse the ids in _made
+
+    def __call__(self, root: Node) -> Node:
+        """Return the copy of a tree."""
+        new_root = self.copy(root)
+        while self._queue:
+            new, old = self._queue.pop(), self._queue.pop()
+            self.fill(old, new)
+        return new_root
 
     def copy(self, node: Node, is_replaced: bool = False) -> Node:
         """Return the copy of a node. The copy of a mutable node may still be empty."""
         if node.__class__ not in PLAIN_TYPES and not is_replaced:
             node = self._swap.get(id(node), node)
-        if id(node) in self._made:
-            return self._made[id(node)]
         if node.__class__ in PLAIN_TYPES:
             return node
-        if isinstance(node, tuple):
-            return self._tuple(node)
-        new: Node
-        if isinstance(node, LEAVES):
-            new = self._leaf(node)
-        elif isinstance(node, OrderedMapping):
-            new = OrderedMapping()
-        elif isinstance(node, dict):
-            new = {}
-        elif isinstance(node, list):
-            new = []
-        elif isinstance(node, SetNode):
-            new = SetNode([], frozen=node.frozen)
-        elif isinstance(node, Pairs):
-            new = Pairs([])
-        else:
-            new = Object(None, new=node.new)
+        if id(node) in self._made:
+            return self._made[id(node)]
+        if isinstance(node, (tuple, SetNode)) and self.frozen(node) is not None:
+            return self._copy_frozen(node)
+        new = self.start(node)
         self._keep.append(node)
         self._made[id(node)] = new
-        if not isinstance(node, LEAVES):
-            self.queue += (node, new)
+        if isinstance(new, _MUTABLE) and not isinstance(node, LEAVES):
+            self._queue += (node, new)
         return new
+
+    def start(self, node: Node) -> Node:
+        """Return the copy of a leaf, or an empty copy of a mutable node."""
+        if isinstance(node, LEAVES):
+            return self._leaf(node)
+        if isinstance(node, SetNode):
+            return SetNode([], frozen=node.frozen)
+        if isinstance(node, Object):
+            tensor = None if node.tensor is None else self.copy(node.tensor)
+            new = Object(None, new=node.new, tensor=tensor)
+            new.value = node.value
+            return new
+        if isinstance(node, dict):
+            return OrderedMapping() if isinstance(node, OrderedMapping) else {}
+        return Pairs([]) if isinstance(node, Pairs) else []
 
     def fill(self, old: Node, new: Node) -> None:
         """Fill the empty copy `new` with copies of the contents of `old`."""
@@ -580,23 +591,26 @@ class _Rebuild:
             new.pairs.extend((copy(key), copy(value)) for key, value in old.pairs)
             new.state = copy(old.state)
         else:
-            self._fill_object(old, new)
+            new.callable, new.args = copy(old.callable), copy(old.args)
+            new.kwargs = copy(old.kwargs)
+            for step, value in old.steps:
+                if step == "build":
+                    items = copy(value)
+                elif step == "set":
+                    items = [(copy(key), copy(item)) for key, item in value]
+                else:
+                    items = [copy(item) for item in value]
+                new.steps.append((step, items))
 
-    def _fill_object(self, old: Object, new: Object) -> None:
-        copy = self.copy
-        new.callable, new.args, new.kwargs = copy(old.callable), copy(old.args), copy(old.kwargs)
-        for step, value in old.steps:
-            if step == "build":
-                items = copy(value)
-            elif step == "set":
-                items = [(copy(key), copy(item)) for key, item in value]
-            else:
-                items = [copy(item) for item in value]
-            new.steps.append((step, items))
-        new.tensor = None if old.tensor is None else copy(old.tensor)
-        new.value = old.value
+    def frozen(self, node: Node) -> Sequence[Node] | None:
+        """Return the items of a tuple, whose copy needs the copies of its items. Else None."""
+        return node if isinstance(node, tuple) else None
 
-    def _tuple(self, root: tuple[Node, ...]) -> Node:
+    def freeze(self, node: Node, items: Iterable[Node]) -> Node:
+        """Return the copy of a tuple. `items` are the copies of its items."""
+        return tuple(items)
+
+    def _copy_frozen(self, root: Node) -> Node:
         """Copy nested tuples. An inner tuple is copied before the tuple that contains it."""
         made, waiting = self._made, [root]
         while waiting:
@@ -604,15 +618,19 @@ class _Rebuild:
             if id(node) not in made:
                 inner = [
                     each if each.__class__ in PLAIN_TYPES else self._swap.get(id(each), each)
-                    for each in node
+                    for each in self.frozen(node) or ()
                 ]
                 missing = [
-                    each for each in inner if isinstance(each, tuple) and id(each) not in made
+                    each for each in inner if id(each) not in made and self.frozen(each) is not None
                 ]
                 if missing:
                     waiting.extend(missing)
                     continue
                 self._keep.append(node)
-                made[id(node)] = tuple(self.copy(each, is_replaced=True) for each in inner)
+                copies = [self.copy(each, is_replaced=True) for each in inner]
+                made[id(node)] = self.freeze(node, copies)
             waiting.pop()
         return made[id(root)]
+
+
+_MUTABLE = (dict, list, set, SetNode, Pairs, Object)

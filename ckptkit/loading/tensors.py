@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.api import open_checkpoint
@@ -26,6 +26,7 @@ from ckptkit.core.text import flatten
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
     ByteString,
+    Copier,
     Global,
     Node,
     Object,
@@ -387,7 +388,7 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
             yield name, node
 
 
-class PythonValues:
+class PythonValues(Copier):
     """Converts nodes to Python values. Converts each node once, so shared values remain shared.
 
     The tree can have any depth, and can contain cycles. `arrays` creates the tensors for NumPy
@@ -395,16 +396,8 @@ class PythonValues:
     """
 
     def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:
+        super().__init__()
         self.tensors, self.arrays = tensors, arrays or TorchTensors("cpu")
-        self._made: dict[int, Any] = {}
-        self._keep: list[Node] = []  # nodes whose ids are keys of `_made`
-        self._queue: list[tuple[Node, Any]] = []
-
-    def __call__(self, root: Node) -> Any:
-        made = self._value(root)
-        while self._queue:
-            self._fill(*self._queue.pop())
-        return made
 
     def state_dict(self, weights: Weights) -> dict[str, Any]:
         """Map names to torch tensors.
@@ -426,25 +419,10 @@ class PythonValues:
         self(None)  # fills all containers that are still empty
         return found
 
-    def _value(self, node: Node) -> Any:
-        """Return the value of a node. A new container is still empty, and is filled later."""
-        if node.__class__ in _PLAIN:
-            return node
-        if id(node) in self._made:
-            return self._made[id(node)]
-        if _is_frozen(node):
-            return self._frozen(node)
-        self._keep.append(node)
-        self._made[id(node)] = made = self._new(node)
-        if isinstance(made, (dict, list, set, Pairs, Object)) and made is not node:
-            self._queue.append((node, made))
-        return made
-
-    def _new(self, node: Node) -> Any:
-        """Create the value of a node. Create containers and Objects without contents."""
-        kind = type(node)
-        if kind in _SHELLS:
-            return _SHELLS[kind]()
+    def start(self, node: Node) -> Any:
+        """Return the value of a node. Containers and Objects are still empty."""
+        if type(node) in _SHELLS:
+            return _SHELLS[type(node)]()
         if isinstance(node, Object):
             if node.tensor is not None and node.tensor.layout != "subclass":
                 return self._tensor(node, node.tensor)
@@ -482,75 +460,45 @@ class PythonValues:
         """Create the torch tensor of a node, and set the attributes that Python code had set."""
         made = self.tensors.tensor(node)
         for key, value in attributes(node):
-            made.__dict__[key] = self._value(value)
+            made.__dict__[key] = self.copy(value)
         return made
 
-    def _frozen(self, root: Node) -> Any:
-        """Return the value of a tuple or frozenset. Create nested tuples first."""
-        waiting = [root]
-        while waiting:
-            node = waiting[-1]
-            parts = node if isinstance(node, tuple) else node.items
-            is_made = id(node) in self._made
-            inner = (part for part in parts if _is_frozen(part) and id(part) not in self._made)
-            if not is_made and (missing := list(inner)):
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            if not is_made:
-                values = [self._value(part) for part in parts]
-                self._keep.append(node)
-                made = tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
-                self._made[id(node)] = made
-        return self._made[id(root)]
-
-    def _fill(self, old: Node, new: Any) -> None:
-        if isinstance(new, Object):
-            self._fill_object(old, new)
-        elif isinstance(new, dict):
+    def fill(self, old: Node, new: Any) -> None:
+        if isinstance(new, dict):
             for key, value in _items(old):
                 # If a key is equal to an earlier key or is not hashable, use the node as the key.
-                item, made = self._value(value), self._value(key)
+                item, made = self.copy(value), self.copy(key)
                 try:
                     new[key if made in new else made] = item
                 except TypeError:
                     new[key] = item
             if isinstance(old, OrderedMapping):
                 self._attributes(old, new)
-        elif isinstance(new, list):
-            new.extend(map(self._value, old))
         elif isinstance(new, set):
-            new.update(_hashable(map(self._value, old.items)))
+            new.update(_hashable(map(self.copy, old.items)))
         else:
-            new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
+            super().fill(old, new)
+
+    def frozen(self, node: Node) -> Sequence[Node] | None:
+        """Return the items of a tuple or frozenset. Return None for other nodes."""
+        if isinstance(node, SetNode) and node.frozen:
+            return node.items
+        return super().frozen(node)
+
+    def freeze(self, node: Node, items: Iterable[Any]) -> Any:
+        return frozenset(_hashable(items)) if isinstance(node, SetNode) else tuple(items)
 
     def _attributes(self, old: OrderedMapping, new: Any) -> None:
         """Set ``_metadata`` on an OrderedDict. Other attributes are not restored."""
         held = attributes_of(old)
         if MODULE_VERSIONS in held:
-            new._metadata = self._value(held[MODULE_VERSIONS])
-
-    def _fill_object(self, old: Object, new: Object) -> None:
-        value = self._value
-        new.callable, new.args, new.kwargs = value(old.callable), value(old.args), value(old.kwargs)
-        for step, each in old.steps:
-            if step == "build":
-                new.steps.append((step, value(each)))
-            elif step == "set":
-                new.steps.append((step, [(value(key), value(item)) for key, item in each]))
-            else:
-                new.steps.append((step, list(map(value, each))))
+            new._metadata = self.copy(held[MODULE_VERSIONS])
 
 
-_PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _SHELLS: dict[type, Callable[[], Any]] = {
     dict: dict, list: list, OrderedMapping: collections.OrderedDict, SetNode: set,
     Pairs: lambda: Pairs([]),
 }  # fmt: skip
-
-
-def _is_frozen(node: Node) -> bool:
-    return isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen)
 
 
 def _items(node: Node) -> Iterable[tuple[Node, Node]]:

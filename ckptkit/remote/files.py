@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, LocalFile, plain_name
+from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
 from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.core.text import in_folder, shown_url, split_url, without_query
 from ckptkit.remote.transport import (
@@ -70,18 +70,13 @@ class RemoteFile(ByteSource):
     def __reduce__(self) -> tuple[object, ...]:
         return _reopen, (self.url, self.identity)
 
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
+    def _read(self, offset: int, length: int) -> bytes:
         at, stop = offset, offset + length
         pieces = []
         while at < stop:
             pieces.append(self._kept(at, stop) or self._fetched(at, stop))
             at += len(pieces[-1])
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if READING.sums is not None:
-            READING.sums.add(self.identity, offset, data)
-        return data
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
         runs: list[tuple[int, int]] = []

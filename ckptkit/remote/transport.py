@@ -369,13 +369,11 @@ def passing(error: BaseException) -> bool:
 
     Return True if the connection broke or timed out, or if the server is busy.
     """
-    if _misled(error) is not None:
-        return False
     status = _status(error)
     if status is not None:
         return status in _PASSING
     names = {each.__name__ for each in type(error).__mro__}
-    if names & {"ClientConnectorError", "InvalidURL"}:
+    if names & {"ClientConnectorError", "InvalidURL", "TooManyRedirects"}:
         return False
     return bool(names & {"ClientError", "TimeoutError", "ConnectionError", "HTTPClientError"})
 
@@ -397,8 +395,6 @@ def _meaning(
     """Return the class, message and hint of the CkptkitError for a library's error."""
     causes = [*_causes(error)]
     status = next((found for each in causes if (found := _status(each)) is not None), None)
-    if misled := next(filter(None, map(_misled, causes)), None):
-        return InputError, misled, _TYPED
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
         if not opening:
             return InputChangedError, "was removed while it was read", None
@@ -480,16 +476,6 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     return refused(error, url)
 
 
-def _misled(error: BaseException) -> str | None:
-    """Return a message for an invalid redirect of a server. Return None for other errors."""
-    names = {each.__name__ for each in type(error).__mro__}
-    if "TooManyRedirects" in names:
-        return "the server redirects too many times"
-    if names & {"RedirectClientError", "NonHttpUrlClientError"}:
-        return "the server redirects to a URL that is not http or https"
-    return None
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -508,7 +494,7 @@ def _status(error: BaseException) -> int | None:
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     elif status is None:  # requests: huggingface_hub
         status = getattr(answer, "status_code", None)
-    return status if isinstance(status, int) else None
+    return status if isinstance(status, int) and status else None  # 0: too many redirects
 
 
 def _is_malformed(error: BaseException) -> bool:

@@ -44,7 +44,7 @@ class Watched(ByteSource):
         self.name, self.size, self.identity = source.name, source.size, source.identity
         self.remote = source.remote
 
-    def read(self, offset: int, length: int) -> bytes:
+    def _read(self, offset: int, length: int) -> bytes:
         self._count(length)
         return self._source.read(offset, length)
 

@@ -47,7 +47,7 @@ NEEDED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "sync_batch_norm": ("parallel", ("ddp", "fsdp")),
     "amp_dtype": ("amp", (True,)),
 }
-# Options that cannot be combined, and the reason. True stands for any value that is not 0 or empty.
+# Options that cannot be combined, and the reason. True matches every value except 0 and "".
 CONFLICTS: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"dropout": True, "preserve_rng": False},

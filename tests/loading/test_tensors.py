@@ -18,8 +18,8 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Global, Object
-from ckptkit.loading.tensors import TorchTensors
+from ckptkit.core.tree import Global, Object, StoredList
+from ckptkit.loading.tensors import PythonValues, TorchTensors
 from tests.torch_equality import storage_bits
 
 Cuda = Callable[..., AbstractContextManager[None]]
@@ -423,3 +423,10 @@ def test_each_storage_is_read_once() -> None:
     made.tensor(Tensor(storage, leaf.dtype, (1,), (1,), 1))
     made.storage(TypedStorage(storage, None).storage)
     assert reads == [(0, 8)]
+
+
+def test_a_list_that_stays_in_the_file_is_read_once() -> None:
+    held = StoredList("number", 5, (1, 2, 3), lambda: [1, 2, 3, 4, 5])
+    tree = PythonValues(TorchTensors("cpu"))({"a": held, "b": held})
+    assert tree["a"] == [1, 2, 3, 4, 5]
+    assert tree["a"] is tree["b"]

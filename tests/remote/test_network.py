@@ -387,9 +387,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("file:///etc/hostname", "not http or https"),
-        ("s3://bucket/key", "not http or https"),
-        ("/again", "too many times"),
+        ("file:///etc/hostname", "NonHttpUrlRedirectClientError"),
+        ("s3://bucket/key", "NonHttpUrlRedirectClientError"),
+        ("/again", "TooManyRedirects"),
     ],
 )
 def test_redirects_that_are_not_followed(target: str, said: str) -> None:

@@ -161,7 +161,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     torch.save({"w": torch.arange(20_500.0).reshape(500, 41)}, "x.pth")
     shutil.copy("x.pth", "y.pth")
     count, last, changes = [0], [0], [append]
-    for name in ("read", "read_into", "read_into_all", "read_into_apart"):
+    for name in ("read", "read_into", "read_rows"):
         monkeypatch.setattr(LocalFile, name, _then(getattr(LocalFile, name), count, last, changes))
 
     def once(look: list[str] | Callable[[str], object]) -> tuple[object, str]:
