@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import flatten
@@ -167,66 +168,6 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 # Comparisons for models of diffusers
 
 
-class _ConfigRow(NamedTuple):
-    """A field of a diffusers configuration, and the names of the tensors or modules to compare.
-
-    * If `dim` is given, `names` is the name of a tensor. If `names` starts with a dot, it is a
-      suffix of tensor names. The size of dimension `dim` must equal the field times `factor`.
-    * If `dim` is None, `names` is a prefix. The number of modules below the prefix must equal the
-      field. If the field is a list, the number of modules must equal the length of the list.
-    """
-
-    field: str
-    names: str
-    dim: int | None = None
-    factor: int = 1
-
-
-_UNET = (
-    _ConfigRow("in_channels", "conv_in.weight", 1),
-    _ConfigRow("out_channels", "conv_out.weight", 0),
-    _ConfigRow("block_out_channels", "down_blocks."),
-    _ConfigRow("block_out_channels", "up_blocks."),
-    _ConfigRow("layers_per_block", "down_blocks.0.resnets."),
-)
-_CROSS = _ConfigRow("cross_attention_dim", ".attn2.to_k.weight", 1)
-_BLOCKS = _ConfigRow("num_layers", "transformer_blocks.")
-_PATCHES = _ConfigRow("in_channels", "pos_embed.proj.weight", 1)
-_JOINT = (
-    _BLOCKS,
-    _ConfigRow("joint_attention_dim", "context_embedder.weight", 1),
-    _ConfigRow("pooled_projection_dim", "time_text_embed.text_embedder.linear_1.weight", 1),
-)
-_CLASSES = {
-    "UNet2DModel": _UNET,
-    "UNet2DConditionModel": (*_UNET, _CROSS),
-    "AutoencoderKL": (
-        _ConfigRow("in_channels", "encoder.conv_in.weight", 1),
-        _ConfigRow("latent_channels", "encoder.conv_out.weight", 0, factor=2),
-        _ConfigRow("latent_channels", "decoder.conv_in.weight", 1),
-        _ConfigRow("out_channels", "decoder.conv_out.weight", 0),
-        _ConfigRow("block_out_channels", "encoder.down_blocks."),
-        _ConfigRow("block_out_channels", "decoder.up_blocks."),
-        _ConfigRow("layers_per_block", "encoder.down_blocks.0.resnets."),
-    ),
-    "FluxTransformer2DModel": (
-        *_JOINT,
-        _ConfigRow("in_channels", "x_embedder.weight", 1),
-        _ConfigRow("num_single_layers", "single_transformer_blocks."),
-    ),
-    "SD3Transformer2DModel": (
-        *_JOINT,
-        _PATCHES,
-        _ConfigRow("caption_projection_dim", "context_embedder.weight", 0),
-    ),
-    "PixArtTransformer2DModel": (
-        _BLOCKS,
-        _PATCHES,
-        _CROSS,
-        _ConfigRow("caption_channels", "caption_projection.linear_1.weight", 1),
-    ),
-    "DiTTransformer2DModel": (_BLOCKS, _PATCHES),
-}
 _QUERY = re.compile(r"transformer_blocks\.0\.attn1?\.to_q\.weight")
 _BLOCK = re.compile(
     r"(?:encoder\.|decoder\.)?(down|up)_blocks\.(\d{1,4})\.resnets\.0\.conv1\.weight"
@@ -234,48 +175,52 @@ _BLOCK = re.compile(
 
 
 def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
-    kind = config.get("_class_name")
-    rows = _CLASSES.get(kind, ()) if isinstance(kind, str) else ()
+    import tomllib
+
+    classes = tomllib.loads(Path(__file__).with_name("diffusers.toml").read_text("utf-8"))
+    rows: list[str] = classes.get(str(config.get("_class_name")), [])
     for row in rows:
-        yield from _row(row, config.get(row.field), tensors)
-    if _BLOCKS in rows:  # a query projection has (heads * head size) rows
+        field, names, *numbers = row.split()
+        value = config.get(field)
+        if numbers:
+            yield from _sizes(field, value, names, tensors, *map(int, numbers))
+            continue
+        inside = (name.removeprefix(names) for name in tensors if name.startswith(names))
+        count = len({name.partition(".")[0] for name in inside})
+        # Other fields may be lists with one number for each block.
+        expected = value
+        if isinstance(value, list) and field == "block_out_channels":
+            expected = len(value)
+        if type(expected) is int and count:
+            yield Compared(
+                field, field, value, None if count == expected else f"{count} {names[:-1]}"
+            )
+    if any(row.startswith("num_layers ") for row in rows):
+        # A query projection has (heads * head size) rows.
         heads, size = config.get("num_attention_heads"), config.get("attention_head_dim")
         counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
         if type(heads) is int and type(size) is int and counts:
+            found = f"{counts[0]} rows in the query projections (attention_head_dim is {size})"
             is_same = counts[0] == heads * size
-            found = (
-                None
-                if is_same
-                else f"{counts[0]} rows in the query projections (attention_head_dim is {size})"
-            )
-            yield Compared("heads", "num_attention_heads", heads, found)
+            yield Compared("heads", "num_attention_heads", heads, None if is_same else found)
     elif rows:
         yield from _channels(config.get("block_out_channels"), tensors)
 
 
-def _row(row: _ConfigRow, value: object, tensors: Tensors) -> Iterator[Compared]:
-    field, names, dim, factor = row
-    if dim is not None:
-        sizes = [
-            (tensor.shape[dim], name)
-            for name, tensor in tensors.items()
-            if (name.endswith(names) if names.startswith(".") else name == names)
-            and len(tensor.shape) > dim
-        ]
-        if type(value) is int and sizes:
-            times = f" ({factor} x {field})" if factor > 1 else ""
-            wrong = [f"{n}{times} in {name}" for n, name in sizes if n != factor * value]
-            yield Compared(field, field, value, wrong[0] if wrong else None)
-        return
-    is_list = isinstance(value, list)
-    expected = len(value) if isinstance(value, list) else value
-    inside = (name.removeprefix(names) for name in tensors if name.startswith(names))
-    count = len({name.partition(".")[0] for name in inside})
-    # If layers_per_block is a list, its length is the number of blocks, so do not compare the
-    # length with the number of modules.
-    if type(expected) is int and count and (not is_list or field == "block_out_channels"):
-        found = None if count == expected else f"{count} {names[:-1]}"
-        yield Compared(field, field, value, found)
+def _sizes(
+    field: str, value: object, names: str, tensors: Tensors, dim: int, factor: int = 1
+) -> Iterator[Compared]:
+    """Compare the size of dimension `dim` of the tensors `names` with the field times `factor`."""
+    sizes = [
+        (tensor.shape[dim], name)
+        for name, tensor in tensors.items()
+        if (name.endswith(names) if names.startswith(".") else name == names)
+        and len(tensor.shape) > dim
+    ]
+    if type(value) is int and sizes:
+        times = f" ({factor} x {field})" if factor > 1 else ""
+        wrong = [f"{n}{times} in {name}" for n, name in sizes if n != factor * value]
+        yield Compared(field, field, value, wrong[0] if wrong else None)
 
 
 def _channels(value: object, tensors: Tensors) -> Iterator[Compared]:

@@ -170,14 +170,6 @@ class Diff:
     def as_json(self) -> DiffFacts:
         """Return the object of ``ckptkit diff --json`` without the names of the two files."""
 
-        def measured(found: Difference) -> dict[str, Any]:
-            return {name: json_number(value) for name, value in asdict(found).items()}
-
-        def paired(found: Sequence[Renamed]) -> list[dict[str, Any]]:
-            return [
-                each._asdict() | {"a": each.a._asdict(), "b": each.b._asdict()} for each in found
-            ]
-
         def explanation(name: str) -> dict[str, Any]:
             each = self.explanations.get(name)
             return {} if each is None else {"type": each.type, "explained": each.explained}
@@ -185,28 +177,20 @@ class Diff:
         facts = {
             "equal": self.equal,
             "values_compared": self.values_compared,
-            "missing": list(self.missing),
-            "unexpected": list(self.unexpected),
-            "mismatched": [
-                {
-                    "name": name,
-                    "a": a._asdict(),
-                    "b": b._asdict(),
-                    "tolerance": tolerance,
-                    "difference": None if difference is None else measured(difference),
-                }
-                for name, a, b, tolerance, difference in self.mismatched
-            ],
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "mismatched": self.mismatched,
             "changed": [
-                {"name": name, **measured(each), **explanation(name)} for name, each in self.changed
+                {"name": name, **_facts(each), **explanation(name)} for name, each in self.changed
             ],
-            "renamed": paired(self.renamed),
-            "reshaped": paired(self.reshaped),
-            "strict_false": None if self.silent is None else self.silent._asdict(),
-            "entries": [each._asdict() for each in self.entries],
-            "uncompared": list(self.uncompared),
-            "advice": list(self.advice),
+            "renamed": self.renamed,
+            "reshaped": self.reshaped,
+            "strict_false": self.silent,
+            "entries": self.entries,
+            "uncompared": self.uncompared,
+            "advice": self.advice,
         }
+        facts = {name: _facts(value) for name, value in facts.items()}
         return cast("DiffFacts", facts)
 
     @property
@@ -262,6 +246,19 @@ class Diff:
         return "\n".join(map(escape, lines))
 
 
+def _facts(value: Any) -> Any:
+    """Return a record or a list of records as JSON objects."""
+    if isinstance(value, Difference):
+        value = asdict(value)
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _facts(each) for name, each in value.items()}
+    return (
+        [_facts(each) for each in value] if isinstance(value, (list, tuple)) else json_number(value)
+    )
+
+
 def compare(
     a: Tensors,
     b: Tensors,
@@ -306,7 +303,7 @@ def _common(
     """Compare the tensors that both sides have. Several threads read tensors at the same time."""
     values = values or atol is not None or rtol is not None
     tell = progress or (lambda nbytes: None)
-    mismatched, changed, alike, unread = [], [], [], []
+    mismatched, alike = [], []
     for key in a:
         if key not in b:
             continue
@@ -314,7 +311,7 @@ def _common(
         if ours == theirs:
             alike.append(key)
             continue
-        found = Mismatch(key, ours, theirs)
+        mismatch = Mismatch(key, ours, theirs)
         known = [PRECISION[each.dtype] for each in (ours, theirs) if each.dtype in PRECISION]
         if values and ours.shape == theirs.shape and len(known) == 2:
             relative, absolute = rtol, atol
@@ -323,27 +320,32 @@ def _common(
             difference = _difference(key, a[key], b[key], absolute, relative)
             # If a tolerance is given, `_difference` raises the TensorError instead of returning it.
             assert not isinstance(difference, TensorError)
-            found = found._replace(tolerance=relative or 0.0, difference=difference)
+            mismatch = mismatch._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
-        mismatched.append(found)
-    if values:
-        differences = ordered(
-            lambda key: _difference(key, a[key], b[key], atol, rtol),
-            alike,
-            lambda key: 2 * a[key].nbytes,
-        )
-        for key, difference in zip(alike, differences, strict=True):
-            tell(2 * a[key].nbytes)
-            if isinstance(difference, TensorError):
-                unread.append(f"{key} ({difference.message})")
-            elif difference is not None:
-                changed.append(Changed(key, difference))
-    return Diff(
-        mismatched=tuple(mismatched),
-        changed=tuple(changed),
-        values_compared=values,
-        unread=tuple(unread),
-    )
+        mismatched.append(mismatch)
+    found = Diff(mismatched=tuple(mismatched), values_compared=values)
+    return with_values(
+        found, alike if values else [], lambda key: _difference(key, a[key], b[key], atol, rtol),
+        lambda key: 2 * a[key].nbytes, tell,
+    )  # fmt: skip
+
+
+def with_values(
+    found: Diff,
+    keys: Sequence[str],
+    difference: Callable[[str], Difference | TensorError | None],
+    nbytes: Callable[[str], int],
+    tell: Progress,
+) -> Diff:
+    """Add the differences of the values of `keys` to `found`. Several threads compute them."""
+    changed, unread = [], []
+    for key, result in zip(keys, ordered(difference, keys, nbytes), strict=True):
+        tell(nbytes(key))
+        if isinstance(result, TensorError):
+            unread.append(f"{key} ({result.message})")
+        elif result is not None:
+            changed.append(Changed(key, result))
+    return replace(found, changed=tuple(changed), unread=tuple(unread))
 
 
 def _difference(

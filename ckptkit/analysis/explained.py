@@ -22,13 +22,13 @@ from ckptkit.analysis.diff import (
     kind,
     kinds,
     named,
+    with_values,
 )
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
 from ckptkit.compute.numbers import INVERSES, Compute, cast_record, decode, is_decoded
 from ckptkit.compute.operation import BUFFER, Reader, aligned, stream_reusing_buffer
-from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
@@ -84,7 +84,6 @@ def compare_with_original(
     original. Dtypes are not compared. Instead, elements of the original are rounded to the dtype in
     the GGUF file.
     """
-    tell = progress or (lambda nbytes: None)
     both = [key for key in gguf if key in original]
     mismatched = tuple(
         Mismatch(key, kind(original[key]), kind(gguf[key]))
@@ -92,41 +91,26 @@ def compare_with_original(
         if gguf[key].shape != original[key].shape
     )
     odd = {each.name for each in mismatched}
-    alike = [key for key in both if key not in odd] if values else []
-    differences = ordered(
+    found = with_values(
+        Diff(mismatched=mismatched, values_compared=values, dtypes_compared=False),
+        [key for key in both if key not in odd] if values else [],
         lambda key: _difference(gguf[key], original[key], origins[key]),
-        alike,
         lambda key: gguf[key].nbytes + original[key].nbytes,
+        progress or (lambda nbytes: None),
     )
-    changed, unread, explanations = [], [], dict[str, Explanation]()
-    for key, found in zip(alike, differences, strict=True):
-        tell(gguf[key].nbytes + original[key].nbytes)
-        if isinstance(found, TensorError):
-            unread.append(f"{key} ({found.message})")
-        elif found is not None:
-            changed.append(Changed(key, found))
-            origin = origins[key]
-            explains = (
-                found.relative is not None
-                and found.relative <= origin.limit
-                and isfinite(found.largest or 0.0)
-            )
-            explanations[key] = Explanation(", ".join(origin.types), origin.limit, explains)
+    explanations = {}
+    for key, each in found.changed:
+        origin, is_finite = origins[key], isfinite(each.largest or 0.0)
+        explains = each.relative is not None and each.relative <= origin.limit and is_finite
+        explanations[key] = Explanation(", ".join(origin.types), origin.limit, explains)
     unexplained = [key for key, each in explanations.items() if not each.explained]
     for key in unexplained[:REORDERED]:
         if _has_rows_elsewhere(gguf[key], original[key], explanations[key].limit):
             explanations[key] = explanations[key]._replace(reordered=True)
-    made = Diff(
-        mismatched=mismatched,
-        changed=tuple(changed),
-        values_compared=values,
-        dtypes_compared=False,
-        unread=tuple(unread),
-        explanations=explanations,
-    )
     left = [] if values else ["the values of tensors (--no-values)"]
-    left += [f"the values of {each}" for each in unread]
-    return replace(named(made, kinds(original), kinds(gguf), name, ()), uncompared=tuple(left))
+    left += [f"the values of {each}" for each in found.unread]
+    found = replace(found, explanations=explanations)
+    return replace(named(found, kinds(original), kinds(gguf), name, ()), uncompared=tuple(left))
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
@@ -201,35 +185,29 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
 def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -> list[str]:
     """Return a sentence for each GGUF type whose error explains differences, and for each tensor
     whose difference is larger than the error of its type."""
-    by_type: dict[str, list[tuple[float, Explanation]]] = {}
-    others = []
+    by_type: dict[str, list[float]] = {}
+    limits, others = dict[str, float](), []
     for name, difference in changed:
         each, relative = explanations[name], difference.relative
         if each.explained and relative is not None:
-            by_type.setdefault(each.type, []).append((relative, each))
+            by_type.setdefault(each.type, []).append(relative)
+            limits.setdefault(each.type, each.limit)
             continue
         differs = "differs" if relative is None else f"differs by {_percent(relative)}"
         if not isfinite(difference.largest or 0.0):
             differs = "differs in NaN or infinite elements"
-        why = (
-            f"more than the error of {each.type} (limit {_percent(each.limit, 3)})"
-            if each.limit
-            else ""
-        )
-        text = f"{name}: {differs}, {why or f'but {each.type} is a lossless type'}"
-        others.append(
-            text + "; both files have the same rows in a different order" * each.reordered
-        )
+        why = f"but {each.type} is a lossless type"
+        if each.limit:
+            why = f"more than the error of {each.type} (limit {_percent(each.limit, 3)})"
+        why += "; both files have the same rows in a different order" * each.reordered
+        others.append(f"{name}: {differs}, {why}")
     found = []
-    for type, pairs in by_type.items():
-        low, high = min(pairs)[0], max(pairs)[0]
-        limit = _percent(pairs[0][1].limit, 3)
-        count = plural(len(pairs), "tensor")
-        verb = "differs" if len(pairs) == 1 else "differ"
-        errors = _percent(high)
-        if _percent(low) != errors:
-            errors = f"{_percent(low).removesuffix(' %')} to {errors}"
-        found.append(f"{count} {verb}, within the error of {type} ({errors}, limit {limit})")
+    for type, errors in by_type.items():
+        low, high = _percent(min(errors)), _percent(max(errors))
+        span = high if low == high else f"{low.removesuffix(' %')} to {high}"
+        differ = f"{plural(len(errors), 'tensor')} differ{'s' * (len(errors) == 1)}"
+        limit = _percent(limits[type], 3)
+        found.append(f"{differ}, within the error of {type} ({span}, limit {limit})")
     return [*found, *others]
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.analysis.verify import Verdict
-    from ckptkit.lora.reading import Adapter
     from ckptkit.pickles.streams import Call
     from ckptkit.scanning.files import Failure
     from ckptkit.scanning.verdict import FileVerdict, PickleVerdict
@@ -70,22 +69,10 @@ def file(
         "totals": _totals(*totals[:4]),
         "selected": _totals(*selected(rows)) if is_selection else None,
         "about": summary.about or None,
-        "adapter": None if summary.adapter is None else _adapter(summary.adapter),
+        "adapter": None if summary.adapter is None else summary.adapter.as_json(),
         "part": None
         if part is None
         else {name: getattr(part, name) for name in ("kind", "name", "detail", "folder")},
-    }
-
-
-def _adapter(each: Adapter) -> Json:
-    return {
-        "layout": each.layout,
-        "method": each.method,
-        "modules": len(each.modules),
-        "ranks": each.ranks,
-        "alphas": each.alphas,
-        "targets": each.targets,
-        "base_model": each.base,
     }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
 from math import prod
 from operator import lt
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -371,7 +371,6 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 _new = tuple.__new__
 _NO_DEPTH = 1 << 62  # larger than the depth of any node
-MANY = 16  # minimum number of tensors in a dict for `_together`
 
 
 class _Survey:
@@ -395,14 +394,11 @@ class _Survey:
         node directly follow the node and have longer paths.
         """
         target = self.weights.node if self.weights else self
-        name_of = _naming(self.weights) if self.weights else lambda path, base: None
+        name_of = _naming(self.weights)
         shown = _NO_DEPTH  # depth of the tensor or value whose children are skipped
         base: int | None = None  # depth of the state_dict, or None outside the state_dict
 
-        def is_done(path: Path, node: Node) -> bool:
-            return shown == _NO_DEPTH and self._together(path, node, base, name_of)
-
-        for path, node in walk(root, is_done):
+        for path, node in walk(root):
             depth = len(path)
             if depth > shown:
                 continue
@@ -412,13 +408,11 @@ class _Survey:
             if node is target and self.weights and _same(path, self.weights.path):
                 base = depth
             kind = node.__class__
-            if kind is Tensor or (kind is Object and node.tensor is not None):
-                name = None if base is None else name_of(path, base)
-                if kind is Tensor:
-                    self._tensor(path, node, name)
-                else:
-                    self._rebuilt(path, node, name)
-                    shown = depth
+            if kind is Tensor:
+                self._tensor(path, node, None if base is None else name_of(path, base))
+            elif kind is Object and node.tensor is not None:
+                self._rebuilt(path, node, None if base is None else name_of(path, base))
+                shown = depth
             elif (value := plain(node)) is not None:
                 if isinstance(node, TypedStorage):
                     self._number(node.storage)
@@ -433,34 +427,6 @@ class _Survey:
                 if kind is Object and is_harmful(node):
                     self.harmful.setdefault(made, []).append(path)
         self._mark_shared()
-
-    def _together(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
-        """Add the rows of a large dict of tensors and return True. For other nodes, return False.
-
-        `_tensor` adds the same rows, but takes twice as long.
-        """
-        if self.logical or not isinstance(node, dict) or len(node) < MANY:
-            return False
-        tensors = list(node.values())
-        if {*map(type, tensors)} != {Tensor}:
-            return False
-        paths: list[Path] = list(zip(*map(repeat, path), node, strict=False))
-        names: list[str | None] = [None] * len(node)
-        if base == len(path) and self.weights and len(self.weights.nodes) == len(node):
-            names = list(node)
-        elif base is not None:
-            names = [name_of(each, base) for each in paths]
-        number, numbers = self.numbers.setdefault, self.numbers
-        storages = [tensor.storage for tensor in tensors]
-        held = [None if each is None else number(each, len(numbers)) for each in storages]
-        sizes = [tensor.nbytes for tensor in tensors]
-        groups: Iterable[QuantizedWeight | None] = repeat(None)
-        if self.parts:
-            groups = [None if name is None else self.parts.get(name) for name in names]
-        rest = repeat(None), repeat(()), groups, repeat(False)
-        rows = zip(names, paths, tensors, held, sizes, *rest, strict=False)
-        self.rows += map(_new, repeat(TensorRow), rows)
-        return True
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
         """Add the rows of a tensor subclass, or the row of a shard of a distributed tensor.
@@ -496,7 +462,8 @@ class _Survey:
             _, group = self.logical[id(tensor)]
             self.rows.append(TensorRow(name, path, tensor, None, group.nbytes, group=group))
             return
-        number = None if tensor.storage is None else self._number(tensor.storage)
+        storage, numbers = tensor.storage, self.numbers
+        number = None if storage is None else numbers.setdefault(storage, len(numbers))
         group = self.parts.get(name) if self.parts and name is not None else None
         row = name, path, tensor, number, tensor.nbytes, None, (), group, False
         self.rows.append(_new(TensorRow, row))  # `_new` is twice as fast as TensorRow(...)
@@ -572,29 +539,23 @@ def _same(path: Path, other: Path) -> bool:
     )
 
 
-Naming = Callable[[Path, int], "str | None"]
-
-
-def _naming(weights: Weights) -> Naming:
+def _naming(weights: Weights | None) -> Callable[[Path, int], str | None]:
     """Return a function that returns the key of the weight at a path.
 
     The arguments of the function are the path of the weight and the length of the state_dict's
     path. If the node at the path is not a weight, the function returns None.
     """
-    nodes = weights.nodes
-    all_are_named = isinstance(weights.node, dict) and len(nodes) == len(weights.node)
+    nodes = {} if weights is None else weights.nodes
+    places = weights.module.places if weights and weights.module is not None else {}
 
     def by_key(path: Path, base: int) -> str | None:
-        is_named = len(path) == base + 1 and (all_are_named or path[base] in nodes)
-        return path[base] if is_named else None
-
-    places = weights.module.places if weights.module is not None else {}
+        return path[base] if len(path) == base + 1 and path[base] in nodes else None
 
     def by_place(path: Path, base: int) -> str | None:
         below = path[base:]
         return places.get(below) if all(isinstance(key, (str, int)) for key in below) else None
 
-    return by_place if weights.is_module else by_key
+    return by_place if weights and weights.is_module else by_key
 
 
 def selected(rows: Sequence[TensorRow]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptkit import formats, quantized
 from ckptkit.analysis.digests import (
@@ -20,7 +20,6 @@ from ckptkit.compute.ggml import GgmlDequantize
 from ckptkit.compute.packing import Blocks, Numbers
 from ckptkit.compute.tallies import nonfinite, zeros
 from ckptkit.compute.workers import ordered
-from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
@@ -43,7 +42,7 @@ _EXPONENTS = ("exponent", "ldexp")  # encodings of scales whose stored bytes are
 COMPARED = 1_000  # maximum number of findings to compare in `_without_implied`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """The findings in a file or folder, and the amount of checked data.
 
@@ -54,12 +53,12 @@ class Verdict:
     """
 
     path: str
-    format: str | None
-    tensors: int
-    records: int
-    nbytes: int
-    findings: tuple[Defect, ...]
-    notes: tuple[str, ...] = ()
+    format: str | None = None
+    tensors: int = 0
+    records: int = 0
+    nbytes: int = 0
+    findings: list[Defect] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     damaged: bool = False  # False if the findings are only about values or digests
     recoverable: str = ""  # command that may save intact tensors
 
@@ -87,162 +86,141 @@ def verify(
     LimitError for an exceeded limit, and FormatError for a file that is not a checkpoint.
     """
     place = open_place(path)
+    tell = progress or (lambda count, total: None)
     try:
-        verifier = _Verifier(place, options, progress)
+        probe, verdict, remarks = Probe(place, options), Verdict(place.name), list[str]()
         with steady(place, remote=True):
-            checkpoint = verifier.check_bytes()
-            if checkpoint is not None and values:
-                verifier.check_values(checkpoint)
-                verifier.check_scales(checkpoint)
-            if checkpoint is not None and expected is not None:
+            checkpoint, unsummed = _check_bytes(probe, verdict, tell)
+            verdict.damaged = bool(verdict.findings)
+            if checkpoint is not None and values and not verdict.damaged:
+                remarks = [*_check_values(checkpoint, verdict, tell)]
+                remarks += _check_scales(checkpoint, verdict)
+            if checkpoint is not None and expected is not None and not verdict.damaged:
                 found = digest(
                     checkpoint, key=options.key, matches=matches, sums=False, progress=progress
                 )
-                verifier.findings += compare_ids(found.ids, expected, matches).findings()
-            return verifier.verdict()
+                verdict.findings += compare_ids(found.ids, expected, matches).findings()
+            if checkpoint is not None:
+                known, warnings = checkpoint.format, checkpoint.warnings
+                verdict.format, verdict.notes = known, [*remarks, *warnings]
+                if not verdict.records:
+                    what = f"{known} has no checksums: only structure and lengths were checked"
+                    verdict.notes.insert(0, what)
+                elif unsummed and not coded(warnings, NO_CHECKSUM):
+                    what = f"{unsummed:,} records have no checksum"
+                    verdict.notes.append(f"{what}: damage to these records cannot be detected")
+            verdict.findings = list(_without_implied(verdict.findings))
+            verdict.recoverable = formats.recoverable(probe) if verdict.damaged else ""
+        return verdict
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     finally:
         place.close()
 
 
-class _Verifier:
-    """The state of the verification of one file or folder."""
+def _check_bytes(probe: Probe, verdict: Verdict, tell: Progress) -> tuple[Checkpoint | None, int]:
+    """Check structure and checksums.
 
-    def __init__(
-        self, place: ByteSource | Folder, options: Options, progress: Progress | None
-    ) -> None:
-        self.place = place
-        self.probe = Probe(place, options)
-        self.tell = progress or (lambda count, total: None)
-        self.format: Format | None = None
-        self.checkpoint: Checkpoint | None = None
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.findings: list[Defect] = []
-        self.remarks: list[str] = []
-        self.damaged = True  # `check_bytes` sets this to False if the bytes are intact
-        self.records = self.nbytes = self.unsummed = 0
+    Return the checkpoint, or None if it is unreadable, and the number of records without a
+    checksum.
+    """
+    format: Format | None = None
+    checkpoint: Checkpoint | None = None
 
-    def check_bytes(self) -> Checkpoint | None:
-        """Check structure and checksums. Return the checkpoint, or None if the file is damaged."""
-        try:
-            self.format = formats.match(self.probe)
-        except DAMAGE as error:
-            self._wrong(error)
-            return None
-        try:
-            # If the file is not a checkpoint, `identify` raises an error that describes the file.
-            self.format = self.format or formats.identify(self.probe)
-        except TruncatedError as error:
-            self._wrong(error)
-            return None
-        try:
-            self.checkpoint = self.format.read(self.probe)
-        except DAMAGE as error:
-            if self.format.chooses and isinstance(error, AmbiguousError):
-                raise  # several checkpoints in a folder are not damage
-            self._wrong(error)
-        parts: list[CheckedPart] = []
-        try:
-            for each in self.format.check(self.probe) if self.format.check is not None else ():
-                if isinstance(each, CheckedPart):
-                    parts.append(each)
-                else:
-                    self.findings.append(each)
-        except DAMAGE as error:
-            self._wrong(error)
-        damaged, total = [], sum(part.record.length for part in parts if part.crc32 is not None)
-        for part, why in summed(parts, lambda count: self.tell(count, total)):
-            if part.crc32 is None:
-                self.unsummed += 1
-            else:
-                self.records += 1
-                self.nbytes += part.record.length
-            if why is not None:
-                damaged.append((part, why))
-        if self.checkpoint is not None:
-            self.tensors = list(tensors(self.checkpoint.root))
-        self.findings += with_tensors(damaged, self.tensors)
-        self.damaged = bool(self.findings)
-        return None if self.damaged else self.checkpoint
-
-    def _wrong(self, error: CkptkitError) -> None:
-        """Add an error as a finding. In a folder, the finding contains the name of the affected
-        file."""
+    def add(error: CkptkitError) -> None:
+        """Add an error as a finding. In a folder, the finding names the affected file."""
         below = ""
-        if self.format is not None and error.where not in (None, self.place.name):
-            below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
-        self.findings.append(Defect(error.message, below, hint=error.hint))
+        if format is not None and error.where not in (None, verdict.path):
+            below = str(error.where).removeprefix(verdict.path.rstrip("/") + "/")
+        verdict.findings.append(Defect(error.message, below, hint=error.hint))
 
-    def check_values(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for each tensor with NaN or infinite elements. Dequantize GGML types
-        first."""
-        found = quantized.find(checkpoint)
-        numbers = {
-            id(group.inputs[0]): group.tensor(BY_NAME["float32"])
-            for group in found.groups
-            if isinstance(group.layout, GgmlDequantize)
-        }
-        unread = [each.name for each in found.unread if each.family == "gguf"]
-        if unread:
-            what = "ckptkit cannot dequantize these tensors, and did not check their values"
-            self.remarks.append(f"{what}: {some(unread)}")
-        seen = [(name, numbers.get(id(tensor), tensor)) for name, tensor in self.tensors]
-        total = self.nbytes + sum(tensor.nbytes for _, tensor in seen)
-        rows = ordered(_nonfinite, seen, lambda row: row[1].nbytes)
-        for name, tensor, nan, infinite in rows:
-            if nan or infinite:
-                what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
-                self.findings.append(Defect(what, tensors=(name,)))
-            self.tell(tensor.nbytes, total)
+    try:
+        format = formats.match(probe)
+    except DAMAGE as error:
+        add(error)
+        return None, 0
+    try:
+        # If the file is not a checkpoint, `identify` raises an error that describes the file.
+        format = format or formats.identify(probe)
+    except TruncatedError as error:
+        add(error)
+        return None, 0
+    verdict.format = format.name
+    try:
+        checkpoint = format.read(probe)
+    except DAMAGE as error:
+        if format.chooses and isinstance(error, AmbiguousError):
+            raise  # several checkpoints in a folder are not damage
+        add(error)
+    parts: list[CheckedPart] = []
+    try:
+        for each in format.check(probe) if format.check is not None else ():
+            if isinstance(each, CheckedPart):
+                parts.append(each)
+            else:
+                verdict.findings.append(each)
+    except DAMAGE as error:
+        add(error)
+    damaged, total = [], sum(part.record.length for part in parts if part.crc32 is not None)
+    for part, why in summed(parts, lambda count: tell(count, total)):
+        if part.crc32 is not None:
+            verdict.records += 1
+            verdict.nbytes += part.record.length
+        if why is not None:
+            damaged.append((part, why))
+    found = [] if checkpoint is None else list(tensors(checkpoint.root))
+    verdict.tensors = len(found)
+    verdict.findings += with_tensors(damaged, found)
+    return checkpoint, len(parts) - verdict.records
 
-    def check_scales(self, checkpoint: Checkpoint) -> None:
-        """Add a finding for scales that are NaN or infinite.
 
-        If dequantization divides by the scale, a scale of 0 is also a finding. Otherwise, a note
-        lists the scales of 0.
-        """
-        zero = []
-        for name, tensor, numbers in _scales(checkpoint):
-            odd, total = 0, tensor.numel
-            if tensor.dtype.name == "uint8":  # float8 scales stored as bytes
-                dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
-                tensor = replace(tensor, dtype=BY_NAME[dtype])
-                odd = sum(nonfinite(tensor))
-            if odd:
-                what = f"{odd:,} of {total:,} scales are NaN or infinite"
-                self.findings.append(Defect(what, tensors=(name,)))
-            count = zeros(tensor)
-            if count and numbers.combine == "divide":  # zero is a divisor
-                what = f"{count:,} of {total:,} scales are 0, and weights are divided by them"
-                self.findings.append(Defect(what, tensors=(name,)))
-            elif count:
-                zero.append(f"{name} ({count:,} of {total:,})")
-        if zero:
-            self.remarks.append(f"scales are zero, so these weights are zero too: {some(zero)}")
+def _check_values(checkpoint: Checkpoint, verdict: Verdict, tell: Progress) -> Iterator[str]:
+    """Add a finding for each tensor with NaN or infinite elements. Dequantize GGML types first.
 
-    def verdict(self) -> Verdict:
-        known = self.format.name if self.format is not None else None
-        notes: list[str] = []
-        if self.checkpoint is not None:
-            known, warnings = self.checkpoint.format, self.checkpoint.warnings
-            if not self.records:
-                notes.append(f"{known} has no checksums: only structure and lengths were checked")
-            notes += (*self.remarks, *warnings)
-            if self.records and self.unsummed and not coded(warnings, NO_CHECKSUM):
-                what = f"{self.unsummed:,} records have no checksum"
-                notes.append(f"{what}: damage to these records cannot be detected")
-        return Verdict(
-            path=self.place.name,
-            format=known,
-            tensors=len(self.tensors),
-            records=self.records,
-            nbytes=self.nbytes,
-            findings=tuple(_without_implied(self.findings)),
-            notes=tuple(notes),
-            damaged=self.damaged,
-            recoverable=formats.recoverable(self.probe) if self.damaged else "",
-        )
+    Yield a note about tensors that ckptkit cannot dequantize.
+    """
+    found = quantized.find(checkpoint)
+    numbers = {
+        id(group.inputs[0]): group.tensor(BY_NAME["float32"])
+        for group in found.groups
+        if isinstance(group.layout, GgmlDequantize)
+    }
+    unread = [each.name for each in found.unread if each.family == "gguf"]
+    if unread:
+        what = "ckptkit cannot dequantize these tensors, and did not check their values"
+        yield f"{what}: {some(unread)}"
+    seen = [(name, numbers.get(id(tensor), tensor)) for name, tensor in tensors(checkpoint.root)]
+    total = verdict.nbytes + sum(tensor.nbytes for _, tensor in seen)
+    for name, tensor, nan, infinite in ordered(_nonfinite, seen, lambda row: row[1].nbytes):
+        if nan or infinite:
+            what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
+            verdict.findings.append(Defect(what, tensors=(name,)))
+        tell(tensor.nbytes, total)
+
+
+def _check_scales(checkpoint: Checkpoint, verdict: Verdict) -> Iterator[str]:
+    """Add a finding for scales that are NaN or infinite.
+
+    If dequantization divides by the scale, a scale of 0 is also a finding. Otherwise, yield a note
+    that lists the scales of 0.
+    """
+    zero = []
+    for name, tensor, numbers in _scales(checkpoint):
+        odd, total, wrong = 0, tensor.numel, list[str]()
+        if tensor.dtype.name == "uint8":  # float8 scales stored as bytes
+            dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
+            tensor = replace(tensor, dtype=BY_NAME[dtype])
+            odd = sum(nonfinite(tensor))
+        if odd:
+            wrong.append(f"{odd:,} of {total:,} scales are NaN or infinite")
+        count = zeros(tensor)
+        if count and numbers.combine == "divide":  # zero is a divisor
+            wrong.append(f"{count:,} of {total:,} scales are 0, and weights are divided by them")
+        elif count:
+            zero.append(f"{name} ({count:,} of {total:,})")
+        verdict.findings += [Defect(what, tensors=(name,)) for what in wrong]
+    if zero:
+        yield f"scales are zero, so these weights are zero too: {some(zero)}"
 
 
 def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:

@@ -34,7 +34,16 @@ from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import quoted, shown, typed
 from ckptkit.core.text import shape as shape_text
-from ckptkit.lora.reading import CONFIG, Adapter, Module, expression, matches, table
+from ckptkit.lora.reading import (
+    CONFIG,
+    Adapter,
+    Formula,
+    Module,
+    expression,
+    matches,
+    roles_of,
+    table,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,11 +119,11 @@ Term: TypeAlias = Operand | Combined
 
 
 @dataclass(frozen=True, slots=True)
-class Formula:
-    """The formula of a weight update.
+class Adapt(Operation):
+    """Add a weight update to a matrix of ``rows`` x ``columns``. The first input is the matrix.
 
     ``term`` is the update, or None if there is no update. The update is multiplied by ``scale`` and
-    divided by ``divisor``.
+    divided by ``divisor``. Row ``first`` of the update is added to the first row of the matrix.
 
     If ``rounding`` is ``once``, only the sum of weight and update is rounded.
     If ``rounding`` is ``twice``, the update is rounded before the addition too.
@@ -127,8 +136,14 @@ class Formula:
     If ``norm`` is ``norm``, each number is first divided by the norm of its row or column.
     If ``norm`` is ``norm+eps``, each number is first divided by the norm plus `EPS`.
     If ``norm`` is ``none``, the numbers are not divided.
+
+    If ``has_origin`` is True, the last input is the matrix before any adapter was merged. The norms
+    are then those of this matrix plus the update.
     """
 
+    rows: int
+    columns: int
+    name: str  # name of the module for error messages
     term: Term | None = None
     scale: float = 1.0
     divisor: float | None = None
@@ -137,23 +152,8 @@ class Formula:
     by: str = "rows"
     group: int = 1
     numbers: Operand | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Adapt(Operation):
-    """Add a weight update to a matrix. The first input is the matrix.
-
-    Row `first` of the update is added to the first row of the matrix. If `has_origin` is True, the
-    last input is the matrix before any adapter was merged. The norms are then those of this matrix
-    plus the update.
-    """
-
-    dtype: str
-    rows: int
-    columns: int
-    formula: Formula
+    dtype: str = "float32"
     first: int = 0
-    name: str = ""  # name of the module for error messages
     has_origin: bool = False
 
     @property
@@ -164,8 +164,7 @@ class Adapt(Operation):
     @property
     def least(self) -> int:
         """Return the minimum number of rows per tile, also for the last tile."""
-        term = self.formula.term
-        is_exact = not isinstance(term, Combined) or term.rank <= EXACT
+        is_exact = not isinstance(self.term, Combined) or self.term.rank <= EXACT
         return LEAST if is_exact else 8 * LEAST
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -192,7 +191,7 @@ class Adapt(Operation):
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
         unit = self.height * self.columns * BY_NAME[self.dtype].itemsize
-        if self.formula.norm in ("", "none") or self.formula.by == "rows":
+        if self.norm in ("", "none") or self.by == "rows":
             yield from range(-(-size // unit) * unit, extent.length, -(-size // unit) * unit)
         yield extent.length
 
@@ -201,7 +200,7 @@ class _TileWork:
     """Computes tiles, and keeps values that several tiles need."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:
-        self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
+        self.adapt, self.target = adapt, BY_NAME[adapt.dtype]
         self.base, *readers = (Reader(each) for each in extent.inputs)
         self.wide = "f8" if adapt.dtype == "float64" else "f4"
         self.origin = readers.pop() if adapt.has_origin else None
@@ -212,15 +211,15 @@ class _TileWork:
         """Return the bytes of the rows `top` to `end` of the result."""
         import numpy as np
 
-        formula = self.formula
-        is_once = bool(formula.norm) or formula.rounding == "once"
+        adapt = self.adapt
+        is_once = bool(adapt.norm) or adapt.rounding == "once"
         with np.errstate(all="ignore"):
             change = self.change(top, end)
             given = change if is_once or change is None else self.rounded(change)
             made = self.sum(top, end, self.base, given)
-            if formula.norm:
+            if adapt.norm:
                 made *= self.factor(made, top, end)
-            elif formula.rounding == "again":
+            elif adapt.rounding == "again":
                 made = self.rounded(made)
                 made += change
             return encode(made.reshape(-1), self.target)
@@ -230,14 +229,11 @@ class _TileWork:
         made = decode(encode(values.reshape(-1), self.target), self.target)
         return made.astype(self.wide).reshape(values.shape)
 
-    def weight(self, top: int, end: int, reader: Reader) -> Array:
-        unit = self.adapt.columns * self.target.itemsize
-        found = decode(reader(top * unit, (end - top) * unit), self.target)
-        return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
-
     def sum(self, top: int, end: int, reader: Reader, change: Array | None) -> Array:
         """Return the weight plus `change` for the rows `top` to `end`. Overwrite `change`."""
-        weight = self.weight(top, end, reader)
+        unit = self.adapt.columns * self.target.itemsize
+        weight = decode(reader(top * unit, (end - top) * unit), self.target)
+        weight = weight.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
         if change is None:
             return weight.copy()
         change += weight
@@ -245,14 +241,14 @@ class _TileWork:
 
     def change(self, top: int, end: int) -> Array | None:
         """Return the update of the rows `top` to `end` as a new array."""
-        formula, first = self.formula, self.adapt.first
-        if formula.term is None:
+        adapt = self.adapt
+        if adapt.term is None:
             return None
-        made = self.rows(formula.term, top + first, end + first)
-        if formula.scale != 1:
-            made *= made.dtype.type(formula.scale)
-        if formula.divisor is not None:
-            made /= made.dtype.type(formula.divisor)
+        made = self.rows(adapt.term, top + adapt.first, end + adapt.first)
+        if adapt.scale != 1:
+            made *= made.dtype.type(adapt.scale)
+        if adapt.divisor is not None:
+            made /= made.dtype.type(adapt.divisor)
         return made
 
     def whole(self, term: Term) -> Array:
@@ -309,18 +305,18 @@ class _TileWork:
         """Return the factors for the sums `made`, in an array that broadcasts to their shape."""
         import numpy as np
 
-        formula, first = self.formula, self.adapt.first
-        assert formula.numbers is not None
-        numbers = self.read(formula.numbers, 0, formula.numbers.rows).reshape(-1)
-        is_row = formula.by == "rows"
+        adapt = self.adapt
+        assert adapt.numbers is not None
+        numbers = self.read(adapt.numbers, 0, adapt.numbers.rows).reshape(-1)
+        is_row = adapt.by == "rows"
         if is_row:
-            numbers = numbers[top + first : end + first]
-        if formula.norm != "none":
+            numbers = numbers[top + adapt.first : end + adapt.first]
+        if adapt.norm != "none":
             if is_row and self.origin is not None:
                 made = self.sum(top, end, self.origin, self.change(top, end))
             norms = _norms(made) if is_row else self.norms_of_columns
-            numbers = numbers / (norms + norms.dtype.type(EPS if "eps" in formula.norm else 0))
-        return numbers[:, None] if is_row else np.repeat(numbers, formula.group)
+            numbers = numbers / (norms + norms.dtype.type(EPS if "eps" in adapt.norm else 0))
+        return numbers[:, None] if is_row else np.repeat(numbers, adapt.group)
 
     @cached_property
     def norms_of_columns(self) -> Array:
@@ -330,7 +326,7 @@ class _TileWork:
         """
         import numpy as np
 
-        rows, columns, group = self.adapt.rows, self.adapt.columns, self.formula.group
+        rows, columns, group = self.adapt.rows, self.adapt.columns, self.adapt.group
         step = max(1, HELD // rows // group) * group
         found = []
         for left in range(0, columns, step):
@@ -374,42 +370,24 @@ def as_matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
-# The formula of each kind of module
-
-_Spec: TypeAlias = str | tuple[str, Any, Any]  # a role, or an operation and its two operands
-
-# The update of each kind of module. If a role ends in ', the matrix is transposed. If a kind has
-# several updates, ckptkit uses the first whose roles all exist in the module. The sources are
-# `get_delta_weight` of each tuner in peft, and `get_weight` of LyCORIS.
-_UPDATES: tuple[tuple[str, _Spec], ...] = (
-    ("lora", ("@", "B", "A")),
-    ("attention_out", ("@", "B", "A")),
-    ("embedding", ("@", "embedding_A'", "embedding_B'")),
-    ("adalora", ("@", "B", ("*", "A", "E"))),
-    ("tucker", ("@", "B", ("core", "mid", "A"))),
-    ("vera", ("@", ("*", "vera_B", "lambda_b"), ("*", "vera_A", "lambda_d"))),
-    ("loha", ("*", ("@", "hada_w1_a'", ("core", "hada_t1", "hada_w1_b")),
-              ("@", "hada_w2_a'", ("core", "hada_t2", "hada_w2_b")))),
-    ("loha", ("*", ("@", "hada_w1_a", "hada_w1_b"), ("@", "hada_w2_a", "hada_w2_b"))),
-    *(("lokr", ("kron", first, second))
-      for first in ("lokr_w1", ("@", "lokr_w1_a", "lokr_w1_b"))
-      for second in ("lokr_w2", ("@", "lokr_w2_a'", ("core", "lokr_t2", "lokr_w2_b")),
-                     ("@", "lokr_w2_a", "lokr_w2_b"))),
-    ("diff", "diff"),
-)  # fmt: skip
-_ROUNDINGS = {"attention_out": "again", "embedding": "twice"}
+# The update of a module
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleChange:
-    """The weight update of a module, for a weight of ``rows`` x ``columns``."""
+class ModuleChange(NamedTuple):
+    """The weight update of a module. ``adapt`` adds the update to its complete weight.
 
-    formula: Formula
+    ``operands`` are the further inputs of ``adapt``. ``kernel`` is the kernel size of a
+    convolution, empty if the adapter does not contain it.
+    """
+
+    adapt: Adapt
     operands: tuple[Tensor, ...]
-    rows: int
-    columns: int
-    kernel: Shape = ()  # kernel size of a convolution, empty if the adapter does not contain it
-    name: str = ""  # name of the module for error messages
+    kernel: Shape = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (rows, columns) of the weight."""
+        return self.adapt.rows, self.adapt.columns
 
     def transposed(self) -> ModuleChange:
         """Return the update of the transposed weight.
@@ -417,32 +395,34 @@ class ModuleChange:
         Raises UnsupportedError for Tucker decompositions.
         """
 
-        def turned(term: Any) -> Any:
-            if term is None or isinstance(term, Operand):
-                return term and term._replace(rows=term.columns, columns=term.rows)
-            sides = [turned(each) for each in (term.left, term.right)]
+        def turned(term: Term) -> Term:
+            if isinstance(term, Operand):
+                return term._replace(rows=term.columns, columns=term.rows)
             if term.how in ("core", "front"):
                 raise UnsupportedError("ckptkit cannot transpose a Tucker decomposition")
+            sides = turned(term.left), turned(term.right)
             return Combined.of(term.how, *(sides[::-1] if term.how == "@" else sides))
 
-        by = "columns" if self.formula.by == "rows" else "rows"
-        formula = replace(self.formula, term=turned(self.formula.term), by=by)
-        count = len(self.operands) - (formula.numbers is not None)
+        columns, rows = self.shape
+        term = None if self.adapt.term is None else turned(self.adapt.term)
+        by = "columns" if self.adapt.by == "rows" else "rows"
+        count = len(self.operands) - (self.adapt.numbers is not None)
         operands = *map(turn, self.operands[:count]), *self.operands[count:]
-        return replace(
-            self, formula=formula, operands=operands, rows=self.columns, columns=self.rows
-        )
+        adapt = replace(self.adapt, rows=rows, columns=columns, term=term, by=by)
+        return self._replace(adapt=adapt, operands=operands)
 
     def added(self, base: Tensor, first: int, origin: Tensor | None = None) -> Tensor:
         """Return the matrix `base` plus rows of the update, from row `first` of the update on.
 
         If `origin` is not None, the norms are those of `origin` plus the update.
         """
-        kind, (rows, columns), has_origin = base.dtype.name, base.shape, origin is not None
+        (rows, columns), has_origin = base.shape, origin is not None
         inputs = tuple(map(contiguous, (base, *self.operands, *((origin,) if origin else ()))))
-        adapt = Adapt(kind, rows, columns, self.formula, first, self.name, has_origin)
-        record = Pending(adapt, inputs, inputs[0].length)
-        return made_of(record, base.dtype, base.shape)
+        adapt = replace(
+            self.adapt, rows=rows, columns=columns, dtype=base.dtype.name, first=first,
+            has_origin=has_origin,
+        )  # fmt: skip
+        return made_of(Pending(adapt, inputs, inputs[0].length), base.dtype, base.shape)
 
 
 def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
@@ -523,7 +503,7 @@ def change_of(
     """
     has = {**module.tensors, **tensors}
     if module.kind == "ia3":
-        update = ModuleChange(Formula(), (), *as_matrix(shape or ()))
+        update = ModuleChange(Adapt(*as_matrix(shape or ()), module.path), ())
         return _with_numbers(update, module, shape or (), config)
     if module.kind == "vera" and shape is not None:
         rows, columns = as_matrix(shape)[:: -1 if config.get("fan_in_fan_out") else 1]
@@ -535,34 +515,33 @@ def change_of(
         end, names = module.path.rpartition(".")[2], blocks.get(field) or ()
         if any(str(each) in end for each in names):
             has[role] = _block_diagonal(module, has[role], blocks.get("nblocks"))
-    spec = _spec_of(module)
-    found = {
-        role: turn(matrix(has[role[:-1]])) if role.endswith("'") else matrix(has[role])
-        for role in _roles_of(spec)
-    }
-    numbers = {
-        role: Operand(number, each.dtype.name, *each.shape)
-        for number, (role, each) in enumerate(found.items())
-    }
+    operands: list[Tensor] = []
+
+    def term_of(formula: Formula) -> Term:
+        if not isinstance(formula, str):
+            return Combined.of(formula[0], *map(term_of, formula[1:]))
+        each = matrix(has[formula.rstrip("'")])
+        operands.append(turn(each) if formula.endswith("'") else each)
+        return Operand(len(operands) - 1, each.dtype.name, *operands[-1].shape)
+
     try:
-        term = _term(spec, numbers)
+        term = term_of(module.formula)
     except UnsupportedError as error:
         what = f"the shapes of the factors of {shown(module.path)} do not match: {error.message}"
         raise UnsupportedError(what, code="shape") from None
     whole = has.get("lokr_w2")
-    is_front = whole is not None and whole.ndim == 3 and not module.prefix
-    if whole is not None and isinstance(term, Combined) and is_front:
+    if isinstance(term, Combined) and whole is not None and whole.ndim == 3 and not module.prefix:
         # torch.kron inserts the missing dimension of w1 as the first dimension. peft then
         # reshapes the result.
         term = term._replace(how="front", kernel=whole.shape[2])
     is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
-    two = is_mica or module.parameter or bool(blocks)
-    scale = 1.0 if module.scale is None else module.scale
-    rounding = "twice" if two else _ROUNDINGS.get(module.kind, "once")
-    formula = Formula(term, scale * weight, module.divisor, rounding)
+    is_twice = module.kind == "embedding" or is_mica or module.parameter or bool(blocks)
+    rounding = "twice" if is_twice else "once"
+    rounding = "again" if module.kind == "attention_out" else rounding
+    scale = weight * (1.0 if module.scale is None else module.scale)
+    adapt = Adapt(term.rows, term.columns, module.path, term, scale, module.divisor, rounding)
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
-    operands = tuple(found.values())
-    change = ModuleChange(formula, operands, term.rows, term.columns, kernel, module.path)
+    change = ModuleChange(adapt, tuple(operands), kernel)
     return _with_numbers(change, module, (), config) if module.is_dora else change
 
 
@@ -570,37 +549,11 @@ def change_of_bias(module: Module, role: str, weight: float) -> ModuleChange:
     """Return the update of a bias. IA3 multiplies the bias. Other methods add to the bias."""
     numbers = matrix(module.tensors[role], (module.tensors[role].numel(), 1))
     operand = Operand(0, numbers.dtype.name, *numbers.shape)
-    scale = weight * ((module.scale or 0.0) if role == "B_bias" else 1.0)
-    is_product = role == "ia3"
-    formula = Formula(norm="none", numbers=operand) if is_product else Formula(operand, scale)
-    return ModuleChange(formula, (numbers,), operand.rows, 1, name=module.path)
-
-
-def _roles_of(spec: _Spec) -> list[str]:
-    """Return the roles that a formula of `_UPDATES` contains."""
-    return [spec] if isinstance(spec, str) else [r for each in spec[1:] for r in _roles_of(each)]
-
-
-def _spec_of(module: Module) -> _Spec:
-    """Return the formula of a module.
-
-    If `_UPDATES` has no formula for the kind of the module, return the first role of this kind in
-    `tables.toml`.
-    """
-    specs = (spec for kind, spec in _UPDATES if kind == module.kind)
-    fits = (each for each in specs if _plain_roles(each) <= module.tensors.keys())
-    spec: _Spec = next(fits, table("kinds").get(module.kind, ("",))[0])
-    return spec
-
-
-def _plain_roles(spec: _Spec) -> set[str]:
-    return {role.rstrip("'") for role in _roles_of(spec)}
-
-
-def _term(spec: _Spec, operands: Mapping[str, Operand]) -> Term:
-    if isinstance(spec, str):
-        return operands[spec]
-    return Combined.of(spec[0], *(_term(each, operands) for each in spec[1:]))
+    adapt = Adapt(operand.rows, 1, module.path, norm="none", numbers=operand)
+    if role != "ia3":
+        scale = weight * ((module.scale or 0.0) if role == "B_bias" else 1.0)
+        adapt = Adapt(operand.rows, 1, module.path, operand, scale)
+    return ModuleChange(adapt, (numbers,))
 
 
 def _with_numbers(
@@ -613,26 +566,27 @@ def _with_numbers(
     magnitudes of shape [1, in, ...] belong to columns, and `EPS` is added to the norm.
     """
     role, norm, by, group = "magnitude", "norm", "rows", 1
+    rows, columns = change.shape
     numbers = module.tensors["ia3" if module.kind == "ia3" else role]
     count = prod(numbers.shape)
     if module.kind == "ia3":
         role, norm = "ia3", "none"
         is_turned = bool(config.get("fan_in_fan_out")) and len(shape) == 2
         if is_feedforward(module, config) != is_turned:
-            by, group = "columns", change.columns // shape[1] if len(shape) > 1 else 1
+            by, group = "columns", columns // shape[1] if len(shape) > 1 else 1
     else:
         norm = "norm+eps" if module.is_lycoris else "norm"
-        if is_of_columns(module, change.rows):
-            by, group = "columns", change.columns // max(1, count)
-    expected = change.rows if by == "rows" else change.columns // max(1, group)
+        if is_of_columns(module, rows):
+            by, group = "columns", columns // max(1, count)
+    expected = rows if by == "rows" else columns // max(1, group)
     if count != expected:
         raise UnsupportedError(
             f"the {role} vector of {shown(module.path)} has {count} numbers, but the weight has "
             f"{expected} {by}"
         )
     operand = Operand(len(change.operands), numbers.dtype.name, *as_matrix(numbers.shape))
-    formula = replace(change.formula, norm=norm, by=by, group=group, numbers=operand)
-    return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
+    adapt = replace(change.adapt, norm=norm, by=by, group=group, numbers=operand)
+    return change._replace(adapt=adapt, operands=(*change.operands, matrix(numbers)))
 
 
 def is_of_columns(module: Module, rows: int) -> bool:
@@ -760,7 +714,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
         hint = f"set r or rank_pattern in {CONFIG} to the rank of the training"
         yield problem("rank", title, hint, key)
     more = () if module.kind in ("ia3", "tokens", "bias") else ("magnitude", "B_bias", "diff_b")
-    extra = module.tensors.keys() - _plain_roles(_spec_of(module)) - {"alpha", *more}
+    extra = module.tensors.keys() - {*roles_of(module.formula)} - {"alpha", *more}
     if module.kind and extra:
         title = f"{name} ({module.kind}) has {quoted(sorted(extra))} too; the update is ambiguous"
         found.append(("method", title))

@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import fsum, sqrt
+from math import hypot, sqrt
 from typing import Any
 
-from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.numbers import FLOATS, decode
-from ckptkit.compute.operation import Reader, import_numpy, stream_reusing_buffer
-from ckptkit.compute.tallies import nonfinite, zeros
+from ckptkit.compute.compare import compare
+from ckptkit.compute.numbers import FLOATS
+from ckptkit.compute.operation import import_numpy
+from ckptkit.compute.tallies import nonfinite, parts, tally, zeros
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
@@ -43,11 +43,10 @@ class LoraReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of ``lora check --json``, without its schema."""
-        each = self.adapter
-        facts = {"layout": each.layout, "method": each.method, "modules": len(each.modules)}
-        names = Finding._fields[:-1]  # without `mend`
+        facts, names = self.adapter.as_json(), Finding._fields[:-1]  # without `mend`
+        facts = {name: facts[name] for name in ("layout", "method", "modules", "ranks")}
         findings = [dict(zip(names, finding, strict=False)) for finding in self.findings]
-        return {"adapter": {**facts, "ranks": each.ranks}, "findings": findings}
+        return {"adapter": facts, "findings": findings}
 
 
 @checked
@@ -162,9 +161,10 @@ def _of_plan(
         yield Finding("prefix", ERROR, title, modules, command(*subs), None)
     large, all_modules = dict[str, str](), plan.adapter.modules
     for key, names in plan.tensors().items():
-        change, weight = _norm(all_modules[key]), sqrt(fsum(_square(plan.new[n]) for n in names))
+        change, weight = _norm(all_modules[key]), _norm_of(plan.new[name] for name in names)
         if change is None and is_finite:
-            change = sqrt(fsum(_square(plan.new[n], plan.changed(n)) for n in names))
+            found = (compare(plan.new[n], plan.changed(n), measured=True) for n in names)
+            change = hypot(*(each.distance or 0.0 for each in found if each is not None))
         if change and change > weight > 0:
             large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
@@ -217,19 +217,9 @@ def _norm(module: Module) -> float | None:
     return abs(module.scale) * sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 
-def _square(tensor: Tensor, other: Tensor | None = None) -> float:
-    """Return the sum of the squared elements of a tensor, or of the difference of two tensors."""
-    import numpy as np
-
-    found, at = list[float](), 0
-    reader = None if other is None else Reader(contiguous(other).locate())
-    for piece in stream_reusing_buffer(contiguous(tensor).locate()):
-        values = decode(piece, tensor.dtype).astype("f8")
-        if reader is not None:
-            values -= decode(reader(at, len(piece)), tensor.dtype)
-        at += len(piece)
-        found.append(float(np.square(values).sum()))
-    return fsum(found)
+def _norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the Frobenius norm of all tensors together."""
+    return hypot(*(tally(part).norm for each in tensors for part in parts(each)))
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:

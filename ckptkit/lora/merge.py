@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -91,17 +92,15 @@ _COUNTS = "num_hidden_layers", "n_layer", "num_layers"  # fields for the number 
 _STACK = re.compile(r"(module\.|model\.)*(bert\.)?(layers|encoder\.layer|h)")
 _LAYER = re.compile(r"((?:.*?\.)??(?:layers|layer|h))\.([0-9]+)(\..*)")
 
-_Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
+_Path: TypeAlias = str | os.PathLike[str] | Checkpoint
 
 
 def _listed(name: str, given: object) -> list[object]:
     """Return `given`, which is one adapter or several adapters, as a list."""
-    kinds = (str, os.PathLike, Checkpoint, Adapter)
-    found = [given] if isinstance(given, kinds) else given
+    found = [given] if isinstance(given, (str, os.PathLike, Checkpoint)) else given
     if not isinstance(found, (list, tuple)):
         raise wrong(name, "the path of an adapter, or several paths", given)
-    known = (Checkpoint, Adapter)
-    return [each if isinstance(each, known) else arguments.path(name, each) for each in found]
+    return [each if isinstance(each, Checkpoint) else arguments.path(name, each) for each in found]
 
 
 @partial(checked, more={"_Path | Sequence[_Path]": _listed})
@@ -143,10 +142,7 @@ def merge_lora(
         raise UsageError(f"{what} require one finite weight each, but got {factors}")
     checkpoint = opened(base).require_complete()
     refuse_base(checkpoint)
-    found = [
-        each if isinstance(each, Adapter) else read_adapter(each, component=component, alpha=alpha)
-        for each in given
-    ]
+    found = [read_adapter(each, component=component, alpha=alpha) for each in given]
     if dtype is not None:
         checkpoint = cast(checkpoint, dtype)
     origin = checkpoint.required.tensors
@@ -176,16 +172,12 @@ def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
 
     If the merge is impossible, return a hint that names a help page.
     """
-    base = next((each for each in others if not is_adapter(each)), None)
-    places = [each and (each.folder.name if each.folder else each.name) for each in (base, adapter)]
-    if base is not None and all(places):
-        try:
+    base = next((each for each in others if not is_adapter(each)), adapter)
+    places = [str(each.folder.name if each.folder else each.name) for each in (base, adapter)]
+    if base.name and adapter.name and base is not adapter:
+        with suppress(CkptkitError):
             merge_lora(base, adapter)
-        except CkptkitError:
-            pass
-        else:
-            out = output_name(str(places[0]), "merged")
-            words = ("ckptkit", "lora", "merge", *map(str, places), out)
+            words = ("ckptkit", "lora", "merge", *places, output_name(places[0], "merged"))
             return f"`{shell_command(words)}` merges the adapter into its base"
     return "`ckptkit help lora` explains how to merge an adapter into its base"
 
@@ -242,6 +234,7 @@ class MergePlan:
         self.warnings: list[str] = []
         self.new_config: dict[str, Any] = {}
         self.pieces: dict[str, list[_Piece]] = {}
+        self.later: list[_Piece] = []  # updates of the head of a tied pair, added after `pieces`
         self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # rows to replace in each tensor
         self.unlike: list[tuple[str, int, int]] = []
         self.replaced = 0
@@ -395,7 +388,7 @@ class MergePlan:
             shape = module.tensors["diff_b"].shape
         elif module.kind != "tokens" and not of_weight:
             change = change_of(module, config, self.weight)
-            shape = change.rows, change.columns
+            shape = change.shape
         found = self.names.find(component, path, shape, underscores=is_flat)
         if not found:
             return False
@@ -416,7 +409,7 @@ class MergePlan:
             return True
         if component is None:
             change = self._as_peft(module, change, name)
-            one, old, now = found[0], shape[0], change.rows
+            one, old, now = found[0], shape[0], change.shape[0]
             if one[1:3] == (0, old) and now != old:
                 found = (Placed(one.tensor, 0, now, one.at // old * now, one.rows // old * now),)
         for each in found:
@@ -426,10 +419,10 @@ class MergePlan:
 
     def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
         """Return an update of the tensor `name` with the transposition and rounding of peft."""
-        shape, sizes = self.new[name].shape, (change.rows, change.columns)
+        shape, sizes = self.new[name].shape, change.shape
         is_expert = is_fused(name, shape)
         if is_expert or name.endswith("in_proj_weight"):
-            change = replace(change, formula=replace(change.formula, rounding="twice"))
+            change = change._replace(adapt=replace(change.adapt, rounding="twice"))
         if is_expert:
             is_turned = self.is_transposed or sizes[::-1] == shape[1:] != sizes
         else:
@@ -481,18 +474,19 @@ class MergePlan:
         rows, columns = as_matrix(shape)
         if is_fused(place.tensor, shape):
             rows, columns = shape[0] * shape[1], shape[2]
-        fits = (rows, columns) == (place.rows, change.columns)
+        adapt = change.adapt
+        fits = (rows, columns) == (place.rows, adapt.columns)
         if change.kernel and len(shape) > 2:
             fits = fits and (change.kernel == shape[2:] or prod(change.kernel) == 1)
-        formula, is_part = change.formula, place.stop - place.start < change.rows
-        if is_part and formula.by == "columns" and formula.norm.startswith("norm"):
+        is_part = place.stop - place.start < adapt.rows
+        if is_part and adapt.by == "columns" and adapt.norm.startswith("norm"):
             what = f"{shown(module.path)} has a magnitude for each column"
             raise UnsupportedError(f"{what}, but the base stores its rows in several parts")
         if not fits:
             end = module.path.rpartition(".")[2]
-            if end in (*EMBEDDINGS, *HEADS) and change.columns == columns:
-                self.unlike.append((place.tensor, change.rows, rows))
-            raise _misfit(module, (change.rows, change.columns), shape)
+            if end in (*EMBEDDINGS, *HEADS) and adapt.columns == columns:
+                self.unlike.append((place.tensor, adapt.rows, rows))
+            raise _misfit(module, change.shape, shape)
 
     def _place_experts(self, key: str, module: Module, path: str) -> bool:
         """Find the matrices that a LoRA of all experts changes.
@@ -574,7 +568,7 @@ class MergePlan:
                     raise UnsupportedError(f"{what} in the base")
                 return
             if place.rows != self.new[bias].numel:
-                raise _misfit(module, (change.rows,), self.new[bias].shape)
+                raise _misfit(module, change.shape[:1], self.new[bias].shape)
             self._add(bias, _Piece(key, change, *place[1:4]))
 
     def _tokens(self, module: Module, shape: Shape) -> tuple[Tensor, list[int]]:
@@ -734,7 +728,9 @@ class MergePlan:
                 hint = f"{untie} creates a separate head, like training; {keep} changes both"
                 self._refuse("tied", f"{what} to one matrix", hint, mend="--tied untie")
             # The update of the embedding is added first, and the update of the head second.
-            self.pieces[embedding] = [*self.pieces.get(embedding, ()), *self.pieces.pop(head, ())]
+            of_head = self.pieces.pop(head, [])
+            if self.pieces.setdefault(embedding, of_head) is not of_head:
+                self.later = of_head
         elif (
             changed
             or len(whole) == 1
@@ -811,7 +807,9 @@ class MergePlan:
 
         `origin` is the tensor before any adapter was merged.
         """
-        return _changed(self.new[name], self.pieces[name], origin)
+        made = _changed(self.new[name], self.pieces[name], origin)
+        later = self.later if self.pair and name == self.pair[0] else []
+        return _changed(made, later, origin) if later else made
 
     def merged(self) -> Checkpoint:
         """Return the base with the adapter merged."""
@@ -883,28 +881,17 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
 
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
-    """Return a tensor after adding the updates in `pieces`.
-
-    If several updates change the same row, they are added in the order of `pieces`.
-    """
-    columns = pieces[0].change.columns
+    """Return a tensor after adding the updates in `pieces`. No two pieces change the same row."""
+    columns = pieces[0].change.shape[1]
     sizes = prod(tensor.shape) // max(columns, 1), columns
     old = matrix(origin, sizes) if origin is not None and origin.shape == tensor.shape else None
-    made, waiting = matrix(tensor, sizes), list(pieces)
-    while waiting:
-        last, later, parts = 0, list[_Piece](), list[tuple[int, int, Tensor]]()
-        for piece in sorted(waiting, key=lambda each: each.at):
-            if piece.at < last:
-                later.append(piece)
-                continue
-            change, last = piece.change, piece.at + piece.stop - piece.start
-            is_from_old = old is not None and "norm" in change.formula.norm
-            own, before = (each and box(each, piece.at, last) for each in (made, old))
-            assert own is not None
-            new = change.added(own, piece.start, before if is_from_old else None)
-            parts.append((piece.at, 0, new))
-        waiting, made = later, placed(made, parts)
-    return _like(tensor, made)
+    whole, parts = matrix(tensor, sizes), list[tuple[int, int, Tensor]]()
+    for _, change, start, stop, at in pieces:
+        rows = at, at + stop - start
+        is_from_old = old is not None and "norm" in change.adapt.norm
+        before = box(old, *rows) if old is not None and is_from_old else None
+        parts.append((at, 0, change.added(box(whole, *rows), start, before)))
+    return _like(tensor, placed(whole, parts))
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.tensor import Shape
@@ -37,18 +37,7 @@ ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text
 EMBEDDINGS = (
     "embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings", "embeddings",
 )  # fmt: skip
-# Maps a module beside the head to the head. Files may lack a tied head, so ckptkit finds the name
-# of the head by this module. In all other models, the head is lm_head.
-BESIDE_HEAD = {
-    "cls.predictions.transform.dense": "cls.predictions.decoder",
-    "predictions.dense": "predictions.decoder",
-    "lm_head.dense": "lm_head.decoder",
-    "generator_predictions.dense": "generator_lm_head",
-    "vocab_transform": "vocab_projector",
-    "head.dense": "decoder",
-    "model.encoder.conv1": "proj_out",
-    "gpt_neox.embed_in": "embed_out",
-}
+BESIDE_HEAD: Mapping[str, str] = table("heads")
 HEADS = (*{head.rpartition(".")[2] for head in BESIDE_HEAD.values()}, "lm_head", "output")
 
 # The original name of a module with rows for scale and shift. diffusers swaps scale and shift.
@@ -145,19 +134,16 @@ class _Row:
         values = self.sides[spelling].match(path, Steps(1))
         if values is None:
             return None
-        plain = {words[0]: value for words, value in values.items()}
-        target = self.sides[DIFFUSERS if spelling == ORIGINAL else ORIGINAL]
-        found = []
-        whole, ends = self.ends[-1], self.ends
-        for number in range(self.parts) if spelling == ORIGINAL else (plain.get("p", 0),):
-            assert isinstance(number, int)
+        plain: dict[str, Any] = {words[0]: value for words, value in values.items()}
+        is_original, whole, found = spelling == ORIGINAL, self.ends[-1], []
+        target = self.sides[DIFFUSERS if is_original else ORIGINAL]
+        for number in range(self.parts) if is_original else (plain.get("p", 0),):
             name = target.render({**plain, "p": number}, {})
             assert name is not None
-            start, length = ends[number], ends[number + 1] - ends[number]
-            if spelling == ORIGINAL:
-                found.append(Part(name, start, length, whole, 0, length))
-            else:
-                found.append(Part(name, 0, length, length, start, whole))
+            start, stop = self.ends[number : number + 2]
+            own, all_rows = (0, stop - start, stop - start), (start, stop - start, whole)
+            one, other = (all_rows, own) if is_original else (own, all_rows)
+            found.append(Part(name, *one, other[0], other[2]))
         if _SWAPPED in (path, found[0].name):
             name = found[0].name
             return Part(name, 0, 1, 2, 1, 2), Part(name, 1, 1, 2, 0, 2)
@@ -404,27 +390,28 @@ class BaseNames:
         of this name is correct. ckptkit then does not rename prefixes with this first component.
         """
         ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
-        exact = [
-            path for path, found in ways.items() if _EXACT in found and end_of(path) not in HEADS
-        ]
-        all_ways = {each for found in ways.values() for each in found} - {_EXACT}
-        tops = {each: each.old[: each.old.find(".") + 1] for each in all_ways}
-        wrong = {each for each, top in tops.items() if any(path.startswith(top) for path in exact)}
-        ways = {path: [each for each in found if each not in wrong] for path, found in ways.items()}
+        exact = [path for path, own in ways.items() if _EXACT in own and end_of(path) not in HEADS]
+        tops = {path.partition(".")[0] for path in exact}
+
+        def is_possible(way: Rename) -> bool:
+            top, dot, _ = way.old.partition(".")
+            return way == _EXACT or not (top in tops if dot else exact)
+
+        ways = {path: [*filter(is_possible, own)] for path, own in ways.items()}
         sure: dict[str, set[str]] = {}
-        for found in ways.values():
-            if len(found) == 1:
-                sure.setdefault(found[0].old, set()).add(found[0].new)
+        for own in ways.values():
+            if len(own) == 1:
+                sure.setdefault(own[0].old, set()).add(own[0].new)
         made: dict[str, Rename] = {}
-        for path, found in ways.items():
-            known = [each for each in found if _EXACT in found or sure.get(each.old) == {each.new}]
+        for path, own in ways.items():
+            known = [each for each in own if _EXACT in own or sure.get(each.old) == {each.new}]
             if len(known) == 1:
                 made[path] = known[0]
         names = {path: each.new + path.removeprefix(each.old) for path, each in made.items()}
         counts = Counter(names.values())
         names = {path: name for path, name in names.items() if counts[name] == 1}
-        missing = [path for path, found in ways.items() if not found]
-        unclear = [path for path, found in ways.items() if found and path not in names]
+        missing = [path for path, own in ways.items() if not own]
+        unclear = [path for path, own in ways.items() if own and path not in names]
         return names, sorted({*made.values()} - {_EXACT}), missing, unclear
 
     def in_files(self, path: str) -> tuple[str, tuple[str, ...]]:
@@ -436,16 +423,14 @@ class BaseNames:
         in files have a match. An exact match takes precedence.
         """
         made: dict[str, tuple[str, ...]] = {path: ()}
-        if not self._ways(path):
-            for pattern, new, rename in _files():
-                for name, done in [*made.items()]:
-                    if pattern.search(name):
-                        made.setdefault(pattern.sub(new, name), (*done, rename))
-        ways = {name: self._ways(name) for name in made} if len(made) > 1 else {}
-        found = [name for name, ways in ways.items() if _EXACT in ways] or [
-            name for name, ways in ways.items() if ways
-        ]
-        name = found[0] if len(found) == 1 else path
+        for pattern, new, rename in _files() if not self._ways(path) else ():
+            for name, done in [*made.items()]:
+                if pattern.search(name):
+                    made.setdefault(pattern.sub(new, name), (*done, rename))
+        ways = {name: found for name in made if len(made) > 1 and (found := self._ways(name))}
+        exact = [name for name, found in ways.items() if _EXACT in found]
+        known = exact or [*ways]
+        name = known[0] if len(known) == 1 else path
         return name, made[name]
 
     def _ways(self, path: str) -> list[Rename]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptkit import formats
 from ckptkit.api import open_checkpoint
@@ -36,19 +36,14 @@ _LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast first 
 _WEAK = {"alpha", "diff", "diff_b"}  # roles whose names are common in models
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
-# Types of configuration fields that are not numbers. Every field may also be null.
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "peft_type": (str,), "rank_pattern": (dict,), "alpha_pattern": (dict,),
-    "feedforward_modules": (list, str), "target_parameters": (list,), "use_bdlora": (dict, bool),
-    "layer_replication": (list,), "target_modules_bd_a": (list,), "target_modules_bd_b": (list,),
-    "trainable_token_indices": (list, dict),
-}  # fmt: skip
 _WORDS = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}
 _LONGEST = 4096  # maximum number of characters of a pattern
 _GROUP, _REPEAT = re.compile(r"\(([^()]*)\)"), re.compile("[*+{\0]")
 # Parameters of experts, in the order in which models define them. peft wraps the parameters in this
 # order.
 _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+
+Formula: TypeAlias = str | list[Any]  # a role, or an operation and its two operands
 
 
 @cache
@@ -76,11 +71,20 @@ def _roles(is_named: bool) -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple((role, re.compile(f"(?:{text})$")) for role, text in pairs)
 
 
-def _kind(roles: Collection[str]) -> str:
-    """Return the kind of a module with these roles. Return "" if tensors are missing."""
-    kinds = table("kinds").items()
-    found = (kind for kind, needed in kinds if all({*roles} & {*n.split("|")} for n in needed))
-    return next(found, "")
+def roles_of(formula: Formula) -> list[str]:
+    """Return the roles in a formula of an update."""
+    if isinstance(formula, str):
+        return [formula.rstrip("'")]
+    return [role for operand in formula[1:] for role in roles_of(operand)]
+
+
+def kind_and_formula(roles: Collection[str]) -> tuple[str, Formula]:
+    """Return the kind of a module with these roles, and the formula of its update.
+
+    If tensors are missing, return two empty strings.
+    """
+    ways = ((kind, each) for kind, formulas in table("kinds").items() for each in formulas)
+    return next((way for way in ways if {*roles_of(way[1])} <= {*roles}), ("", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,13 @@ class Module:
     def is_sum(self) -> bool:
         """Return whether the update is added to the weight. A factor can scale only a sum."""
         return not self.is_dora and self.kind not in ("ia3", "tokens")
+
+    @property
+    def formula(self) -> Formula:
+        """Return the formula of the update. Return "" if tensors are missing."""
+        kind = "lora" if self.kind == "attention_out" else self.kind
+        formulas = table("kinds").get(kind, ())
+        return next((f for f in formulas if {*roles_of(f)} <= self.tensors.keys()), "")
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -172,24 +183,29 @@ class Adapter:
         return name if isinstance(name, str) and name else None
 
     @property
-    def alphas(self) -> list[float]:
-        """Return the different alphas of the modules in ascending order."""
-        return sorted({each.alpha for each in self.modules.values() if each.alpha is not None})
-
-    @property
     def targets(self) -> list[str]:
         """Return the last components of the module names, such as ``q_proj``, sorted."""
         paths = (each.path for each in self.modules.values())
         dotted = (p if "." in p else re.sub(r"_(\d+)(_|$)", r".\1.", p).strip(".") for p in paths)
         return sorted({re.sub(r"^.*\.(?=[^.]*[^.\d])", "", path) for path in dotted})
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the object ADAPTER of the JSON schema of `inspect`."""
+        alphas = {each.alpha for each in self.modules.values() if each.alpha is not None}
+        return {
+            "layout": self.layout, "method": self.method, "modules": len(self.modules),
+            "ranks": self.ranks, "alphas": sorted(alphas), "targets": self.targets,
+            "base_model": self.base,
+        }  # fmt: skip
+
     @property
     def facts(self) -> dict[str, str]:
         """Return the facts about the adapter that one line of output shows."""
+        known = self.as_json()
         facts = {
             "layout": self.layout, "method": self.method, "modules": f"{len(self.modules):,}",
             "rank": ", ".join(map(str, self.ranks)), "base model": self.base or "",
-            "alpha": ", ".join(f"{alpha:g}" for alpha in self.alphas),
+            "alpha": ", ".join(f"{alpha:g}" for alpha in known["alphas"]),
             "targets": ", ".join(self.targets),
         }  # fmt: skip
         return {name: text for name, text in facts.items() if text}
@@ -217,9 +233,11 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
         found = _role(name) if _LIKELY.search(name) else None
         if found is not None:
             roles.setdefault(found[0], set()).add(found[1])
-    first = next((p for p, e in roles.items() if (len(e) > 1 or _kind(e)) and e - _WEAK), None)
-    ends = ("", ".base_layer")
-    return first is not None and not any(f"{first}{end}.weight" in names for end in ends)
+    ends = (".weight", ".base_layer.weight")
+    for path, own in roles.items():
+        if own - _WEAK and (len(own) > 1 or kind_and_formula(own)[0]):
+            return not any(f"{path}{end}" in names for end in ends)
+    return False
 
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
@@ -297,11 +315,10 @@ def _checked(config: Any, what: str) -> dict[str, Any]:
     """Return a configuration. Raises CorruptError if a field has a wrong type."""
     if not isinstance(config, dict):
         raise CorruptError(f"{what} is not a JSON object")
-    inner = config.get("use_bdlora")
+    types, inner = table("fields")["types"], config.get("use_bdlora")
     for name, value in (*config.items(), *(inner.items() if isinstance(inner, dict) else ())):
-        kinds = _TYPES.get(name)
-        if kinds is not None and value is not None and not isinstance(value, kinds):
-            words = " or ".join(_WORDS[each] for each in kinds)
+        words = types.get(name, "")
+        if words and value is not None and _WORDS.get(type(value)) not in words.split(" or "):
             raise CorruptError(f"{name!r} in {what} must be {words}, but is {shown(value)}")
     return config
 
@@ -413,7 +430,7 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
     # first pass, all modules of such a file are incomplete.
     for is_named in (False, True):
         groups, whole, ignored, unknown = _groups(tensors, layout, config, is_named)
-        if not unknown and all(map(_kind, groups.values())):
+        if not unknown and all(kind_and_formula(each)[0] for each in groups.values()):
             break
     root = checkpoint.root
     if not groups and isinstance(root, dict) and root.get("general.type") == "adapter":
@@ -442,7 +459,7 @@ def _module(
     alpha: float | None,
 ) -> Module:
     """Return the module `key` with its scale, which is None if it is unknown."""
-    kind, prefixes = _kind(tensors), table("prefixes")[layout]
+    kind, prefixes = kind_and_formula(tensors)[0], table("prefixes")[layout]
     prefix = next((each for each in prefixes if key.startswith(each)), "")
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False

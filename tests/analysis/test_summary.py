@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,11 @@ import torch
 from torch.masked import MaskedTensor, masked_tensor
 
 import ckptkit
-from ckptkit.analysis import summary
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RUNS_CODE, LimitError, UsageError, coded
-from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tensor import TypedStorage
 from ckptkit.core.tree import (
     ByteString,
     Global,
@@ -28,7 +26,6 @@ from ckptkit.core.tree import (
     SetNode,
     StoredBytes,
 )
-from ckptkit.quantized import dequantized_view
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
 from tests.conftest import Run
 
@@ -272,55 +269,3 @@ def test_nothing_advises_to_drop_a_tensor_subclass(masked: Path, run: Run, tmp_p
     with torch.serialization.safe_globals([MaskedTensor]):
         again = torch.load(tmp_path / "b.pth")["w"]
     assert torch.equal(again.get_mask(), torch.tensor([True, False, True, True]))
-
-
-def many() -> dict[Node, Node]:
-    """Return a mapping of tensors of several kinds; some share storages, one has none."""
-    first, wide = tensor(1, 2), tensor(1, 2, 3, 4)
-    meta = Tensor(None, first.dtype, (3,), (1,))
-    made = [first, view(wide, (2,)), wide, meta, view(first, (1,)), tensor(5)]
-    return {f"layers.{number}.weight": each for number, each in enumerate(made)}
-
-
-def twice() -> Node:
-    held = many()
-    return {"model": held, "copy": held, "deeper": {"again": [held, tensor(1)]}}
-
-
-@pytest.mark.parametrize(
-    "root",
-    [
-        many(),
-        {"model": many(), "optimizer": {"state": {0: many(), 1: {2: tensor(1)}}}, "epoch": 3},
-        {"model": {**many(), "bn._extra_state": tensor(1)}},
-        {"model": {**many(), "quantized": opaque("models.Packed")}},
-        {"model": module(many(), {"inner": module(many())})},
-        {"model": many(), "text": {"inside": opaque("models.Other", many())}},
-        {"model": OrderedMapping(many()), "bare": [many(), {}]},
-        twice(),
-    ],
-)
-def test_rows_made_together_are_those_made_singly(
-    root: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(summary, "MANY", 1 << 62)
-    singly = summarize(checkpoint(root))
-    monkeypatch.setattr(summary, "MANY", 1)
-    assert summarize(checkpoint(root)) == singly
-    assert len(singly.rows) >= 6
-
-
-def test_parts_of_quantized_weights_that_are_met_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mapping of tensors some of which stand for others, or are parts of one."""
-    codes = replace(tensor(1, 2), dtype=BY_NAME["float8_e4m3fn"], shape=(4, 2), stride=(2, 1))
-    scales = tensor(1, shape=(1, 1))
-    root = {**many(), "l.weight": codes, "l.weight_scale_inv": scales}
-    for found in (checkpoint(root), dequantized_view(checkpoint(root))):
-        made = []
-        for least in (1 << 62, 1):
-            monkeypatch.setattr(summary, "MANY", least)
-            rows = summarize(found).rows
-            groups = [row.group and row.group.name for row in rows]
-            made.append(([row._replace(group=None) for row in rows], groups))
-        assert made[0] == made[1]
-        assert made[0][1].count("l.weight") in (1, 2)

@@ -60,7 +60,7 @@ def whats(verdict: Verdict) -> str:
 def test_every_fixture_is_whole(name: str) -> None:
     fixture = Fixture(name).needs_reader()
     verdict = verify(fixture.path, values=True)
-    assert verdict.findings == ()
+    assert not verdict.findings
     assert verdict.format == ENTRIES[name]["facts"]["format"]
     assert verdict.tensors > 0
 
@@ -69,7 +69,7 @@ def test_every_fixture_is_whole(name: str) -> None:
 def test_a_flipped_bit_in_a_tensor_is_found(kind: type[FormatConformance], tmp_path: Path) -> None:
     path = make(kind, tmp_path)
     before = verify(path)
-    assert (before.findings, before.ok) == ((), True)
+    assert (before.findings, before.ok) == ([], True)
     assert before.records > 2
     assert before.nbytes >= len(TOLD)
     (file,) = (each for each in files_of(path) if TOLD in each.read_bytes())

@@ -349,12 +349,12 @@ def test_what_lightning_keeps_beside_is_checked(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", {"w": torch.ones(2)})
     before = verify(folder).records
     torch.save({"note": "told here"}, folder / "meta.pt")
-    assert (verify(folder).findings, verify(folder).records > before) == ((), True)
+    assert (verify(folder).findings, verify(folder).records > before) == ([], True)
     whole = (folder / "meta.pt").read_bytes()
     (folder / "meta.pt").write_bytes(whole.replace(b"told here", b"told hers"))
     assert "meta.pt" in {finding.file for finding in verify(folder).findings}
     torch.save({"note": "told here"}, folder / "meta.pt", _use_new_zipfile_serialization=False)
-    assert (verify(folder).findings, verify(folder).records) == ((), before)
+    assert (verify(folder).findings, verify(folder).records) == ([], before)
 
 
 def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: Path) -> None:
