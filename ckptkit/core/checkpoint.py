@@ -40,8 +40,8 @@ class PartOf:
 
     kind: str
     name: str
-    detail: str
-    folder: str | None
+    detail: str = ""
+    folder: str | None = None
     alone: bool = True
 
     def __str__(self) -> str:

@@ -33,18 +33,18 @@ from ckptkit.formats.distributed.reading import reader_of
 from ckptkit.formats.distributed.table import (
     TP,
     ParallelLayout,
-    RankFile,
     check_grid,
     cut_all,
     file,
     known_rows,
     merge,
     ranks_of,
+    read_parts,
 )
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import LLAMA_PARTS
 
-NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
+NAME = re.compile(r"consolidated\.(?P<tp>[0-9]{2})\.pth")
 PARAMS = "params.json"
 # Metadata key of the dimension along which the embedding was split.
 EMBEDDING = "llama.embedding_cut"
@@ -83,14 +83,7 @@ def read(probe: Probe) -> Checkpoint:
     text = params_text(folder)
     params = read_params(text)
     joiner = Joiner(probe)
-    parts = []
-    for name in sorted(probe.names):
-        if not (found := NAME.fullmatch(name)):
-            continue
-        root = reader.read(name).root
-        if not isinstance(root, dict):
-            raise FormatError("does not contain a dict", where=name)
-        parts.append(RankFile(name, {TP: int(found[1])}, root))
+    parts = read_parts(reader, NAME)
     first = parts[0].entries
     dim = _width(first, params)
     count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise, product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ckptkit.core.bytesource import Range
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import stream
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
@@ -100,15 +101,14 @@ class MeshPiece(_OfRank):
     """The shard of a DTensor in one rank's file.
 
     ``order`` maps a tensor dimension to the mesh dimensions that shard this dimension, in the order
-    of the splits. ``ordered`` is True if the pickle has ``shard_order``. If ``ordered`` is True,
-    all tensor dimensions that ``shard_order`` omits were split in the order of the mesh dimensions.
+    of the splits. All tensor dimensions that ``order`` omits were split in the order of the mesh
+    dimensions. ``order`` is None if the pickle records no order (until torch 2.9).
     """
 
     tensor: Tensor
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: Mapping[int, tuple[int, ...]] | None
-    ordered: bool
 
     def local(self) -> list[Tensor]:
         """Return the tensors of this rank, as saved."""
@@ -142,7 +142,7 @@ class MeshPiece(_OfRank):
             return []
         check("chunk_visits", prod(map(len, runs)), "boxes of one tensor")
         boxes = []
-        for corner in product(*(zip(each, _starts(each), strict=True) for each in runs)):
+        for corner in product(*(zip(each, _starts(each), strict=False) for each in runs)):
             sizes = tuple(end - begin for (begin, end), _ in corner)
             local = view(self.tensor, tuple(at for _, at in corner), sizes)
             boxes.append(LocalShard(tuple(begin for (begin, _), _ in corner), sizes, local))
@@ -158,67 +158,43 @@ class MeshPiece(_OfRank):
         """
         placed = enumerate(self.placements)
         cuts = [d for d, each in placed if each.kind != REPLICATE and each.dim == dim]
-        sizes = self.mesh.shape
-        whole: Runs = ((0, self.shape[dim]),)
         strided = [d for d in cuts if self.placements[d].kind == STRIDED]
-        if not strided:
-            if self.order is not None and dim in self.order:
-                cuts = list(self.order[dim])
-            elif len(cuts) > 1 and not self.ordered:
-                raise UnsupportedError(
-                    f"dimension {dim} is sharded along {len(cuts)} mesh dimensions, in an order "
-                    "that the file does not record (FSDP with tensor parallelism of torch 2.4 and "
-                    "before)",
-                    hint="load it with the torch that wrote it; save full_tensor() of each DTensor",
-                )
-        elif all(
-            self.placements[d].factor == prod(sizes[after] for after in cuts if after > d)
-            for d in strided
+        factors = {d: self.placements[d].factor for d in cuts}
+        sizes = self.mesh.shape
+        if strided and all(
+            factors[d] == prod(sizes[after] for after in cuts if after > d) for d in strided
         ):
             cuts.reverse()
-        else:
-            factors = {d: self.placements[d].factor if d in strided else 1 for d in cuts}
-            check("ranks", max(factors.values()), "shards of a strided shard")
-            for d, factor in factors.items():
-                split = [chunk(whole, factor, n) for n in range(factor)] if factor > 1 else [whole]
-                whole = _merged(chunk(part, sizes[d], coordinates[d]) for part in split)
-            return whole
+            factors = dict.fromkeys(cuts, 1)
+        elif not strided and self.order is not None:
+            cuts = list(self.order.get(dim, cuts))
+        elif not strided and len(cuts) > 1:
+            raise UnsupportedError(
+                f"dimension {dim} is sharded along {len(cuts)} mesh dimensions, in an order "
+                "that the file does not record (FSDP with tensor parallelism of torch 2.4 and "
+                "before)",
+                hint="load it with the torch that wrote it; save full_tensor() of each DTensor",
+            )
+        runs: Runs = ((0, self.shape[dim]),)
         for d in cuts:
-            whole = chunk(whole, sizes[d], coordinates[d])
-        return whole
+            check("ranks", factors[d], "shards of a strided shard")
+            split = [chunk(runs, factors[d], n) for n in range(factors[d])]
+            runs = _merged(chunk(part, sizes[d], coordinates[d]) for part in split)
+        return runs
 
 
 @dataclass(frozen=True)
 class ShardPiece(_OfRank):
-    """The shards of a ShardedTensor in one rank's file.
-
-    ``listed`` contains the rank, offsets and sizes of every shard of the tensor. The file of each
-    rank lists the shards of all ranks.
-    """
+    """The shards of a ShardedTensor in one rank's file."""
 
     shards: tuple[LocalShard, ...]
-    listed: tuple[tuple[int, Shape, Shape], ...]
 
     def local(self) -> list[Tensor]:
         """Return the tensors of this rank, as saved."""
         return [each.tensor for each in self.shards]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the blocks of this rank.
-
-        Raises CorruptError if `rank` is not the rank that wrote the file, or if ``listed`` lacks a
-        shard.
-        """
-        if rank not in (None, self.rank):
-            raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
-        for each in self.shards:
-            if each.tensor.shape != each.sizes:
-                raise CorruptError(
-                    f"rank {self.rank} has a tensor of shape {each.tensor.shape} for a shard of "
-                    f"shape {each.sizes}"
-                )
-            if (self.rank, each.offsets, each.sizes) not in self.listed:
-                raise CorruptError(f"its metadata does not list the shard at {each.offsets}")
+        """Return the blocks of this rank. `rank` is ignored, because the pickle contains it."""
         return [each for each in self.shards if each.tensor.numel]
 
 
@@ -230,24 +206,19 @@ def chunk(runs: Runs, count: int, index: int) -> Runs:
 
     The last chunks may be empty.
     """
-    total = sum(b - a for a, b in runs)
-    width = -(-total // count)
-    start, stop = min(index * width, total), min((index + 1) * width, total)
+    starts = _starts(runs)
+    width = -(-starts[-1] // count)
     found = []
-    for (begin, end), at in zip(runs, _starts(runs), strict=True):
-        low, high = max(start - at, 0), min(stop - at, end - begin)
+    for (begin, end), at in zip(runs, starts, strict=False):
+        low, high = max(index * width - at, 0), min((index + 1) * width - at, end - begin)
         if low < high:
             found.append((begin + low, begin + high))
     return tuple(found)
 
 
 def _starts(runs: Runs) -> list[int]:
-    """Return the start index of each run in the concatenation of all runs."""
-    starts, at = [], 0
-    for begin, end in runs:
-        starts.append(at)
-        at += end - begin
-    return starts
+    """Return the start index of each run in the concatenation of all runs, and its length."""
+    return list(accumulate((end - begin for begin, end in runs), initial=0))
 
 
 def _merged(parts: Iterable[Runs]) -> Runs:
@@ -268,9 +239,7 @@ def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
     """
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
-    return Tensor(
-        tensor.storage, tensor.dtype, sizes, tensor.stride, offset, conj=tensor.conj, neg=tensor.neg
-    )
+    return replace(tensor, shape=sizes, offset=offset, requires_grad=False, kind="tensor")
 
 
 # Parsing pickled DTensors and ShardedTensors
@@ -293,7 +262,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
         return _shard_piece(whole, state)
     except CkptkitError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise FormatError(f"contains a {name} in a form that ckptkit does not know") from error
 
 
@@ -353,17 +322,15 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
             f"contains a DTensor with {len(placements)} placements on a mesh of {len(mesh.shape)} "
             "dimensions, but each mesh dimension needs one placement"
         )
-    order: dict[int, tuple[int, ...]] | None = None
-    if spec.get("shard_order") is not None:
-        order = {}
-        for entry in spec["shard_order"]:  # (tensor dimension, mesh dimensions)
-            inner = attributes(entry)
-            args = entry.args if isinstance(entry, Object) else entry
-            dim, dims = (inner["tensor_dim"], inner["mesh_dims"]) if inner else args
-            order[_integer(dim)] = tuple(map(_integer, dims))
+    order: dict[int, tuple[int, ...]] = {}
+    for entry in spec.get("shard_order") or ():  # (tensor dimension, mesh dimensions)
+        inner = attributes(entry)
+        args = entry.args if isinstance(entry, Object) else entry
+        dim, dims = (inner["tensor_dim"], inner["mesh_dims"]) if inner else args
+        order[_integer(dim)] = tuple(map(_integer, dims))
     return MeshPiece(
         whole.dtype, whole.shape, _rank(attributes(spec["mesh"]), mesh), mesh.ranks,
-        len(mesh.ranks), tensor, mesh, placements, order, "shard_order" in spec,
+        len(mesh.ranks), tensor, mesh, placements, order if "shard_order" in spec else None,
     )  # fmt: skip
 
 
@@ -395,28 +362,15 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     # file.
     rank = held.get("_rank")
     place = ranks.index(rank) if type(rank) is int else 0
-    base, taken = 0, set[int]()
-    for first in range(len(ranks)):
-        if first in taken:
-            continue
-        mine = [first + offset for offset in offsets]
-        if place in mine or type(rank) is not int:
-            base = first
-            break
-        taken.update(mine)
+    base = place - sum(place // step % n * step for n, step in steps)
     return Mesh(shape, tuple(ranks[base + offset] for offset in offsets), names)
 
 
 def _flat(value: Node) -> list[int]:
     """Flatten nested tuples of integers."""
-    waiting, found = [value], []
-    while waiting:
-        each = waiting.pop(0)
-        if isinstance(each, (tuple, list)):
-            waiting[:0] = each
-        else:
-            found.append(_integer(each))
-    return found
+    if isinstance(value, (tuple, list)):
+        return list(flatten(map(_flat, value)))
+    return [_integer(value)]
 
 
 def _placement(node: Node, rank: int) -> Placement:
@@ -454,46 +408,36 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
 
 def _integers(tensor: Node) -> tuple[int, ...]:
     """Return the elements of a small integer tensor."""
-    if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
-        raise FormatError("contains a device mesh whose ranks are not integers")
-    if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
-        raise FormatError(
-            f"the rank tensor of a device mesh ({tensor.numel:,} ranks) is too large, or not "
-            "contiguous"
-        )
-    size = tensor.dtype.itemsize
-    order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
-    place = tensor.storage.record.locate()
-    if not isinstance(place, Range):
-        raise UnsupportedError("contains a device mesh whose ranks are compressed")
-    data = place.part(tensor.offset * size, tensor.nbytes).read()
-    borders = pairwise(range(0, len(data) + 1, size))
-    return tuple(int.from_bytes(data[at:end], order, signed=True) for at, end in borders)
+    is_tensor = isinstance(tensor, Tensor) and tensor.storage is not None
+    if not is_tensor or tensor.dtype.kind != "int" or tensor.nbytes > _RANK_BYTES:
+        raise FormatError("contains a device mesh whose ranks are not a small tensor of integers")
+    data, size = b"".join(stream(contiguous(tensor).locate())), tensor.dtype.itemsize
+    numbers = (data[at : at + size] for at in range(0, len(data), size))
+    return tuple(int.from_bytes(number, "little", signed=True) for number in numbers)
 
 
 def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     local, metadata, group, *_ = state
     described, process = attributes(metadata), attributes(group)
-    listed = tuple(map(_listed, described["shards_metadata"]))
-    size = _sizes(described["size"])
-    if size != whole.shape:
+    listed = list(map(_listed, described["shards_metadata"]))
+    rank, world = _integer(process["global_rank"]), _integer(process["global_world_size"])
+    if _sizes(described["size"]) != whole.shape:
         raise FormatError(
-            f"contains a ShardedTensor of shape {whole.shape} whose metadata has shape {size}"
+            f"contains a ShardedTensor of shape {whole.shape} whose metadata has another shape"
         )
     shards = []
     for each in local:
         held = attributes(each)
         _, offsets, sizes = _listed(held["metadata"])
         tensor = held["tensor"]
-        if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
+        is_tensor = isinstance(tensor, Tensor) and tensor.dtype == whole.dtype
+        if not is_tensor or tensor.shape != sizes or (rank, offsets, sizes) not in listed:
             raise FormatError(
-                "contains a shard that is not a tensor, or a shard of another dtype than the "
-                "complete tensor"
+                f"contains a shard of rank {rank:,} that is not the tensor that its metadata lists"
             )
         shards.append(LocalShard(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))
-    rank, world = _integer(process["global_rank"]), _integer(process["global_world_size"])
-    return ShardPiece(whole.dtype, whole.shape, rank, ranks, world, tuple(shards), listed)
+    return ShardPiece(whole.dtype, whole.shape, rank, ranks, world, tuple(shards))
 
 
 def _listed(node: Node) -> tuple[int, Shape, Shape]:

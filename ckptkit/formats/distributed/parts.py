@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -73,9 +74,20 @@ def with_part(checkpoint: Checkpoint) -> Checkpoint:
     """Set `part` to a description of the rank and its shards, or to None for a complete file."""
     root, source = checkpoint.root, checkpoint.source
     path = source.name if isinstance(source, ByteSource) else ""
-    has_pieces = any(each.name in CLASSES for each in checkpoint.globals)
-    looks = (_pieces, *_LOOKS) if has_pieces else _LOOKS
-    return replace(checkpoint, part=next(filter(None, (look(root, path) for look in looks)), None))
+    part = None
+    if any(each.name in CLASSES for each in checkpoint.globals):
+        part = _pieces(root, path)
+    held = root if isinstance(root, dict) else {}
+    for look in (_fairscale, _megatron, _deepspeed, _llama, _named):
+        part = part or look(held, path)
+    if part is not None and part.kind != "vllm":
+        is_megatron = part.kind == "megatron" and _MEGATRON.fullmatch(_above(path))
+        part = replace(part, folder=folder_of_ranks(path, 1 if is_megatron else 0))
+    return replace(checkpoint, part=part)
+
+
+def _above(path: str) -> str:
+    return os.path.basename(os.path.dirname(os.path.abspath(path)))
 
 
 def plain(checkpoint: Checkpoint) -> Checkpoint:
@@ -171,8 +183,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
         name, largest = max(cut, key=lambda each: prod(each[1].shape))
         detail = f"a shard of each of {len(cut):,} tensors, e.g. "
         detail += f"{extent(largest, rank) or 'none'} of {name}"
-    kind = "fsdp" if FSDP in what else "dtensor"
-    return PartOf(kind, f"{who} of {whole}", detail, folder_of_ranks(path))
+    return PartOf("fsdp" if FSDP in what else "dtensor", f"{who} of {whole}", detail)
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
@@ -199,79 +210,71 @@ def extent(piece: Piece, rank: int | None = None) -> str:
     return " and ".join(spans) or "all rows"
 
 
-def _megatron(root: Node, path: str) -> PartOf | None:
-    values = attributes(root.get("args") if isinstance(root, dict) else None)
+def _megatron(root: Mapping[Node, Node], path: str) -> PartOf | None:
+    values = attributes(root.get("args"))
     arguments = {key.replace("-", "_"): n for key, n in values.items() if isinstance(key, str)}
     sizes = {name: arguments[key] for key, name in _SIZES.items() if key in arguments}
     grid = {name: n for name, n in sizes.items() if type(n) is int and 1 < n < 1 << 31}
     if not grid or not any(re.fullmatch(r"model[0-9]{0,4}", str(key)) for key in root):
         return None
-    above = os.path.basename(os.path.dirname(os.path.abspath(path)))
+    above = _above(path)
     named = _MEGATRON.fullmatch(above)
     if not (named or "checkpoint_version" in root or "padded_vocab_size" in arguments):
         return None  # trainers other than Megatron-LM use these argument names in complete files
     numbers = [int(n) for n in re.findall(r"[0-9]+", above)] if named else []
     axes = ["TP", *(axis for axis in ("PP", "EP") if axis in grid)]
+    at = [f"one of {n} {axis} ranks" for axis, n in grid.items()]
     if len(numbers) == len(axes):
-        at = [
-            f"{axis} rank {n} of {grid.get(axis, 1)}" for axis, n in zip(axes, numbers, strict=True)
-        ]
-    else:
-        at = [f"one of {n} {axis} ranks" for axis, n in grid.items()]
-    what = f"{', '.join(at)}, of a Megatron-LM checkpoint"
-    return PartOf("megatron", what, "", folder_of_ranks(path, 1 if named else 0))
+        places = zip(axes, numbers, strict=True)
+        at = [f"{axis} rank {n} of {grid.get(axis, 1)}" for axis, n in places]
+    return PartOf("megatron", f"{', '.join(at)}, of a Megatron-LM checkpoint")
 
 
-def _deepspeed(root: Node, path: str) -> PartOf | None:
-    if not isinstance(root, dict) or "mp_world_size" not in root:
-        return None
-    world = root["mp_world_size"]
+def _deepspeed(root: Mapping[Node, Node], path: str) -> PartOf | None:
+    world = root.get("mp_world_size")
     named = _TENSOR_RANK.fullmatch(os.path.basename(path))
-    if not (type(world) is int and world > 1) and not (named and int(named[1])):
+    if world is None or not ((type(world) is int and world > 1) or (named and int(named[1]))):
         return None
     rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
-    what = f"{rank} of {world} of a DeepSpeed checkpoint"
-    return PartOf("deepspeed", what, "", folder_of_ranks(path))
+    return PartOf("deepspeed", f"{rank} of {world} of a DeepSpeed checkpoint")
 
 
-def _fairscale(root: Node, path: str) -> PartOf | None:
-    if not isinstance(root, dict) or not isinstance(root.get("shard_metadata"), dict):
+def _fairscale(root: Mapping[Node, Node], path: str) -> PartOf | None:
+    if not isinstance(root.get("shard_metadata"), dict):
         return None
     found = re.search(r"shard([0-9]+)\.pt", path)
     which = f"shard {int(found[1])}" if found else "a shard"
-    return PartOf("fairscale", f"{which} of a fairscale checkpoint", "", folder_of_ranks(path))
+    return PartOf("fairscale", f"{which} of a fairscale checkpoint")
 
 
-def _llama(root: Node, path: str) -> PartOf | None:
+def _llama(root: Mapping[Node, Node], path: str) -> PartOf | None:
     """Describe a shard of a Llama release.
 
     In a shard, ``attention.wo.weight`` has fewer columns than ``norm.weight`` has elements.
     """
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
-    if not isinstance(root, dict) or not named:
-        return None
     keys = ("norm.weight", "layers.0.attention.wo.weight")
     norm, output = (as_tensor(root.get(key)) for key in keys)
-    if norm is None or output is None or len(norm.shape) != 1 or len(output.shape) != 2:
+    if not named or norm is None or output is None:
         return None
-    count = norm.shape[0] // output.shape[1] if output.shape[1] else 1
-    what = f"shard {int(named[1])} of {count} of a Llama release"
-    return PartOf("llama", what, "", folder_of_ranks(path)) if count > 1 else None
+    if len(norm.shape) != 1 or len(output.shape) != 2 or not 0 < output.shape[1] < norm.shape[0]:
+        return None
+    count = norm.shape[0] // output.shape[1]
+    return PartOf("llama", f"shard {int(named[1])} of {count} of a Llama release")
 
 
-def _named(root: Node, path: str) -> PartOf | None:
+def _named(root: Mapping[Node, Node], path: str) -> PartOf | None:
     """Describe a file whose name contains a rank. Used if the contents show no rank."""
     name = os.path.basename(path)
-    if found := _WORLD.search(name):
-        if int(found[1]) > 1 and not name.startswith("extra_state"):
-            what = f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}"
-            return PartOf("fsdp", what, "", folder_of_ranks(path))
-    elif found := _LAYER.fullmatch(name):
+    if (found := _WORLD.search(name)) and not name.startswith("extra_state"):
+        what = f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}"
+        return PartOf("fsdp", what) if int(found[1]) > 1 else None
+    if found := _LAYER.fullmatch(name):
         what = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
-        return PartOf("deepspeed", what, "", folder_of_ranks(path))
-    elif found := _VLLM.fullmatch(name):
-        return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM", "", None)
-    elif (found := _ZERO.fullmatch(name)) and isinstance(root, dict):
+        return PartOf("deepspeed", what)
+    if found := _VLLM.fullmatch(name):
+        return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM")
+    if (found := _ZERO.fullmatch(name)) and root:
         # `counts` contains the numbers of ranks over which ZeRO partitioned the tensors.
         inner = root.get("optimizer_state_dict")
         cut = inner.get("partition_count") if isinstance(inner, dict) else None
@@ -279,96 +282,83 @@ def _named(root: Node, path: str) -> PartOf | None:
         numbers = flatten(n if isinstance(n, (list, tuple)) else (n,) for n in counts)
         if max((n for n in numbers if type(n) is int), default=1) > 1:
             what = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
-            return PartOf("deepspeed", what, "", folder_of_ranks(path))
+            return PartOf("deepspeed", what)
     return None
-
-
-_LOOKS = (_fairscale, _megatron, _deepspeed, _llama, _named)
 
 
 # Folders of rank files that ckptkit recognizes, but cannot join
 
 
-_COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
-_NEMO = re.compile(
-    r"(mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}"
-)
-_LOOKED_AT = 4  # maximum number of subfolders to list
+_LOOKED_AT = 8  # maximum number of subfolders to list
 
 
 class RefusedLayout(NamedTuple):
-    """A layout that ckptkit cannot join: a test for folders, a message, and a hint."""
+    """A layout that ckptkit cannot join.
 
-    matches: Callable[[Probe], bool]
+    The folder contains a path that matches `pattern`, and the file or folder `beside`. If `beside`
+    is empty, the path is sufficient.
+    """
+
+    pattern: str
+    beside: str
     what: str
     hint: str
 
 
-def _below(probe: Probe, name: str) -> list[str]:
-    """Return the names in a subfolder. Return no names if ckptkit cannot list the subfolder."""
-    try:
-        return list(probe.folder.sub(name).list()) if name in probe.folder.folders() else []
-    except CkptkitError:
-        return []
-
-
-def _is_zarr(probe: Probe) -> bool:
-    if "metadata.json" not in probe.names:
-        return False
-    inner = [name for name in probe.folder.folders() if not name.startswith(".")]
-    return any(".zarray" in _below(probe, name) for name in inner[:_LOOKED_AT])
-
-
-def _is_olmo(probe: Probe) -> bool:
-    ranks = re.compile(r"rank[0-9]{1,6}\.pt")
-    return "optim" in probe.names and any(map(ranks.fullmatch, _below(probe, "model")))
-
-
-def _is_nemo(probe: Probe) -> bool:
-    parts = [name for name in sorted(probe.names) if _NEMO.fullmatch(name)]
-    return any(name.endswith(".ckpt") for part in parts[:1] for name in _below(probe, part))
-
-
-REFUSED: Mapping[str, RefusedLayout] = {
+REFUSED = {
     "vllm": RefusedLayout(
-        lambda probe: any(map(_VLLM.fullmatch, probe.names)),
+        _VLLM.pattern, "",
         "is a vLLM sharded state: its tensors are fused and sharded per rank, and no file records "
         "the layout",
         "convert the original model; only vLLM can load a sharded state "
         "(load_format='sharded_state')",
     ),
     "zarr": RefusedLayout(
-        _is_zarr,
+        r"[^/.][^/]*/\.zarray", "metadata.json",
         "is a Megatron-LM checkpoint in the zarr format, which Megatron-LM no longer supports",
         "load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
     ),
     "olmo": RefusedLayout(
-        _is_olmo,
+        r"model/rank[0-9]{1,6}\.pt", "optim",
         "is a local sharded checkpoint of OLMo: flat parameters of FSDP, in OLMo's own format",
         "merge it with OLMo: `python scripts/unshard.py {where} {new} --type local`",
     ),
     "colossalai": RefusedLayout(
-        lambda probe: any(map(_COLOSSAL.fullmatch, probe.names)),
+        r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)", "",
         "is a distributed checkpoint of ColossalAI: each rank wrote its own shards",
         "load it in ColossalAI, and save it with booster.save_model(model, folder, shard=True, "
         "gather_dtensor=True)",
     ),
     "nemo": RefusedLayout(
-        _is_nemo,
+        r"((mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_"
+        r"[0-9]{3})/[^/]*\.ckpt", "",
         "is a checkpoint of NeMo 1: each rank wrote its own shards",
         "merge tensor and pipeline ranks with NeMo 1: megatron_change_num_partitions.py "
         "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; load FSDP "
         "shards in the training script, and save the whole model",
     ),
-}
+}  # fmt: skip
 
 
 def matches(probe: Probe) -> bool:
     """Return whether the folder has a layout that ckptkit cannot join."""
-    return any(each.matches(probe) for each in REFUSED.values())
+    return next(_refused(probe), None) is not None
+
+
+def _refused(probe: Probe) -> Iterator[RefusedLayout]:
+    paths = list(probe.names)
+    for name in islice(probe.folder.folders(), _LOOKED_AT):
+        try:
+            paths += [f"{name}/{inner}" for inner in probe.folder.sub(name).list()]
+        except CkptkitError:  # no permission to list the subfolder
+            continue
+    for each in REFUSED.values():
+        is_there = not each.beside or each.beside in probe.names
+        if is_there and any(re.fullmatch(each.pattern, path) for path in paths):
+            yield each
 
 
 def read(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError with the message and hint for the layout."""
-    kind = next(each for each in REFUSED.values() if each.matches(probe))
+    kind = next(_refused(probe))
     raise UnsupportedError(kind.what, hint=kind.hint)

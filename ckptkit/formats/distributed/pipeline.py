@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.bytesource import Folder
@@ -23,7 +24,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.text import flatten, some, without
 from ckptkit.core.tree import Node
-from ckptkit.formats.distributed import table, zero_ranks
+from ckptkit.formats.distributed import deepspeed
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import RankReader
@@ -34,17 +35,18 @@ from ckptkit.formats.distributed.table import (
     TP,
     LayoutRow,
     ParallelLayout,
-    RankFile,
     check_grid,
     cut,
     known_rows,
     merge,
+    parse,
+    read_parts,
 )
 from ckptkit.formats.format import Probe
 
 INFO = "universal_checkpoint_info"
-LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
-MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
+LAYER = re.compile(r"layer_(?P<layer>[0-9]{2,9})(?:-model_(?P<tp>[0-9]{2,9}))?-model_states\.pt")
+MODEL = re.compile(r"mp_rank_(?P<tp>[0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
 # This expression matches the regular expressions that ckptkit accepts from a file. ckptkit refuses
 # all other regular expressions, because a hostile expression can take very long to match.
@@ -55,14 +57,14 @@ _LAYER = "layer"
 
 def matches(probe: Probe) -> bool:
     """Return whether the folder or its tag folder has layer files, or files of several ranks."""
-    if not (zero_ranks.is_tag(probe.names) or zero_ranks.POINTERS[0] in probe.names):
+    if not (deepspeed.is_tag(probe.names) or deepspeed.POINTERS[0] in probe.names):
         return False
     try:
-        folder = zero_ranks.find(probe.folder, probe.names)
+        folder = deepspeed.find(probe.folder, probe.names)
     except CkptkitError:
         return False
     names = folder.list()
-    if zero_ranks.UNIVERSAL in names or any(map(zero_ranks.EXPERT.fullmatch, names)):
+    if deepspeed.UNIVERSAL in names or any(map(deepspeed.EXPERT.fullmatch, names)):
         return False
     return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
 
@@ -73,7 +75,7 @@ def read(probe: Probe) -> Checkpoint:
     Raises UnsupportedError if ckptkit does not know how a tensor was split. Raises CorruptError if
     the files do not match.
     """
-    folder = zero_ranks.find(probe.folder, probe.names)
+    folder = deepspeed.find(probe.folder, probe.names)
     try:
         return _read(probe, folder)
     except CkptkitError as error:
@@ -81,34 +83,25 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _read(probe: Probe, folder: Folder) -> Checkpoint:
-    names, reader = folder.list(), RankReader(folder)
-    joiner = Joiner(probe)
+    names, reader, joiner = folder.list(), RankReader(folder, keep=True), Joiner(probe)
+    models = [reader.fields(name).node for name in filter(MODEL.fullmatch, names)]
+    first = models[0] if models else {}
     layers = any(map(LAYER.fullmatch, names))
-    models = {name: reader.fields(name).node for name in filter(MODEL.fullmatch, names)}
-    first: Mapping[Node, Node] = next(iter(models.values()), {})
-    parts = []
-    for name in names:
-        if layers and (found := LAYER.fullmatch(name)):
-            node = reader.read(name).root
-            if not isinstance(node, dict):
-                raise FormatError("contains no state_dict", where=name)
-            at = {TP: int(found[2] or 0), _LAYER: int(found[1])}
-            entries = {f"{at[_LAYER]}.{key}": value for key, value in node.items()}
-            parts.append(RankFile(name, at, entries))
-        elif not layers and (found := MODEL.fullmatch(name)):
-            module = models[name].get("module")
-            if not isinstance(module, dict):
-                raise FormatError("has no module", where=name)
-            entries = {str(key): value for key, value in module.items()}
-            parts.append(RankFile(name, {TP: int(found[1])}, entries))
+    parts = read_parts(reader, LAYER if layers else MODEL, "" if layers else "module")
     axes = {TP: 1 + max(part.at[TP] for part in parts)}
-    numbers = sorted({part.at.get(_LAYER, 0) for part in parts})
-    for number in numbers:
+    numbers = {part.at.get(_LAYER, 0) for part in parts}
+    for number in sorted(numbers):
         held = [part for part in parts if part.at.get(_LAYER, 0) == number]
         check_grid(held, axes, {TP: "tensor rank"})
-    values = first.get("args")
-    values = values if isinstance(values, dict) else attributes(values)
-    args = _underscored({key: value for key, value in values.items() if isinstance(key, str)})
+    if layers:
+        parts = [
+            replace(
+                part,
+                entries={f"{part.at[_LAYER]}.{key}": part.entries[key] for key in part.entries},
+            )
+            for part in parts
+        ]
+    args = _underscored(attributes(first.get("args")))
     _check_ranks(first, args, axes[TP], layers)
     info = first.get(INFO)
     if isinstance(info, dict):
@@ -153,17 +146,16 @@ def _check_ranks(
 def _configs(*places: Folder) -> dict[str, Any]:
     """Return the settings of gpt-neox from the files in the folder ``configs``."""
     found: dict[str, Any] = {}
-    for place in places:
-        inner = place.sub("configs") if "configs" in place.folders() else None
-        for name in inner.list() if inner is not None else ():
-            if inner is not None and name.endswith((".yml", ".yaml", ".json")):
+    for inner in [place.sub("configs") for place in places if "configs" in place.folders()]:
+        for name in inner.list():
+            if name.endswith((".yml", ".yaml", ".json")):
                 source = inner.open(name)
-                content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
+                content = parse(source.read(0, min(source.size, 2 << 20)), source.name)
                 found |= content if isinstance(content, dict) else {}
     return _underscored(found)
 
 
-def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
+def _underscored(values: Mapping[Node, Any]) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
@@ -192,50 +184,41 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     ``sub_param_shard_widths`` contains the width of each fused parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
-    for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
-        yield from (LayoutRow(each, f"refuse: {str(reason)[:200]}") for each in _patterns([text]))
-    for key, how in (
-        ("tp_replicated_parameter_patterns", SAME),
-        ("parameter_to_average_patterns", MEAN),
-        ("parameter_with_2_sub_params_cat_dim_0", cut(0, 2)),
-    ):
-        yield from (LayoutRow(each, how) for each in _patterns(info.get(key)))
+    lists: list[tuple[Node, str]] = [
+        ([text], f"refuse: {str(reason)[:200]}")
+        for text, reason in (unknown if isinstance(unknown, dict) else {}).items()
+    ]
+    lists.append((info.get("tp_replicated_parameter_patterns"), SAME))
+    lists.append((info.get("parameter_to_average_patterns"), MEAN))
+    lists.append((info.get("parameter_with_2_sub_params_cat_dim_0"), cut(0, 2)))
+    for texts, how in lists:
+        yield from (LayoutRow(pattern, how) for pattern in _patterns(texts))
     widths = info.get("sub_param_shard_widths")
     for node in info.get("parameter_with_sub_params") or ():
-        state = attributes(node)
+        state: Any = attributes(node)
         shape, dim, texts = (state.get(key) for key in ("shape", "partition_dim", "patterns"))
-        if (
-            not isinstance(shape, (tuple, list))
-            or type(dim) is not int
-            or dim not in range(len(shape))
-        ):
+        sizes = None
+        if isinstance(shape, (tuple, list)) and type(dim) is int and dim in range(len(shape)):
+            sizes = shape[dim]
+        several = sizes if isinstance(sizes, (tuple, list)) else (sizes,)
+        if not all(type(n) is int and n > 0 for n in several):
             raise FormatError(f"its {INFO} has a parameter_with_sub_params of unknown form")
+        how = cut(dim, sizes) if type(sizes) is int else cut(dim, sizes=several)
         for pattern, text in zip(_patterns(texts), texts or (), strict=False):
             given = widths.get(text) if isinstance(widths, dict) else None
-            if given is not None:
-                yield LayoutRow(pattern, cut(dim), _widths(given))
-                continue
-            sizes = shape[dim]
-            number, several = (sizes, [sizes]) if type(sizes) is int else (1, sizes)
-            if not isinstance(several, (tuple, list)) or not all(
-                type(n) is int and n > 0 for n in several
-            ):
-                raise FormatError(f"its {INFO} has a parameter_with_sub_params without sizes")
-            yield LayoutRow(pattern, cut(dim, number, () if several == [number] else several))
+            row = LayoutRow(pattern, how)
+            yield row if given is None else LayoutRow(pattern, cut(dim), _widths(given))
     columns = _patterns(info.get("parameter_with_row_parallelism_patterns"))
-    yield from (LayoutRow(each, cut(1)) for each in columns)
+    yield from (LayoutRow(pattern, cut(1)) for pattern in columns)
     yield LayoutRow(re.compile(".*"), cut(0))
 
 
 def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
-    values = given if isinstance(given, (tuple, list)) else ()
-    if not values or not all(isinstance(row, (tuple, list)) for row in values):
-        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not lists of lists")
-    if not all(type(n) is int and n >= 0 for n in flatten(values)):
-        raise FormatError(
-            f"the sub_param_shard_widths in its {INFO} contain values that are not counts"
-        )
-    return tuple(map(tuple, values))
+    rows = given if isinstance(given, (tuple, list)) else ()
+    lists = all(isinstance(row, (tuple, list)) for row in rows)
+    if not rows or not lists or not all(type(n) is int and n >= 0 for n in flatten(rows)):
+        raise FormatError(f"the sub_param_shard_widths in its {INFO} are not lists of counts")
+    return tuple(map(tuple, rows))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:

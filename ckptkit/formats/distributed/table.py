@@ -527,6 +527,40 @@ def _is_constant(tensor: Tensor) -> bool:
     return data == unit * (len(data) // len(unit))
 
 
+def read_parts(reader: RankReader, files: re.Pattern[str], key: str = "") -> list[RankFile]:
+    """Read the files whose paths match `files`. The named groups of `files` are the axes.
+
+    `key` is the key of the state_dict in each file, or "".
+    """
+    parts = []
+    for place, folder, name in _files(reader.folder):
+        if not (found := files.fullmatch(place)):
+            continue
+        try:
+            at = {axis: int(number or 0) for axis, number in found.groupdict().items()}
+        except ValueError as error:
+            raise UsageError(
+                f"the groups of `files` match characters other than digits: {place!r}"
+            ) from error
+        root = reader.read(name, folder).root
+        if key:
+            _, root = find(root, key)
+        if not isinstance(root, dict):
+            raise FormatError("contains no state_dict", where=name)
+        parts.append(RankFile(place, at, dict(flattened(root))))
+    return parts
+
+
+def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
+    """Yield (path, folder, name in the folder) of each file in `folder` and its subfolders."""
+    below = sorted(folder.folders())
+    yield from ((name, folder, name) for name in folder.list() if name not in below)
+    for each in below:
+        inner = folder.sub(each)
+        deeper = set(inner.folders())
+        yield from ((f"{each}/{name}", inner, name) for name in inner.list() if name not in deeper)
+
+
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
     """Yield (dotted name, value) of each value in nested dicts."""
     waiting: list[tuple[str, Node]] = [("", root)]
@@ -669,22 +703,7 @@ def read(probe: Probe) -> Checkpoint:
     except UsageError as error:
         raise error.at(path) from error.__cause__
     reader, joiner = RankReader(probe.folder), Joiner(probe)
-    parts = []
-    for place, folder, name in _files(probe.folder):
-        if not (found := own.files.fullmatch(place)):
-            continue
-        try:
-            at = {axis: int(number or 0) for axis, number in found.groupdict().items()}
-        except ValueError as error:
-            raise UsageError(
-                f"the groups of `files` match characters other than digits: {place!r}"
-            ) from error
-        root = reader.read(name, folder).root
-        if own.root:
-            _, root = find(root, str(own.root))
-        if not isinstance(root, dict):
-            raise FormatError("contains no state_dict", where=name)
-        parts.append(RankFile(place, at, dict(flattened(root))))
+    parts = read_parts(reader, own.files, str(own.root or ""))
     if not parts:
         raise UsageError(f"no file in {probe.name} matches {own.files.pattern!r}", where=path)
     axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in own.files.groupindex}
@@ -692,13 +711,3 @@ def read(probe: Probe) -> Checkpoint:
     merged = merge(parts, axes[TP], own.table, joiner)
     detail = " x ".join(f"{axis} {n}" for axis, n in axes.items())
     return joiner.checkpoint(merged, reader, f"{os.path.basename(path)}: {detail}")
-
-
-def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
-    """Yield (path, folder, name in the folder) of each file in `folder` and its subfolders."""
-    below = sorted(folder.folders())
-    yield from ((name, folder, name) for name in folder.list() if name not in below)
-    for each in below:
-        inner = folder.sub(each)
-        deeper = set(inner.folders())
-        yield from ((f"{each}/{name}", inner, name) for name in inner.list() if name not in deeper)

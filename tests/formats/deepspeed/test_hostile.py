@@ -246,7 +246,6 @@ def test_DC_03_ranks_that_contradict_each_other(tmp_path: Path) -> None:
         {"single_partition_of_fp32_groups": [torch.ones(20).half()]},
         {"group_paddings": [0, 0]},
         {"group_paddings": [7]},
-        {"zero_stage": 3},
     )):  # fmt: skip
         tag = Run(small()).save(tmp_path / str(number))
         edit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -241,8 +242,7 @@ def piece(n: int, dp: int, tp: int, rank: int, held: int, factor: int) -> MeshPi
         tensor,
         Mesh((dp, tp), ranks),
         placements,
-        None,
-        True,
+        {},
     )
 
 
@@ -268,6 +268,16 @@ def test_a_split_factor_of_another_size_gives_several_boxes() -> None:
     them."""
     found = piece(8, 2, 2, 0, 2, 4).boxes()
     assert [(box.offsets, box.sizes) for box in found] == [((0,), (1,)), ((2,), (1,))]
+
+
+def test_a_mesh_in_a_deflated_record_is_read(tmp_path: Path) -> None:
+    for path in pair(tmp_path, FORMS["2.1"]).iterdir():
+        with ZipFile(path) as old:
+            held = {name: old.read(name) for name in old.namelist()}
+        with ZipFile(path, "w", ZIP_DEFLATED) as new:
+            for name, data in held.items():
+                new.writestr(name, data)
+    assert_same(ckptkit.load(tmp_path), {"w": WHOLE})
 
 
 def test_numbers_that_would_take_forever_are_refused(tmp_path: Path) -> None:

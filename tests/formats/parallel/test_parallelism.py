@@ -27,7 +27,7 @@ def laid(names: tuple[str, ...], *placements: Placement) -> MeshPiece:
     ranks = tuple(range(2 ** len(placements)))
     tensor = Tensor(None, F32, (1, 1), (1, 1), 0)
     mesh = Mesh(shape, ranks, names)
-    return MeshPiece(F32, (4, 4), 0, ranks, len(ranks), tensor, mesh, placements, None, True)
+    return MeshPiece(F32, (4, 4), 0, ranks, len(ranks), tensor, mesh, placements, {})
 
 
 NAMED = {
@@ -71,4 +71,4 @@ def test_several_meshes() -> None:
 
 
 def test_a_sharded_tensor_is_of_fsdp() -> None:
-    assert parallelism([ShardPiece(F32, (4,), 0, (0,), 1, (), ())]) == "FSDP"
+    assert parallelism([ShardPiece(F32, (4,), 0, (0,), 1, ())]) == "FSDP"

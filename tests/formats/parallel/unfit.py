@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_DEFLATED, ZipFile
 
 import torch
 import yaml
@@ -33,7 +32,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.distributed.llama import EMBEDDING
-from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement, ShardPiece
+from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement
 from ckptkit.formats.distributed.table import ParallelLayout, cut_all, parse_rows
 from tests.formats.deepspeed.making import Run
 from tests.formats.parallel import making
@@ -334,29 +333,11 @@ def on_one_rank(folder: Path) -> Checkpoint:
     return ckptkit.open(folder)
 
 
-def compressed(folder: Path) -> Checkpoint:
-    """The ranks of a mesh in a deflated record."""
-    for rank in range(2):
-        save({"w": on_mesh()(rank)}, folder / "plain.pt")
-        with (
-            ZipFile(folder / "plain.pt") as old,
-            ZipFile(folder / f"rank{rank}.pt", "w", ZIP_DEFLATED) as new,
-        ):
-            for name in old.namelist():
-                new.writestr(name, old.read(name))
-        (folder / "plain.pt").unlink()
-    return ckptkit.open(folder)
-
-
 def of_no_rank(folder: Path) -> Any:
     tensor = Tensor(None, BY_NAME["float32"], (2,), (1,))
     mesh = Mesh((2,), (0, 1))
     cut = (Placement(SHARD, 0),)
-    return MeshPiece(tensor.dtype, (4,), None, (0, 1), 2, tensor, mesh, cut, None, False).boxes()
-
-
-def of_another_rank(folder: Path) -> Any:
-    return ShardPiece(BY_NAME["float32"], (4,), 0, (0,), 1, (), ()).boxes(1)
+    return MeshPiece(tensor.dtype, (4,), None, (0, 1), 2, tensor, mesh, cut, None).boxes()
 
 
 def two_shards_alone(folder: Path) -> Any:
@@ -383,18 +364,16 @@ PIECES = {
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements give (3, 2)"),
     "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
     "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "outside its mesh"),
-    "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not integers"),
+    "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not a small tensor of integers"),
     "a mesh of many ranks": Row(
-        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not contiguous"),
-    "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh whose ranks are compressed"),
+        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not a small tensor of integers"),
     "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
-    "a shard of another rank": Row(of_another_rank, CorruptError, "written by rank 0, not by rank 1"),
-    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "a shard of shape (3, 2)"),
+    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), FormatError, "not the tensor that its metadata lists"),
     "a shard that is not listed": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "does not list the shard"),
-    "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not a tensor"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), FormatError, "not the tensor that its metadata lists"),
+    "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not the tensor that its metadata lists"),
     "another size in the metadata": Row(
-        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has shape"),
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has another shape"),
     "offsets below 0": Row(
         pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers from 0 to 2**63 - 1"),
 }  # fmt: skip
@@ -602,7 +581,7 @@ def averaged(folder: Path) -> Any:
 LLAMA = {
     "params.json is a list": Row(llama(params("[]")), FormatError, "JSON object"),
     "params.json is large": Row(llama(params(" " * (1 << 20) + "{}")), FormatError, "bytes"),
-    "a part is a list": Row(llama(lambda folder: torch.save([], folder / "consolidated.01.pth")), FormatError, "not contain a dict"),
+    "a part is a list": Row(llama(lambda folder: torch.save([], folder / "consolidated.01.pth")), FormatError, "contains no state_dict"),
     "another width": Row(llama(params('{"dim": 32}')), CorruptError, "has dim 32"),
     "other layers": Row(llama(params('{"dim": 16, "n_layers": 2}')), CorruptError, "has 1 layers"),
     "key heads that stand twice": Row(
@@ -666,7 +645,7 @@ DEEPSPEED = {
             {"attention.dense.bias": torch.ones(4)}))), CorruptError, "cannot be added"),
     "a configuration that is no YAML": Row(
         layered(lambda step: (step / "configs/a.yml").write_text("{a: [")), UsageError, "is not YAML"),
-    "a rank without a module": Row(universal(lambda held: held.update(module=None)), FormatError, "no module"),
+    "a rank without a module": Row(universal(lambda held: held.update(module=None)), FormatError, "contains no state_dict"),
     "pipeline stages in ranks": Row(
         universal(lambda held: held.update(args={"pipeline_model_parallel_size": 2})), UnsupportedError, "2 pipeline"),
     "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "4 ranks wrote the checkpoint"),
@@ -674,14 +653,14 @@ DEEPSPEED = {
         universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
         UnsupportedError, "fused by hand"),
     "widths that are no lists": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "not lists of counts"),
     "widths that are no counts": Row(
-        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not counts"),
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "not lists of counts"),
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
     "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "2 rows, but (p o)"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
-    "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
+    "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "of unknown form"),
     "a pattern that takes long": Row(
         universal(tp_replicated_parameter_patterns=["(a+)+$"]), UnsupportedError, "the unsupported pattern"),
 }  # fmt: skip
@@ -773,7 +752,7 @@ ZERO = {
     "two files of a rank": Row(zero(copied(ZERO_OPTIM, f"bf16_{ZERO_OPTIM}")), AmbiguousError, "two files of rank"),
     "model-parallel ranks": Row(
         zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("mp_rank_00", "mp_rank_01"))), UnsupportedError, "model-parallel"),
-    "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "files of ZeRO stage 3"),
+    "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "has two files of rank 0"),
     "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "of different ZeRO stages"),
     "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "of another ZeRO stage"),
     "no Megatron-LM model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
@@ -784,27 +763,24 @@ ZERO = {
         zero(optims(lambda state: state.update(partition_count=[2, 1])), groups=[["a"], ["b"]]),
         UnsupportedError, "expert parallelism"),
     "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
-    "its stage differs": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
     "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "must be 1, as in the file of rank 0"),
     "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
     "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
     "other gaps": Row(
-        zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "0 in param_alignment"),
+        zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "param_alignment_paddings has groups of []"),
     "fewer gaps": Row(
-        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "but 1 param_alignment"),
+        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "param_alignment_paddings has groups of [1]"),
     "a parameter of two groups": Row(
-        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in two groups of param_shapes: 0 and 1"),
+        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), CorruptError, "1 names in groups of [1, 1]"),
     "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "need 90 elements"),
     "another shape": Row(
         zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held["module"].update(a=torch.ones(5, 7)))),
         CorruptError, "'a' has the shape"),
     "no module": Row(
         zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held.pop("module"))), FormatError, "has no module"),
-    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "is missing in"),
-    "a frozen one of another shape": Row(
-        zero(models(frozen_param_fragments={"c": torch.ones(2)}), **FROZEN), CorruptError, "not (5,)"),
+    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "of some ranks"),
     "a frozen piece of another size": Row(
-        zero(models(frozen_param_fragments={"c": torch.ones(2)}), stage=3, **FROZEN), CorruptError, "3 elements in each"),
+        zero(models(frozen_param_fragments={"c": torch.ones(2)}), stage=3, **FROZEN), CorruptError, "another size there"),
     "a file of another kind": Row(
         zero(lambda tag: (tag / ZERO_OPTIM).write_bytes(b"nothing")), FormatError, "not a torch.save file"),
     "an optimizer that is a list": Row(
@@ -823,9 +799,9 @@ ZERO = {
     "no folder of a parameter": Row(
         universal_zero(lambda tag: shutil.rmtree(tag / "zero" / "b")), CorruptError, "no folder for parameter 'b'"),
     "no weights of a parameter": Row(
-        universal_zero(lambda tag: (tag / "zero" / "b" / "fp32.pt").unlink()), CorruptError, "has no fp32.pt"),
+        universal_zero(lambda tag: (tag / "zero" / "b" / "fp32.pt").unlink()), CorruptError, "has no fp32.pt with a tensor"),
     "weights that are none": Row(
-        universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), FormatError, "does not contain"),
+        universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), CorruptError, "has no fp32.pt with a tensor"),
     "weights of another shape": Row(
         universal_zero(lambda tag: torch.save(torch.ones(5), tag / "zero" / "b" / "fp32.pt")),
         CorruptError, "the parameter has (2,)"),
