@@ -89,7 +89,7 @@ def room(path: Path) -> str:
 
 
 PACKAGE = ROOT / "ckptkit"
-SUFFIXES = (".py", ".md", ".json", ".toml")  # of files that contain text
+SUFFIXES = (".py", ".md", ".json", ".toml", ".txt")  # of files that contain text
 ROOMS = sorted(
     {"README.md", "CHANGELOG.md"}
     | {room(path) for path in [*PACKAGE.glob("*/*"), *PACKAGE.glob("*.*")]}

@@ -60,18 +60,11 @@ ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 
-# Options of every command. Each entry contains the names, the help and the values of an option. An
-# option without values is a flag.
-EVERYWHERE: tuple[tuple[list[str], str, tuple[str, ...]], ...] = (
-    (["--quiet", "-q"], "Print only errors and the result.", ()),
-    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", ()),
-    (["--table"], "Print tables in this format.", ("github", "html", "latex", "rst", "tsv")),
-)
 ANYWHERE = ("--progress", "--traceback")  # options accepted at any position
 
 
 def _given_everywhere(_: click.Context, option: click.Parameter, wanted: bool | str | None) -> None:
-    """Store the value of an option of EVERYWHERE."""
+    """Store the value of an option of every command."""
     if option.name == "table":
         render.table_format = str(wanted or "").replace("latex", "latex_booktabs")
     elif option.name == "quiet":
@@ -81,7 +74,7 @@ def _given_everywhere(_: click.Context, option: click.Parameter, wanted: bool | 
 
 
 def _add_everywhere(command: click.Command) -> None:
-    """Add the options of EVERYWHERE to a command, or to each command of a group.
+    """Add the options of every command to a command, or to each command of a group.
 
     Skip an option that the command already has.
     """
@@ -89,13 +82,14 @@ def _add_everywhere(command: click.Command) -> None:
         for each in command.commands.values():
             _add_everywhere(each)
         return
+    from ckptkit.cli import options
+
     taken = {option for each in command.params for option in each.opts}
-    for words, text, values in EVERYWHERE:
-        free = [word for word in words if word not in taken]
-        if free and free[0] == words[0]:
-            how: dict[str, Any] = {"expose_value": False, "hidden": True}
-            how |= {"type": click.Choice(values)} if values else {"is_flag": True}
-            command.params.append(click.Option(free, help=text, callback=_given_everywhere, **how))
+    for names, how in options.table("everywhere"):
+        free = [name for name in names if name not in taken]
+        if free[:1] == names[:1]:
+            how |= {"expose_value": False, "hidden": True, "callback": _given_everywhere}
+            command.params.append(click.Option(free, **how))
 
 
 class CommandLine(click.Group):
@@ -198,11 +192,11 @@ class CommandLine(click.Group):
         """Run a command. If the command fails, print the error. Exit with the exit code of the
         command or error."""
         words = list(sys.argv[1:] if args is None else args)
-        options = words[: words.index("--")] if "--" in words else words
-        anywhere = [option for option in ANYWHERE if option in options]
+        before = words[: words.index("--")] if "--" in words else words
+        anywhere = [option for option in ANYWHERE if option in before]
         if anywhere:  # click accepts the options in ANYWHERE only before the command
-            others = [word for word in options if word not in ANYWHERE]
-            words = [*anywhere, *others, *words[len(options) :]]
+            others = [word for word in before if word not in ANYWHERE]
+            words = [*anywhere, *others, *words[len(before) :]]
         own = {option for each in self.params for option in (*each.opts, "--help", "-h")}
         rest = list(dropwhile(own.__contains__, words))
         # `ckptkit FILE` means `ckptkit inspect FILE`. An option of `inspect` may precede FILE.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, shown_url
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("browse", cls=reading.Reader)
 @click.argument("file", metavar="FILE")
-@reading.key
+@options.of("browse")
 def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 

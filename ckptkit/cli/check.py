@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, some
 
@@ -19,27 +19,7 @@ FINDINGS = 1
 
 @click.command("check")
 @click.argument("file", metavar="FILE")
-@reading.value(
-    "--expect lines",
-    "'NAME CONDITION'",
-    "Expect that tensors NAME satisfy CONDITION: exists, missing, finite, count=N, shape=[N _], "
-    "dtype=NAME or equal=NAME (repeatable).",
-    multiple=True,
-)
-@reading.value(
-    "--like",
-    "OTHER",
-    "Fail unless names and shapes equal those of OTHER. OTHER is a checkpoint, an .index.json "
-    "file, or a model package.module:Class.",
-)
-@reading.value(
-    "--config",
-    "FILE",
-    "Configuration with the sizes of the model. Default: config.json beside FILE.",
-)
-@reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only failed checks.")
-@reading.key
+@options.of("check")
 def command(
     file: str,
     lines: tuple[str, ...],

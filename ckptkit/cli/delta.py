@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import Writer
-from ckptkit.cli.reading import as_json, flag, value
+from ckptkit.cli.options import Writer, of
 from ckptkit.core.text import without
 
 if TYPE_CHECKING:
@@ -38,24 +37,7 @@ def command() -> None:
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
 @click.argument("delta", metavar="DELTA")
-@click.option(
-    "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor: the smallest delta. overwrite: a delta that you can apply twice. auto: overwrite, "
-    "or xor if a tensor has 4 GiB or more.",
-)  # fmt: skip
-@click.option(
-    "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
-    help="Checksum algorithm for each tensor.",
-)  # fmt: skip
-@value("--version", "N", "Version of NEW. Default: version of OLD + 1.", type=int)
-@value(
-    "--base-version",
-    "N",
-    "Version of OLD. Default: the version recorded in the folder of OLD, or 0.",
-    type=int,
-)
-@flag("--whole", "If a delta cannot store the difference, write all tensors of NEW to DELTA.")
-@as_json(SCHEMA)
+@of("delta make")
 def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
     """Write the folder DELTA, which changes the weights of OLD into those of NEW.
 
@@ -76,9 +58,19 @@ def _emit_made(made: Made) -> None:
     render.emit_json({"schema": SCHEMA, "made": without(facts, ["path", "tensors"])})
 
 
-def _apply(
+@command.command("apply", cls=Writer, several=True, in_place=True)
+@of("delta apply")
+def apply(
     request: Any, to: int | None, base_version: int | None, unchecked: bool
 ) -> tuple[Any, Any]:
+    """Apply deltas to a checkpoint.
+
+    The first SRC is BASE. Each further SRC is a DELTA, in order. A DELTA can be a folder of
+    version folders (weight_v000001...). Before `apply` writes anything, it checks each changed
+    tensor against the checksum in the delta. With --in-place, `apply` changes all files of BASE
+    or none, even if it is interrupted. In safetensors files, `apply` writes only the changed
+    bytes.
+    """
     import ckptkit
 
     base, *deltas = request.sources
@@ -89,38 +81,9 @@ def _apply(
     return done, ()
 
 
-command.add_command(
-    Writer(
-        name="apply",
-        callback=_apply,
-        several=True,
-        in_place=True,
-        params=[
-            click.Option(["--to"], metavar="N", type=int, help="Last version to apply."),
-            click.Option(
-                ["--base-version"],
-                metavar="N",
-                type=int,
-                help="Version of BASE, if its folder does not record a version.",
-            ),
-            click.Option(
-                ["--unchecked"], is_flag=True, help="Also apply deltas without checksums."
-            ),
-        ],
-        help="""Apply deltas to a checkpoint.
-
-        The first SRC is BASE. Each further SRC is a DELTA, in order. A DELTA can be a folder of
-        version folders (weight_v000001...). Before `apply` writes anything, it checks each changed
-        tensor against the checksum in the delta. With --in-place, `apply` changes all files of BASE
-        or none, even if it is interrupted. In safetensors files, `apply` writes only the changed
-        bytes.""",
-    )
-)
-
-
 @command.command("inspect")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
-@as_json(SCHEMA)
+@of("delta inspect")
 def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
     """Print the version of each delta, and the number of bytes that each delta changes."""
     from ckptkit.deltas import read_all
@@ -153,12 +116,7 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
 @command.command("squash")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
-@value(
-    "--base",
-    "BASE",
-    "Checkpoint that the deltas apply to. Required if a delta has another encoding than xor.",
-)
-@as_json(SCHEMA)
+@of("delta squash")
 def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -> None:
     """Combine several consecutive deltas into one delta."""
     import ckptkit
@@ -175,7 +133,7 @@ def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -
 @command.command("verify")
 @click.argument("base", metavar="BASE")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
-@as_json(SCHEMA)
+@of("delta verify")
 def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
     """Find the version of a checkpoint by comparing checksums.
 

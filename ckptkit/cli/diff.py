@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.text import flatten, is_url, shown_url
 
 if TYPE_CHECKING:
@@ -42,34 +42,7 @@ def _check(ctx: click.Context) -> None:
 @click.command("diff", cls=reading.Reader, check=_check)
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@reading.model
-@reading.model_arguments
-@click.option(
-    "--values/--no-values",
-    default=True,
-    help="Read the values of tensors too, and compare them byte for byte. --no-values compares "
-    "only headers.",
-)
-@reading.flag(
-    "--all everything", "Include everything: also the optimizer, averaged weights and other values."
-)
-@reading.globs()
-@reading.folded
-@reading.sorting("change", "file", "name", text="Order of the tensors with different values.")
-@click.option(
-    "--atol", type=click.FloatRange(min=0), help="Compare elements with this absolute tolerance."
-)
-@click.option(
-    "--rtol", type=click.FloatRange(min=0), help="Compare elements with this relative tolerance."
-)
-@reading.stored
-@reading.as_json(SCHEMA)
-@reading.value("--key", "PATH", "Path of the weights in A, if there are several candidates.")
-@reading.value("--write-map", "DST", "Write the renamed keys as JSON, for `rename --map`.")
-@reading.flag("--force", "Replace DST of --write-map if it exists.")
-@reading.value(
-    "--key-b", "PATH", "Path of the weights in B ('' selects the whole file). Default: --key."
-)
+@options.of("diff")
 def command(
     a: str,
     b: str | None,

@@ -22,22 +22,7 @@ DIFFERENT = 1
 
 @click.command("digest", cls=reading.Reader)
 @reading.files
-@reading.value("--output -o", "DST", "Write the manifest to DST instead of standard output.")
-@reading.flag("--force", "Replace DST if it exists.")
-@reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
-@reading.globs("Select tensors whose names match (repeatable).")
-@reading.flag(
-    "--all everything", "Include everything: all tensors of the file, named by their paths."
-)
-@reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only differences (with --check).")
-@reading.value(
-    "--dequantize",
-    "[DTYPE]",
-    "Dequantize weights to bfloat16, float16 or float32. Default: the dtype of the model.",
-    **options.KINDS["dtype"],
-)
-@reading.key
+@options.of("digest")
 def command(
     files: tuple[str, ...],
     output: str | None,

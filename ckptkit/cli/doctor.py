@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import reading, render, request
+from ckptkit.cli import options, reading, render, request
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import argument, shell_command, shell_word
 
@@ -31,16 +31,7 @@ WIDEST, NARROWEST = 100, 40  # maximum and minimum width of explanations, in cha
 
 @click.command("doctor", cls=reading.Reader)
 @reading.files
-@reading.model
-@reading.model_arguments
-@reading.value("--fix destination", "DST", "Write a repaired copy to DST.")
-@reading.flag("--force", "Replace DST if it exists.")
-@click.option(
-    "--fail-on", "level", type=click.Choice([*COLOURS, "never"]), default="warning",
-    help="Exit with 1 if a cause has this level or a more severe one.",
-)  # fmt: skip
-@reading.as_json(SCHEMA)
-@reading.key
+@options.of("doctor")
 def command(
     files: tuple[str, ...],
     spec: str | None,

@@ -66,7 +66,7 @@ def command(name: str) -> click.Command:
             how |= {"required": option.required, "hidden": option.rare}
             params.append(click.Option(words, help=text, **how))
     if has_key:
-        params.append(click.Option(["--key"], metavar="PATH", help=options.KEY))
+        params += [click.Option(names, **how) for names, how in options.table("weights")]
     return options.Writer(name=name, callback=run, params=params, **made)
 
 

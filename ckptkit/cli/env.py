@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from ckptkit.cli import render
+from ckptkit.cli import options, render
 from ckptkit.core import __version__
 
 
 @click.command("env")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.of("env")
 def command(as_json: bool) -> None:
     """Show versions of libraries and the devices of this machine.
 

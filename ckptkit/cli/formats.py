@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli import render
+from ckptkit.cli import options, render
 
 KEEPS = {
     "always": "everything",
@@ -15,7 +15,7 @@ KEEPS = {
 
 
 @click.command("formats")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.of("formats")
 def command(as_json: bool) -> None:
     """List the formats that ckptkit reads and writes.
 

@@ -202,10 +202,7 @@ def _check(ctx: click.Context) -> None:
 
 @click.command("help", cls=options.Command, check=_check)
 @click.argument("words", metavar="[TOPIC|COMMAND|WORD...]", nargs=-1)
-@click.option(
-    "--schema", metavar="NAME", help="Print the JSON schema NAME (see `ckptkit help json`)."
-)
-@click.option("--man", is_flag=True, help="Print a man page of all commands and options.")
+@options.of("help")
 @click.pass_context
 def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man: bool) -> None:
     """Show a page of the manual, or the help of a command.

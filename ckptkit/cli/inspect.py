@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import flatten, shell_word
 
@@ -25,19 +25,7 @@ SHOWN = 40
 
 @click.command("inspect", cls=reading.Reader)
 @reading.files
-@reading.as_json(SCHEMA)
-@reading.flag("--digest", "With --json, read all tensors and add the SHA-256 of each tensor.")
-@reading.flag("--brief", "Print one line for each file: format, size, tensors, parameters, dtypes.")
-@reading.flag(
-    "--tree", "Instead of tables, print a tree of all values, with a bar for each parameter count."
-)
-@reading.flag("--names", "Print only the names of the weights, one per line.")
-@reading.globs()
-@reading.sorting("file", "size", "name", text="Order of the rows.")
-@reading.folded
-@reading.stored
-@reading.flag("--textconv", "Print one line per tensor and value, with digests, for git diff.")
-@reading.key
+@options.of("inspect")
 def command(
     files: tuple[str, ...], as_json: bool, textconv: bool, read: Options, **wanted: Any
 ) -> int:

@@ -8,9 +8,7 @@ from typing import Any
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import KINDS, Writer
-from ckptkit.cli.reading import as_json, flag, value
-from ckptkit.cli.reading import key as key_option
+from ckptkit.cli.options import Writer, of
 
 CHECK = "ckptkit.lora-check/1"
 
@@ -28,50 +26,10 @@ def command() -> None:
 # Output options of the commands that write an adapter. --format is missing, because the format of
 # an adapter is fixed.
 _WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
-_alpha = value("--alpha", "A", "Alpha of the adapter, if its files contain no scale.", type=float)
-_rank = value("--rank", "N", "Maximum rank of a matrix.", type=click.IntRange(1), required=True)
 
 
 @command.command("merge", cls=Writer, several=True)
-@value(
-    "--weight weights",
-    "W",
-    "Weight of each ADAPTER, in order (repeatable). Default: 1.",
-    multiple=True,
-    type=float,
-)
-@click.option(
-    "--tied",
-    type=click.Choice(["untie", "keep"]),
-    help="If embedding and head are tied, and an adapter changes only one of them: `untie` gives "
-    "the head its own matrix, `keep` changes both.",
-)
-@click.option(
-    "--base-is",
-    type=click.Choice(["residual"]),
-    help="BASE is the residual model of an initialization such as PiSSA.",
-)
-@value(
-    "--component",
-    "NAME",
-    "Merge only the modules of one component: unet, transformer, text_encoder...",
-)
-@_alpha
-@value(
-    "--sub",
-    "REGEX=REPL",
-    "Replace matches in the names of modules, like re.sub (repeatable).",
-    **KINDS["substitutions"],
-)
-@value("--dtype", "DTYPE", "Cast BASE to this dtype, then merge.")
-@value(
-    "--cast",
-    "[GLOB=]DTYPE",
-    "Cast the result: weights that match GLOB, or all other weights (repeatable).",
-    **KINDS["casts"],
-)
-@value("--quantize", "KIND", "Quantize the result: fp8-block or mxfp4.")
-@key_option
+@of("lora merge")
 def merge(
     request: Any,
     key: str | None,
@@ -116,25 +74,7 @@ def merge(
 
 
 @command.command("convert", cls=Writer, in_place=False, only=_WRITES)
-@click.option(
-    "--to",
-    type=click.Choice(["peft", "diffusers", "kohya", "comfy"]),
-    required=True,
-    help="Layout of DST. peft writes a folder, all other layouts a safetensors file.",
-)
-@value(
-    "--base",
-    "BASE",
-    "Base model. The names in BASE determine which underscores in kohya names were dots.",
-)
-@value(
-    "--component",
-    "NAME",
-    "Convert one component: unet, transformer, text_encoder... If SRC is a folder of peft, name "
-    "the component that the adapter changes.",
-)
-@_alpha
-@flag("--bake", "Multiply the scale into the matrices, for programs that ignore metadata.")
+@of("lora convert")
 def convert(request: Any, **given: Any) -> Any:
     """Convert an adapter for another program.
 
@@ -153,19 +93,7 @@ def convert(request: Any, **given: Any) -> Any:
 
 
 @command.command("extract", cls=Writer, several=True, only=_WRITES)
-@_rank
-@value(
-    "--conv-rank",
-    "N",
-    "Maximum rank of convolutions with kernels larger than 1. Default: --rank.",
-    type=click.IntRange(1),
-)
-@value(
-    "--save-module save_modules",
-    "NAME",
-    "Store the complete tensors of this module (repeatable).",
-    multiple=True,
-)
+@of("lora extract")
 def extract(request: Any, **given: Any) -> Any:
     """Extract an adapter from two models.
 
@@ -187,7 +115,7 @@ def extract(request: Any, **given: Any) -> Any:
 
 
 @command.command("resize", cls=Writer, in_place=False, only=_WRITES)
-@_rank
+@of("lora resize")
 def resize(request: Any, rank: int) -> Any:
     """Reduce the rank of an adapter, in the same layout.
 
@@ -216,19 +144,7 @@ def _shown(report: Any, request: Any) -> Any:
 
 @command.command("check")
 @click.argument("adapter", metavar="ADAPTER")
-@value("--base", "BASE", "Compare names, shapes and norms with this base model.")
-@value("--component", "NAME", "Check only the modules of one component: unet, text_encoder...")
-@click.option(
-    "--for",
-    "target",
-    type=click.Choice(["vllm"]),
-    help="Also list the parts of the adapter that this program does not load.",
-)
-@click.option(
-    "--fail-on", "level", type=click.Choice(["error", "warning", "note", "never"]),
-    default="warning", help="Exit with 1 for a finding of this level or a more severe one.",
-)  # fmt: skip
-@as_json(CHECK)
+@of("lora check")
 def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
     """Explain why an adapter does not load or has no effect.
 

@@ -6,14 +6,15 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from glob import glob, has_magic
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.request import SCHEMA, Request, report
 from ckptkit.core.options import Options
 from ckptkit.core.text import parse_size, shell_word
 
@@ -22,7 +23,10 @@ BATCHABLE = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",
 )  # fmt: skip
-Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
+if TYPE_CHECKING:
+    from ckptkit.cli.request import Request
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 # Parsers of option values
@@ -174,7 +178,7 @@ def expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Maps each `Option.kind` to the arguments of click.Option that parse the value.
+# Maps each kind in `options.txt`, and each `Option.kind`, to the arguments of click.Option.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "strings": {"multiple": True},
@@ -195,81 +199,87 @@ KINDS: dict[str, dict[str, Any]] = {
     "rules": {"multiple": True, "callback": _rules},
     "sizes": {"multiple": True, "callback": partial(_named, _size)},
     "config": {"type": _config},
+    "int": {"type": int},
+    "numbers": {"multiple": True, "type": float},
+    "fraction": {"type": click.FloatRange(min=0)},
+    "positive": {"type": click.IntRange(1)},
+    "workers": {"type": click.IntRange(1, 64)},
+    "ranks": {"type": click.IntRange(1, 1 << 16)},
+    "size": {"type": size},
+    "on": {"default": True},
+    "help": {"is_flag": True, "expose_value": False},
 }
 
 
-# Options of commands that write
+# The table of options
 
-KEY = "Path of the weights, if there are several candidates."
+
+@cache
+def _sections() -> dict[str, list[tuple[str, str]]]:
+    """Read `options.txt`. Map each section to its rows: the first line, and the help."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    rows: list[tuple[str, str]] = []
+    for line in Path(__file__).with_name("options.txt").read_text("utf-8").splitlines():
+        if line.startswith("["):
+            rows = found[line.strip("[]")] = []
+        elif line.startswith("-"):
+            rows.append((line, ""))
+        elif line.startswith(" "):
+            first, text = rows[-1]
+            rows[-1] = first, f"{text} {line.strip()}".strip()
+    return found
+
+
+def table(section: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the names of each option in a section of `options.txt`, and its arguments of
+    click.Option."""
+    shared = {first.split()[0]: (first, text) for first, text in _sections()["shared"]}
+    for first, text in _sections()[section]:
+        if not text:
+            first, text = shared[first]
+        names: list[str] = []
+        metavar: list[str] = []
+        how: dict[str, Any] = {}
+        for word in first.split():
+            before, equals, value = word.partition("=")
+            if word.startswith("-"):
+                names.append(word)
+            elif equals and before == "name":
+                names.append(value)
+            elif equals and before == "default":
+                how["default"] = value
+            elif word == "required":
+                how["required"] = True
+            elif word.startswith("{"):
+                how["type"] = click.Choice(word.strip("{}").split("|"))
+            elif word.startswith(":"):
+                how |= KINDS[word[1:]]
+            else:
+                metavar.append(word)
+        if metavar:
+            how["metavar"] = " ".join(metavar)
+        yield names, {**(how or {"is_flag": True}), "help": text}
+
+
+def of(section: str) -> Decorator:
+    """Return a decorator that adds the options of a section of `options.txt`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for names, how in reversed([*table(section)]):
+            function = click.option(*names, **how)(function)
+        return function
+
+    return decorate
+
+
 _OUTPUT, _RUN = "Output", "Execution"
-_FLAG: dict[str, Any] = {"is_flag": True}
-# Each row contains the section in --help-all, the names, the help and the arguments of
-# click.Option. --help shows only the options in `_COMMON`. `ckptkit help output` explains all
-# options.
-_WRITING: Rows = (
-    (_OUTPUT, "--in-place", "Edit SRC itself instead of writing DST.", _FLAG),
-    (_OUTPUT, "--force", "Replace DST if it exists.", _FLAG),
-    (_OUTPUT, "--format", "Format of DST; see `ckptkit formats`.", {"metavar": "NAME"}),
-    (_RUN, "--dry-run", "Print the plan and write nothing.", _FLAG),
-    (_RUN, "--json as_json", f"Print one JSON object (schema {SCHEMA}).", _FLAG),
-    (_OUTPUT, "--all", "Include everything: also the optimizer and other values.", _FLAG),
-    (_OUTPUT, "--shard-size", "Split DST into shards of at most SIZE, e.g. 5GB.",
-     {"metavar": "SIZE", "type": size}),
-    (_OUTPUT, "--allow-expand",
-     "Write views as complete tensors, even if DST becomes many times larger.", _FLAG),
-    (_OUTPUT, "--objects",
-     "Keep, drop or refuse pickled Python objects other than tensors and plain values.",
-     {"type": click.Choice(["keep", "drop", "error"]), "default": "keep"}),
-    (_OUTPUT, "--ties",
-     "If the format has no views, write a tied tensor as an alias in the metadata, or twice.",
-     {"type": click.Choice(["alias", "duplicate"]), "default": "alias"}),
-    (_OUTPUT, "--part-only", "Accept a single rank's file, or one file of a split model.",
-     _FLAG),
-    (_OUTPUT, "--ranks", "Split the weights over N ranks, and write one file for each rank.",
-     {"metavar": "N", "type": click.IntRange(1, 1 << 16)}),
-    (_OUTPUT, "--like",
-     "Fail unless names and shapes equal those of OTHER. OTHER is a checkpoint, an .index.json "
-     "file, or a model package.module:Class. If DST of convert is a .gguf file, write the weights "
-     "into a copy of OTHER.",
-     {"metavar": "OTHER"}),
-    (_OUTPUT, "--no-extras", "Do not write ckptkit's own entry into the metadata of safetensors.",
-     _FLAG),
-    (_OUTPUT, "--no-sidecars",
-     "If SRC and DST are folders, do not copy config.json, tokenizer and generation files.", _FLAG),
-    (_OUTPUT, "--strict",
-     "Treat no-op edits as errors (such as no key to strip).", _FLAG),
-    (_RUN, "--quiet -q", "Print only errors.", _FLAG),
-    (_RUN, "--verify", "Before DST appears, read the output back and compare it.", _FLAG),
-    (_RUN, "--no-check",
-     "Do not check SRC against its checksums, so damaged tensors are written too.", _FLAG),
-    (_RUN, "--durable", "Flush DST to the disk (fsync) before reporting success.", _FLAG),
-    (_RUN, "--workers", "Split the work over N processes (1: only this process).",
-     {"metavar": "N", "type": click.IntRange(0)}),
-    (_RUN, "--scheduler", "Use the workers of a Dask cluster (tcp://HOST:8786).",
-     {"metavar": "URL"}),
-)  # fmt: skip
+# The output options that --help shows for every command that writes
 _COMMON = ("--in-place", "--force", "--format", "--dry-run", "--json", "--help-all")
-_SECTIONS = {words.split()[0]: section for section, words, _, _ in _WRITING}
-# Options for reading folders of several ranks. --help hides these options.
-PARTS: Rows = (
-    ("", "--parts", "YAML file that describes how the files of a folder are sharded.",
-     {"metavar": "FILE"}),
-    ("", "--check-copies", "Read and compare tensors that are replicated on several ranks.",
-     _FLAG),
-    ("", "--copies", "If copies of a replicated tensor differ, refuse the folder or use the first.",
-     {"type": click.Choice(["compare", "first"]), "default": "compare"}),
+# The output options in the section "Execution" of --help-all
+_EXECUTION = (
+    "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable", "--workers",
+    "--scheduler",
 )  # fmt: skip
-ALONE: Rows = (
-    (
-        "",
-        "--part-only",
-        "Accept a single rank's file, or one file of a split model.",
-        _FLAG,
-    ),
-)
-HELP_ALL: Rows = (
-    ("", "--help-all", "Show this message with all options.", {**_FLAG, "expose_value": False}),
-)
 
 
 # Commands
@@ -354,13 +364,13 @@ class Writer(Command):
         else:
             params.append(click.Argument(["src"], metavar="SRC"))
         params.append(click.Argument(["dst"], metavar="DST", required=not in_place))
-        for _, words, text, how in (*_WRITING, *(PARTS if parts else ()), *HELP_ALL):
-            names = words.split()
+        sections = ("write", *(["parts"] if parts else []), "help-all")
+        for names, how in chain.from_iterable(map(table, sections)):
             if only and names[0] not in (*only, "--help-all"):
                 continue
             if in_place or names[0] != "--in-place":
                 hidden = names[0] not in (*_COMMON, *shown)
-                params.append(click.Option(names, help=text, hidden=hidden, **how))
+                params.append(click.Option(names, hidden=hidden, **how))
         super().__init__(callback=self._called, params=params, check=self._check_output, **given)
 
     def _check_output(self, ctx: click.Context) -> None:
@@ -379,6 +389,8 @@ class Writer(Command):
             raise missing(ctx, "dst", "--in-place edits SRC itself.")
 
     def _called(self, **given: Any) -> None:
+        from ckptkit.cli.request import report
+
         sources = given.pop("sources") if self.several else (given.pop("src"),)
         request = taken(given, sources)
         done, lost = self.run(request=request, **given)
@@ -388,10 +400,12 @@ class Writer(Command):
         """List the command's own options first. With --help-all, list the shared options below."""
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         is_short = any(each.hidden for each in options)
+        shared = {names[0]: _OUTPUT for names, _ in table("write")}
+        shared |= dict.fromkeys(_EXECUTION, _RUN)
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], _OUTPUT: [], _RUN: []}
         for each in options:
             row = each.get_help_record(ctx)
-            title = "Options" if is_short else _SECTIONS.get(each.opts[0], "Options")
+            title = "Options" if is_short else shared.get(each.opts[0], "Options")
             if row is not None:
                 sections[title].append(row)
         for title, rows in sections.items():
@@ -407,6 +421,8 @@ def taken(
 
     Raises UsageError for an invalid value.
     """
+    from ckptkit.cli.request import Request
+
     negated: dict[str, Any] = {
         name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }

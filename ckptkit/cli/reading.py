@@ -11,41 +11,12 @@ from typing import Any, TypeVar
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command, expanded
+from ckptkit.cli.options import Command, expanded, table
 from ckptkit.core.errors import CkptkitError, MissingFileError, SeveralError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
 
 T = TypeVar("T")
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def flag(words: str, text: str) -> Decorator:
-    """Return a decorator that adds a flag.
-
-    `words` contains the names of the option, and optionally the name of its parameter.
-    """
-    return click.option(*words.split(), is_flag=True, help=text)
-
-
-def value(words: str, metavar: str, text: str, **how: Any) -> Decorator:
-    """Return a decorator that adds an option with a value."""
-    return click.option(*words.split(), metavar=metavar, help=text, **how)
-
-
-def globs(text: str = "Select tensors whose names or paths match (repeatable).") -> Decorator:
-    return value("--keys globs", "GLOB", text, multiple=True)
-
-
-def as_json(schema: str) -> Decorator:
-    """Return a decorator that adds --json. With --json, the command prints an object of
-    `schema`."""
-    return flag("--json as_json", f"Print one JSON object (schema {schema}).")
-
-
-def sorting(*orders: str, text: str) -> Decorator:
-    """Return a decorator that adds --sort with these orders. The first order is the default."""
-    return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
 
 
 files = click.argument("files", metavar="FILE...", nargs=-1, required=True, callback=expanded)
@@ -57,29 +28,11 @@ def is_model(place: str) -> bool:
 
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_]\w+(\.\w+)*):[A-Za-z_][\w.]*")
-key = value("--key", "PATH", KEY)
-folded = click.option(
-    "--fold/--flat",
-    default=None,
-    help="Print one row for tensors whose names differ only in an index (layers.{0..31}.weight), "
-    "or (--flat) a row for each tensor. Default: --fold, but --flat in JSON and CSV. "
-    "Only `stats` folds JSON.",
-)
-model = value(
-    "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."
-)
-model_arguments = value(
-    "--arg args",
-    "NAME=JSON",
-    "Argument NAME of the model's constructor (repeatable).",
-    **KINDS["json"],
-)
-stored = flag("--stored", "Show the stored codes and scales of quantized weights.")
 
 
 class Reader(Command):
     """A command that reads. The parameter `read` of `callback` contains the values of --key and of
-    the options in PARTS and ALONE."""
+    the section [read] of `options.txt`."""
 
     def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
         def with_read(key: str | None, parts: str | None, part_only: bool, **given: Any) -> Any:
@@ -88,9 +41,8 @@ class Reader(Command):
             read = Options(key=key, parts=parts, part_only=part_only, copies=how)
             return callback(read=read, **given)
 
-        for _, words, text, how in (*PARTS, *ALONE, *HELP_ALL):
-            hidden = words != "--help-all"
-            params.append(click.Option(words.split(), help=text, hidden=hidden, **how))
+        for names, how in table("read"):
+            params.append(click.Option(names, hidden=names != ["--help-all"], **how))
         super().__init__(callback=with_read, params=params, **given)
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from ckptkit.cli import options, reading
+from ckptkit.cli import options
 from ckptkit.cli.request import Request
 
 
 @click.command("recover", cls=options.Writer)
-@reading.flag("--unverified", "Also write tensors that ckptkit cannot verify; they may be garbage.")
+@options.of("recover")
 def command(request: Request, unverified: bool) -> Any:
     """Save the intact tensors of a truncated or damaged file.
 

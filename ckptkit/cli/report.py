@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, render
 from ckptkit.cli.options import Command, missing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import shown_url
@@ -53,33 +53,7 @@ def _suffix(path: str) -> str:
 @click.argument("file", metavar="FILE")
 @click.argument("other", metavar="[OTHER]", required=False)
 @click.argument("dst", metavar="DST", required=False)
-@reading.value(
-    "--output -o", "DST", "Write the page (.html) or the picture (.svg, .png, .pdf) to DST."
-)
-@click.option(
-    "--values/--no-values",
-    default=None,
-    help="Read the values of tensors too, and add statistics. --no-values compares only headers "
-    "with OTHER.",
-)
-@reading.flag(
-    "--all everything",
-    "Include everything: compare the optimizer, averaged weights and other values with OTHER.",
-)
-@click.option(
-    "--by",
-    type=click.Choice(["parameters", "bytes"]),
-    help="Scale the areas of the picture by parameters (default) or bytes.",
-)
-@reading.value("--title", "TEXT", "Title of the picture. Default: the name of FILE.")
-@reading.flag("--force", "Replace DST if it exists.")
-@reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only errors.")
-@reading.stored
-@reading.key
-@reading.value(
-    "--key-b", "PATH", "Path of the weights in OTHER ('' selects the whole file). Default: --key."
-)
+@options.of("report")
 def command(
     file: str,
     other: str | None,

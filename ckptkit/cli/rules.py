@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli import render
+from ckptkit.cli import options, render
 
 
 @click.command("rules")
 @click.argument("source", metavar="from-transformers", type=click.Choice(["from-transformers"]))
 @click.argument("model_type", metavar="MODEL_TYPE")
-@click.option(
-    "--config",
-    metavar="FILE",
-    help="Configuration with the sizes of the model. Default: sizes of MODEL_TYPE.",
-)
+@options.of("rules")
 def command(source: str, model_type: str, config: str | None) -> int:
     """Write tensor rules from the conversions of a library.
 

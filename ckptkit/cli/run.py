@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli import options, reading, render
+from ckptkit.cli import options, render
 from ckptkit.cli.request import Request
 from ckptkit.core.options import DEFAULT
 from ckptkit.core.text import without
@@ -34,26 +34,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list,
     help="List the built-in recipes and exit.",
 )  # fmt: skip
-@reading.flag("--reverse", "Run the recipe backwards: SRC has the output layout of the recipe.")
-@reading.value(
-    "--config",
-    "FILE",
-    "Configuration with the sizes for rules. Default: config.json beside SRC.",
-    **options.KINDS["config"],
-)
-@reading.value(
-    "--arg args",
-    "NAME=INT",
-    "Argument NAME of the rules: a size (repeatable).",
-    **options.KINDS["sizes"],
-)
-@reading.value(
-    "--dequantize",
-    "[DTYPE]",
-    "Dequantize weights to this dtype, not to the dtype in the recipe.",
-    **options.KINDS["dtype"],
-)
-@reading.key
+@options.of("run")
 def command(
     recipe: str,
     request: Request,

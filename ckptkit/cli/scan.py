@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import CkptkitError, InputError
 
 SCHEMA = "ckptkit.scan/1"
@@ -19,25 +19,7 @@ FOUND = 1
 
 @click.command("scan")
 @reading.files
-@reading.value(
-    "--trust",
-    "GLOB",
-    "Trust classes and functions whose names match GLOB, such as 'mynet.*' (repeatable). GLOB can "
-    "also be a module or package.",
-    multiple=True,
-)
-@reading.flag(
-    "--strict", "Treat files that torch.load(weights_only=True) refuses as findings (exit code 1)."
-)
-@reading.value(
-    "--workers",
-    "N",
-    "Split the work over N processes. Default: one per core, if there are many files.",
-    type=click.IntRange(1, 64),
-)
-@reading.as_json(SCHEMA)
-@reading.flag("--sarif as_sarif", "Print the findings as SARIF 2.1.0.")
-@reading.flag("--quiet -q", "Print only findings.")
+@options.of("scan")
 def command(
     files: tuple[str, ...],
     trust: tuple[str, ...],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.cli.options import missing
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import flatten, guess, shown_url
@@ -103,29 +103,7 @@ def _check(ctx: click.Context) -> None:
 @click.argument("file", metavar="FILE")
 @click.argument("name", metavar="NAME", required=False)
 @click.argument("index", metavar="[SLICE]", default="")
-@reading.value("--with other", "FILE", "Show the same tensor of another file side by side.")
-@reading.value("--name-b", "NAME", "Name of the tensor in the other file, if different.")
-@click.option(
-    "--rows",
-    type=click.IntRange(min=1),
-    default=ROWS,
-    show_default=True,
-    help="Rows of the table (maximum).",
-)
-@click.option(
-    "--columns",
-    type=click.IntRange(min=1),
-    help="Columns of the table (maximum). Default: as many as fit.",
-)
-@reading.flag("--stats counted", "Compute statistics of the whole slice, even if it is large.")
-@reading.flag(
-    "--nan nonfinite",
-    "Print the positions of the first NaN and infinities. Without NAME, search all tensors. The "
-    "exit code is 1 if a tensor contains NaN or infinities.",
-)
-@reading.as_json(SCHEMA)
-@reading.stored
-@reading.key
+@options.of("show")
 def command(
     file: str,
     name: str | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
@@ -24,22 +24,7 @@ NUMBERS = (
 
 @click.command("stats", cls=reading.Reader)
 @reading.files
-@reading.globs()
-@reading.flag("--all everything", "Include everything: all tensors of the file, not only weights.")
-@reading.value(
-    "--depth", "N", "Group names by their first N components.", type=click.IntRange(min=1)
-)
-@reading.folded
-@reading.sorting(
-    "file",
-    "name",
-    *NUMBERS,
-    text="Order of the rows. Numbers are sorted by absolute value, largest first.",
-)
-@reading.as_json(SCHEMA)
-@reading.flag("--csv as_csv", "Print comma-separated values with full precision.")
-@reading.stored
-@reading.key
+@options.of("stats")
 def command(
     files: tuple[str, ...],
     globs: tuple[str, ...],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import reading, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import shown_url, some
 
@@ -24,14 +24,7 @@ NAMED = 3  # maximum number of tensor names printed for a finding
 
 @click.command("verify", cls=reading.Reader)
 @reading.files
-@reading.flag(
-    "--values", "Read the values of tensors too, and report NaN, infinities and zero scales."
-)
-@reading.value("--manifest", "FILE", "Compare the weights with a manifest of `ckptkit digest`.")
-@reading.globs("Select tensors whose names match, for --manifest (repeatable).")
-@reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only damage.")
-@reading.key
+@options.of("verify")
 def command(
     files: tuple[str, ...],
     values: bool,
