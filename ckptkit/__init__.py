@@ -190,9 +190,9 @@ def _html(value: object) -> str:
 
 
 def _pickles_inside(source: Any) -> Any:
-    from ckptkit.scanning.find import inside
+    from ckptkit.scanning.find import pickles
 
-    return inside(source)
+    return pickles(source, inside=True)
 
 
 def _lora_hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:

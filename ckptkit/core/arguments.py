@@ -1,4 +1,6 @@
-"""Checks of function arguments. Each function raises an ArgumentError that names the expected type.
+"""Checks of function arguments. A check takes the name and the value of an argument.
+
+A check returns a valid value, or raises an ArgumentError that names the expected type.
 
 `checked` wraps a function and checks its arguments. The table `KINDS` maps annotations to checks.
 """
@@ -13,12 +15,59 @@ from typing import IO, Any, TypeGuard, TypeVar
 from ckptkit.core.errors import ArgumentError, PathError, UsageError
 from ckptkit.core.text import shown
 
+Check = Callable[[str, Any], Any]
 
-def text(name: str, value: object) -> str:
-    """Return `value`. Raise ArgumentError unless `value` is a string."""
-    if not isinstance(value, str):
-        raise wrong(name, "a string", value)
-    return value
+
+def wrong(name: str, expected: str, value: object) -> ArgumentError:
+    """Return an ArgumentError for the argument `name`, with the expected type and the value."""
+    plain = isinstance(value, (str, int, float, bytes, type(None)))
+    given = shown(value) if plain else type(value).__name__
+    if isinstance(value, type):
+        given = f"the class {value.__name__}"
+    return ArgumentError(f"{name}: expected {expected}, got {given}")
+
+
+def _check(expected: str, fits: Callable[[Any], bool]) -> Check:
+    """Return a check that accepts a value if `fits` returns True."""
+
+    def check(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise wrong(name, expected, value)
+        return value
+
+    return check
+
+
+def _is_pair(value: Any) -> bool:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_pair and all(isinstance(each, str) for each in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+text = _check("a string", lambda value: isinstance(value, str))
+function = _check("a function", callable)
+flag = _check("True or False", lambda value: isinstance(value, (bool, type(None))))
+number = _check("a number", lambda value: value is None or _is_number(value))
+count = _check(
+    "an integer >= 0",
+    lambda value: value is None or (_is_number(value) and isinstance(value, int) and value >= 0),
+)
+tolerance = _check(
+    "a number >= 0", lambda value: value is None or (isinstance(value, (int, float)) and value >= 0)
+)
+device = _check(
+    "a name such as 'cpu' or a torch.device",
+    lambda value: isinstance(value, str) or type(value).__name__ == "device",
+)
+
+
+def flags(**values: object) -> None:
+    """Raise ArgumentError unless each value is True, False or None."""
+    for name, value in values.items():
+        flag(name, value)
 
 
 def texts(name: str, value: object) -> list[str]:
@@ -34,25 +83,11 @@ def texts(name: str, value: object) -> list[str]:
 
 def text_pairs(name: str, value: object) -> list[tuple[str, str]]:
     """Return the pairs of strings in `value` as a list."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise wrong(name, "pairs of strings", value)
-    listed: list[Any] = list(value)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    listed: list[Any] = list(value) if several else [None]  # type: ignore[call-overload]
     if not all(map(_is_pair, listed)):
         raise wrong(name, "pairs of strings", value)
     return [(old, new) for old, new in listed]
-
-
-def _is_pair(value: object) -> bool:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        return False
-    return all(isinstance(each, str) for each in value)
-
-
-def device(name: str, value: object) -> object:
-    """Return `value`: the name of a device, or a torch.device."""
-    if not isinstance(value, str) and type(value).__name__ != "device":
-        raise wrong(name, "a name such as 'cpu' or a torch.device", value)
-    return value
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
@@ -69,13 +104,6 @@ def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
     return value if callable(value) else mapping(name, value)
 
 
-def flags(**values: object) -> None:
-    """Raise ArgumentError unless each value is True, False or None."""
-    for name, value in values.items():
-        if not isinstance(value, (bool, type(None))):
-            raise wrong(name, "True or False", value)
-
-
 def numbers(name: str, value: object) -> list[float]:
     """Return a list or tuple of numbers as a list."""
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
@@ -86,20 +114,6 @@ def numbers(name: str, value: object) -> list[float]:
             error.hint = "to name several checkpoints, pass one list of them"
         raise error
     return listed
-
-
-def count(name: str, value: object) -> int | None:
-    """Return `value`. Raise ArgumentError unless `value` is None or an integer >= 0."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise wrong(name, "an integer >= 0", value)
-    return value
-
-
-def tolerances(**values: object) -> None:
-    """Raise ArgumentError unless each value is a number >= 0 or None."""
-    for name, value in values.items():
-        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise wrong(name, "a number >= 0", value)
 
 
 def path(name: str, value: object) -> str:
@@ -148,13 +162,6 @@ def module(name: str, value: object) -> None:
         raise error
 
 
-def function(name: str, value: object) -> Callable[..., Any]:
-    """Return `value`. Raise ArgumentError unless `value` is callable."""
-    if not callable(value):
-        raise wrong(name, "a function", value)
-    return value
-
-
 def takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function requires exactly two positional arguments."""
     from inspect import Parameter, signature
@@ -165,22 +172,6 @@ def takes_two(function: Callable[..., Any]) -> bool:
         return False
     needed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in needed and each.default is Parameter.empty for each in parameters) == 2
-
-
-def wrong(name: str, expected: str, value: object) -> ArgumentError:
-    """Return an ArgumentError for the argument `name`, with the expected type and the value."""
-    plain = isinstance(value, (str, int, float, bytes, type(None)))
-    given = shown(value) if plain else type(value).__name__
-    if isinstance(value, type):
-        given = f"the class {value.__name__}"
-    return ArgumentError(f"{name}: expected {expected}, got {given}")
-
-
-def number(name: str, value: object) -> float | None:
-    """Return `value`. Raise ArgumentError unless `value` is None or a number."""
-    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-        raise wrong(name, "a number", value)
-    return value
 
 
 def settings(name: str, value: object) -> list[Any] | None:
@@ -200,15 +191,13 @@ def settings(name: str, value: object) -> list[Any] | None:
     return [*value]
 
 
-def flag(name: str, value: object) -> object:
-    """Return `value`. Raise ArgumentError unless `value` is a bool, an int or None."""
-    flags(**{name: value})
-    return value
+def optional(check: Check) -> Check:
+    """Return a check that also accepts None."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
-# Maps an annotation to a function that checks arguments. The function takes the name and the value
-# of an argument, and returns a valid value.
-Kinds = Mapping[str, Callable[[str, Any], Any]]
+# Maps an annotation to the check of arguments.
+Kinds = Mapping[str, Check]
 KINDS: Kinds = {
     "bool": flag,
     "bool | None": flag,
@@ -217,17 +206,17 @@ KINDS: Kinds = {
     "Sequence[Setting] | None": settings,
     "int | None": count,
     "str": text,
-    "str | None": lambda name, value: None if value is None else text(name, value),
+    "str | None": optional(text),
     "str | Sequence[str]": texts,
     "str | Iterable[str]": texts,
+    "Sequence[tuple[str, str]]": text_pairs,
+    "Sequence[float] | None": optional(numbers),
+    "Names | None": names,
     "Mapping[str, str]": mapping,
     "Mapping[str, str] | None": mapping,
     "Mapping[str, int] | None": mapping,
-    "Names | None": names,
     "Mapping[str, object] | None": mapping,
     "Mapping[str, str | int] | None": mapping,
-    "Sequence[tuple[str, str]]": text_pairs,
-    "Sequence[float] | None": lambda name, value: None if value is None else numbers(name, value),
 }
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -281,9 +281,10 @@ class LocalFile(ByteSource):
             return
         # Without gaps between the rows, one call reads many rows.
         width, fd = len(rows[0]), self.fd
-        together = _BUFFERS if step == width else 1
-        for first in range(0, len(rows), together):
-            part = rows[first : first + together]
+        parts: Iterable[Sequence[memoryview]] = zip(rows, strict=True)
+        if step == width:
+            parts = (rows[n : n + _BUFFERS] for n in range(0, len(rows), _BUFFERS))
+        for part in parts:
             try:
                 count = preadv(fd, part, offset)
             except OSError as error:

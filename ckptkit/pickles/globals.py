@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
@@ -207,15 +208,6 @@ def _tensor_v3(made: Global, args: Args) -> Node:
     return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
 
 
-def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
-    """Return a copy of the tensor with the `requires_grad` flag `grad` and the kind `kind`."""
-    return Tensor(
-        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind,
-        tensor.layout,
-        tensor.conj, tensor.neg,
-    )  # fmt: skip
-
-
 def _parameter(made: Global, args: Args) -> Node:
     """_rebuild_parameter(data, requires_grad, hooks).
 
@@ -225,8 +217,7 @@ def _parameter(made: Global, args: Args) -> Node:
     tensor = as_tensor(args[0])
     if tensor is None:
         raise FormatError("the first argument of a parameter is not a tensor")
-    grad = flag(args[1])
-    parameter = with_grad(tensor, grad, "parameter")
+    parameter = replace(tensor, requires_grad=flag(args[1]), kind="parameter")
     plain = isinstance(args[0], Tensor) and not args[0].requires_grad
     if plain and len(args) == 3 and is_empty(args[2]):
         return parameter
@@ -420,17 +411,14 @@ def _built_variable(target: Object, state: State) -> bool:
     tensor = as_tensor(data)
     if tensor is not None:
         kind = "parameter" if target.callable == _PARAMETER else "tensor"
-        target.tensor = with_grad(tensor, flag(grad), kind)
+        target.tensor = replace(tensor, requires_grad=flag(grad), kind=kind)
     return is_empty(hooks) and (isinstance(data, Tensor) or _is_made_by_class(data))
 
 
 def _is_made_by_class(node: Node) -> bool:
-    name = (
-        (node.callable.module, node.callable.name)
-        if isinstance(node, Object) and node.global_
-        else ("", "")
-    )
-    return _BUILDERS.get(name) is _built_tensor and as_tensor(node) is not None
+    made = node.global_ if isinstance(node, Object) else None
+    is_class = made is not None and _BUILDERS.get((made.module, made.name)) is _built_tensor
+    return is_class and as_tensor(node) is not None
 
 
 def check_class(made: Node, dtype: DType | None) -> None:

@@ -507,17 +507,10 @@ class Machine:
             raise FormatError("pickle sets a key without a value")
         self.stack.append(self.builder.collected(kind, items))
 
-    def op_append(self) -> None:
-        value = self.stack.pop()
-        self.builder.extend(self.stack[-1], [value], "append")
-
-    def op_appends(self) -> None:
-        items = self._items()
-        self.builder.extend(self.stack[-1], items, "append")
-
-    def op_additems(self) -> None:
-        items = self._items()
-        self.builder.extend(self.stack[-1], items, "add")
+    def op_extend(self) -> None:
+        """Add the items of APPEND, APPENDS or ADDITEMS to a list or set."""
+        items = [self.stack.pop()] if self.opcode == "APPEND" else self._items()
+        self.builder.extend(self.stack[-1], items, "add" if self.opcode == "ADDITEMS" else "append")
 
     # Names and calls
 
@@ -547,18 +540,19 @@ class Machine:
             raise Short(len(self.data) + 1)
         return self._take(length + 1)[:-1]
 
-    def op_global(self) -> None:
+    def _read_name(self) -> Any:
         module, name = self._line(), self._line()
-        self.stack.append(self._name(module.decode(), name.decode()))
+        return self._name(module.decode(), name.decode())
+
+    def op_global(self) -> None:
+        self.stack.append(self._read_name())
 
     def op_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         self.stack.append(self._name(module, name))
 
     def op_inst(self) -> None:
-        module, name = self._line(), self._line()
-        made = self._name(module.decode(), name.decode())
-        args = tuple(self._items())
+        made, args = self._read_name(), tuple(self._items())
         self.stack.append(self.builder.call(made, args))
 
     def op_obj(self) -> None:
@@ -738,20 +732,17 @@ NAMES = {
     0x93: "STACK_GLOBAL", 0x94: "MEMOIZE", 0x95: "FRAME", 0x96: "BYTEARRAY8", 0x97: "NEXT_BUFFER",
     0x98: "READONLY_BUFFER",
 }  # fmt: skip
-# Methods for the opcodes that `Machine._loop` does not inline.
+# Methods for the opcodes that `Machine._loop` does not inline: `op_pop` for POP, and so on.
 RARE: dict[int, Callable[[Machine], None]] = {
-    0x30: Machine.op_pop, 0x31: Machine.op_pop_mark, 0x32: Machine.op_dup, 0x46: Machine.op_float,
-    0x47: Machine.op_binfloat, 0x49: Machine.op_int, 0x4C: Machine.op_long, 0x4E: Machine.op_none,
-    0x50: Machine.op_persid, 0x53: Machine.op_string, 0x56: Machine.op_unicode,
-    0x5D: Machine.op_empty_list, 0x61: Machine.op_append, 0x62: Machine.op_build,
-    0x63: Machine.op_global, 0x65: Machine.op_appends, 0x67: Machine.op_get, 0x69: Machine.op_inst,
-    0x6F: Machine.op_obj, 0x70: Machine.op_put, 0x80: Machine.op_proto, 0x81: Machine.op_newobj,
-    0x88: Machine.op_newtrue, 0x8F: Machine.op_empty_set, 0x90: Machine.op_additems,
-    0x92: Machine.op_newobj_ex, 0x93: Machine.op_stack_global, 0x94: Machine.op_memoize,
-    0x95: Machine.op_frame, 0x97: Machine.op_next_buffer, 0x98: Machine.op_readonly_buffer,
+    **{
+        code: getattr(Machine, f"op_{name.lower()}")
+        for code, name in NAMES.items()
+        if hasattr(Machine, f"op_{name.lower()}")
+    },
+    **dict.fromkeys((0x61, 0x65, 0x90), Machine.op_extend),
     **dict.fromkeys((0x64, 0x6C, 0x91), Machine.op_collect),
     **dict.fromkeys((0x82, 0x83, 0x84), Machine.op_extension),
     **dict.fromkeys(SIZED, Machine.op_sized),
-}  # fmt: skip
+}
 # Number of operand bytes for the opcodes that `Machine._loop` inlines.
 OPERANDS = {**dict.fromkeys(b"Khq", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"rjJX", 4)}

@@ -50,18 +50,18 @@ class StorageTable:
             raise FormatError(
                 "the persistent id of a storage must contain a class, a string and a number"
             )
+        dtype = dtype_of_storage(made)
+        nbytes = numel if dtype is None else numel * dtype.itemsize
+        if location.__class__ is not str or numel < 0:
+            raise FormatError(f"storage {key!r} has an invalid device or size")
         known = self._known.get(key)
         if known is not None:
-            typed = self._again(key, known, made, location, numel)
+            typed = self._again(key, known, dtype, nbytes, location)
         else:
-            dtype = dtype_of_storage(made)
-            if location.__class__ is not str or numel < 0:
-                raise FormatError(f"storage {key!r} has an invalid device or size")
             if len(key) + len(location) > LIMITS.name_bytes:
                 check("name_bytes", len(key) + len(location), "characters of a storage's name")
             if key in self._views:
                 raise _two_ways(key)
-            nbytes = numel if dtype is None else numel * dtype.itemsize
             typed = TypedStorage(self._opener(key, nbytes, location), dtype)
             self._known[key] = (typed,)
         return typed if view is None else self._view(typed, view)
@@ -78,12 +78,15 @@ class StorageTable:
         }
 
     def _again(
-        self, key: str, known: tuple[TypedStorage, ...], made: Global, location: Node, numel: int
+        self,
+        key: str,
+        known: tuple[TypedStorage, ...],
+        dtype: DType | None,
+        nbytes: int,
+        device: str,
     ) -> TypedStorage:
-        dtype = dtype_of_storage(made)
         storage = known[0].storage
-        nbytes = numel if dtype is None else numel * dtype.itemsize
-        if location.__class__ is not str or location != storage.device or nbytes != storage.nbytes:
+        if device != storage.device or nbytes != storage.nbytes:
             raise _two_ways(key)
         types = {typed.dtype: typed for typed in known}
         if dtype not in types:

@@ -58,7 +58,8 @@ def diff(
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
     arguments.flags(values=values, all=all)
-    arguments.tolerances(atol=atol, rtol=rtol)
+    arguments.tolerance("atol", atol)
+    arguments.tolerance("rtol", rtol)
     with ExitStack() as stack:
         ck = stack.enter_context(reading(checkpoint, key=key))
         if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from struct import Struct
 
-from ckptkit.core.bytesource import ByteSource, Memory, Section
+from ckptkit.core.bytesource import ByteSource, Memory, Section, in_file
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
 from ckptkit.core.limits import LIMITS, UNPACKED, check
 from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
@@ -44,21 +44,14 @@ _POINTER = b"version https://git-lfs"
 _TWO_FILES = "begins like one file and ends like a zip archive: programs may read either file"
 
 
-def pickles(source: ByteSource) -> Iterator[Seen]:
+def pickles(source: ByteSource, *, inside: bool = False) -> Iterator[Seen]:
     """Yield a trace for every pickle of a file, and a remark for each part that cannot be read.
 
-    Malformed content never raises an error.
+    If `inside` is True, the source is a byte string in a pickle. Malformed content never raises an
+    error.
     """
     try:
-        yield from _Search(source).file(source, "", 0, sure=True)
-    except LimitError as error:
-        yield Remark("", error.message)
-
-
-def inside(source: ByteSource) -> Iterator[Seen]:
-    """Yield the traces and remarks for a byte string that a pickle contains. See `pickles`."""
-    try:
-        yield from _Search(source).file(source, "", 1, sure=False)
+        yield from _Search(source).file(source, "", int(inside), sure=not inside)
     except LimitError as error:
         yield Remark("", error.message)
 
@@ -245,7 +238,9 @@ class _Search:
     ) -> Iterator[Seen]:
         """Yield the trace of a pickle, and the traces of pickles in its byte strings."""
         self._count()
-        yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
+        file, start = in_file(stream.source, 0)
+        base = None if isinstance(file, (Memory, Spool)) else start  # None: decompressed
+        yield Traced(place, at, base, stream.loader, stream.no_weights_only, found)
         for each in found.nested:
             inside = joined(place, f"byte string at {each.offset:,}")
             for seen in self.file(each.source, inside, depth + 1, each.loaded):
@@ -288,14 +283,6 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
         isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size
         for each in members
     )
-
-
-def _base(source: ByteSource) -> int | None:
-    """Return the offset of a source in its file. Return None for a decompressed source."""
-    at = 0
-    while isinstance(source, Section):
-        at, source = at + source.offset, source.whole
-    return None if isinstance(source, (Memory, Spool)) else at
 
 
 def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
