@@ -89,7 +89,7 @@ def room(path: Path) -> str:
 
 
 PACKAGE = ROOT / "ckptkit"
-SUFFIXES = (".py", ".md", ".json", ".toml", ".txt")  # of files that contain text
+SUFFIXES = (".py", ".md", ".json", ".toml")  # of files that contain text
 ROOMS = sorted(
     {"README.md", "CHANGELOG.md"}
     | {room(path) for path in [*PACKAGE.glob("*/*"), *PACKAGE.glob("*.*")]}
@@ -100,7 +100,11 @@ ROOMS = sorted(
 def files(name: str) -> list[Path]:
     """Return the files of a room that contain text."""
     if (PACKAGE / name).is_dir():
-        return sorted(p for p in (PACKAGE / name).rglob("*") if p.suffix in SUFFIXES)
+        return sorted(
+            p
+            for p in (PACKAGE / name).rglob("*")
+            if p.suffix in SUFFIXES or p.name == "options.txt"
+        )
     return [path for path in (ROOT / name, PACKAGE / name) if path.is_file()]
 
 
