@@ -322,13 +322,15 @@ def strip_prefix(
                 f"strip {prefix!r} from the result too"
             )
     done = applied(ck, changes, warnings)
-    edited = {*(id(each.node) for each in changes), *(id(each.node) for each in targets)}
-    elsewhere = [
-        join(path)
+    edited = {*(id(each.node) for each in targets), *(id(each.entries) for each in targets)}
+    still = {
+        path
         for path, node in walk(done.root)
         if isinstance(node, dict)
-        and id(node) not in edited
         and any(isinstance(name, str) and name.startswith(found) for name in node)
+    }
+    elsewhere = [
+        join(path) for path, node in walk(ck.root) if path in still and id(node) not in edited
     ]
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))

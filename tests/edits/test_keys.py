@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
+import ckptkit
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tree import Global, OrderedMapping
 from ckptkit.edits.keys import add_prefix, rename, select, strip_prefix
+from tests.conftest import ROOT
 from tests.edits.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
 
 
@@ -93,6 +95,13 @@ def test_strip_takes_one_level_and_points_out_the_next() -> None:
     assert names(done) == ["module.w", "b"]
     assert "1 key still starts with 'module.': strip 'module.'" in lines(done)
     assert names(strip_prefix(done)) == ["w", "b"]
+
+
+def test_strip_twice_needed_at_the_root_is_said_once() -> None:
+    """The keys at the root are those that it edited, in an OrderedDict with `_metadata` too."""
+    file = ROOT / "fixtures/torch-zip/module_module.pth"
+    (warning,) = strip_prefix(ckptkit.open(file)).warnings
+    assert warning.startswith("10 keys still start")
 
 
 def test_strip_points_out_another_wrapper() -> None:
