@@ -476,18 +476,6 @@ def zeros(like: Tensor, shape: Shape) -> Tensor:
     return Tensor(zero, like.dtype, shape, (0,) * len(shape))
 
 
-def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
-    """Return the block-diagonal matrix of BD-LoRA. Each block consists of rows of `tensor`."""
-    rows, columns = tensor.shape
-    if not isinstance(blocks, int) or blocks < 1 or rows % blocks:
-        raise UnsupportedError(
-            f"{shown(module.path)} has {rows} rows, which are not divisible into {blocks} blocks"
-        )
-    step = rows // blocks
-    parts = ((n * step, n * columns, box(tensor, n * step, (n + 1) * step)) for n in range(blocks))
-    return placed(zeros(tensor, (rows, columns * blocks)), parts)
-
-
 def change_of(
     module: Module,
     config: Mapping[str, Any],
@@ -513,8 +501,19 @@ def change_of(
     blocks = blocks if isinstance(blocks, dict) else {}
     for role, field in (("A", "target_modules_bd_a"), ("B", "target_modules_bd_b")):
         end, names = module.path.rpartition(".")[2], blocks.get(field) or ()
-        if any(str(each) in end for each in names):
-            has[role] = _block_diagonal(module, has[role], blocks.get("nblocks"))
+        if not any(str(each) in end for each in names):
+            continue
+        # BD-LoRA: each block of the block-diagonal matrix consists of rows of the tensor.
+        tensor, count = has[role], blocks.get("nblocks")
+        rows, columns = tensor.shape
+        if not isinstance(count, int) or count < 1 or rows % count:
+            what = f"{shown(module.path)} has {rows} rows, which are not divisible"
+            raise UnsupportedError(f"{what} into {count} blocks")
+        step = rows // count
+        parts = (
+            (n * step, n * columns, box(tensor, n * step, n * step + step)) for n in range(count)
+        )
+        has[role] = placed(zeros(tensor, (rows, columns * count)), parts)
     operands: list[Tensor] = []
 
     def term_of(formula: Formula) -> Term:
@@ -739,10 +738,3 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Finding]:
             found.append(("shape", error.message))
     for code, title in found:
         yield problem(code, title, None, key)
-
-
-def unknown_fields(adapter: Adapter) -> list[str]:
-    """Return the fields of a LoRA configuration that have a value but are unknown to ckptkit."""
-    config = (adapter.config if adapter.method == "LORA" else None) or {}
-    known = table("fields")["known"].split()
-    return [name for name, value in config.items() if name not in known and value]

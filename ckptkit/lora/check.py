@@ -160,7 +160,11 @@ def _of_plan(
         modules = tuple(plan.renamed)
         yield Finding("prefix", ERROR, title, modules, command(*subs), None)
     large, all_modules = dict[str, str](), plan.adapter.modules
-    for key, names in plan.tensors().items():
+    tensors: dict[str, set[str]] = {}  # of each module
+    for tensor, pieces in plan.pieces.items():
+        for each in pieces:
+            tensors.setdefault(each.key, set()).add(tensor)
+    for key, names in tensors.items():
         change, weight = _norm(all_modules[key]), _norm_of(plan.new[name] for name in names)
         if change is None and is_finite:
             found = (compare(plan.new[n], plan.changed(n), measured=True) for n in names)

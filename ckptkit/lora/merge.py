@@ -49,7 +49,6 @@ from ckptkit.lora.changes import (
     placed,
     problem,
     problems,
-    unknown_fields,
 )
 from ckptkit.lora.naming import (
     BESIDE_HEAD,
@@ -70,6 +69,7 @@ from ckptkit.lora.reading import (
     is_adapter,
     read_adapter,
     same_bytes,
+    table,
     unwrapped,
 )
 
@@ -254,7 +254,16 @@ class MergePlan:
             self._refuse("quantized", what, fix)
         if any(each.code == "method" and not each.modules for each in self.problems) or group:
             return
-        self._check_fields(strict)
+        known = table("fields")["known"].split()
+        fields = self.options.items() if adapter.method == "LORA" else ()
+        if unknown := [name for name, value in fields if name not in known and value]:
+            what = f"unknown fields of adapter_config.json: {quoted(unknown)}"
+            if strict:
+                self._refuse("method", what)
+            self.warnings.append(f"{adapter.path}: {what}")
+        mixed = next((each for each in adapter.modules.values() if not each.is_sum), None)
+        if weight != 1 and mixed is not None:
+            raise self._unweighted(mixed.path, "its update is not a plain sum")
         if self.options.get("layer_replication"):
             self._replicate(self.options["layer_replication"])
         names = [each.path for each in adapter.modules.values()]
@@ -281,17 +290,6 @@ class MergePlan:
 
     def _refuse(self, code: str, title: str, hint: str = HELP, *keys: str, mend: str = "") -> None:
         self.problems.append(problem(code, title, hint, *keys, mend=mend))
-
-    def _check_fields(self, strict: bool) -> None:
-        adapter = self.adapter
-        if unknown := unknown_fields(adapter):
-            what = f"unknown fields of adapter_config.json: {quoted(unknown)}"
-            if strict:
-                self._refuse("method", what)
-            self.warnings.append(f"{adapter.path}: {what}")
-        mixed = next((each for each in adapter.modules.values() if not each.is_sum), None)
-        if self.weight != 1 and mixed is not None:
-            raise self._unweighted(mixed.path, "its update is not a plain sum")
 
     def _unweighted(self, name: str, why: str) -> UsageError:
         what = f"a weight of {self.weight:g} is impossible for {shown(name)}, because {why}"
@@ -329,8 +327,12 @@ class MergePlan:
     def _rename(self, paths: Sequence[str]) -> None:
         """Find the modules of a peft adapter in the base, where they may have another prefix."""
         self.renamed, self.renames, missing, unclear = self.names.renames(paths)
-        whole = {*self.whole.values()}
-        missing = [each for each in missing if each not in whole or not self._is_new_head(each)]
+        whole, saved = {*self.whole.values()}, self.options.get("modules_to_save")
+        known = _NEW_HEADS.get(str(self.options.get("task_type")), ())
+        heads = (*known, *(saved if isinstance(saved, list) else [saved]))
+        # A complete tensor may belong to a head that the base does not have.
+        new = {each for each in whole if any(f".{head}." in f".{each}." for head in heads)}
+        missing = [each for each in missing if each not in new]
         self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
         sub = f"{typed('--sub REGEX=REPL', 'sub=[(regex, replacement)]')} renames modules"
         for found, what in ((missing, "are not in the base"),
@@ -408,7 +410,17 @@ class MergePlan:
         if change is None:
             return True
         if component is None:
-            change = self._as_peft(module, change, name)
+            # peft transposes and rounds the update of some weights.
+            weight, is_expert = self.new[name].shape, is_fused(name, self.new[name].shape)
+            if is_expert or name.endswith("in_proj_weight"):
+                change = change._replace(adapt=replace(change.adapt, rounding="twice"))
+            turned = change.shape[::-1]
+            if is_expert:
+                is_turned = self.is_transposed or turned == weight[1:] != change.shape
+            else:
+                is_turned = turned == weight and module.kind not in ("embedding", "ia3")
+                is_turned = is_turned and self._is_conv1d(name)
+            change = change.transposed() if is_turned else change
             one, old, now = found[0], shape[0], change.shape[0]
             if one[1:3] == (0, old) and now != old:
                 found = (Placed(one.tensor, 0, now, one.at // old * now, one.rows // old * now),)
@@ -416,19 +428,6 @@ class MergePlan:
             self._check_shape(module, change, each)
             self._add(each.tensor, _Piece(key, change, *each[1:4]))
         return True
-
-    def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
-        """Return an update of the tensor `name` with the transposition and rounding of peft."""
-        shape, sizes = self.new[name].shape, change.shape
-        is_expert = is_fused(name, shape)
-        if is_expert or name.endswith("in_proj_weight"):
-            change = change._replace(adapt=replace(change.adapt, rounding="twice"))
-        if is_expert:
-            is_turned = self.is_transposed or sizes[::-1] == shape[1:] != sizes
-        else:
-            is_turned = sizes[::-1] == shape and module.kind not in ("embedding", "ia3")
-            is_turned = is_turned and self._is_conv1d(name)
-        return change.transposed() if is_turned else change
 
     def _is_conv1d(self, name: str) -> bool:
         """Return whether a weight has the shape [in, out], like Conv1D of transformers.
@@ -627,7 +626,12 @@ class MergePlan:
             if end_of(name) in (*EMBEDDINGS, *HEADS):
                 self._configure("vocab_size", made.shape[0])
         if made.ndim == 2 and _LABELS.fullmatch(name) and (old is None or old.shape != made.shape):
-            self._count_labels(made.shape[0])
+            # Remove the names of the labels, because the adapter has no names for new labels.
+            labels, count = self.config.get("id2label"), made.shape[0]
+            given = isinstance(labels, dict)
+            if count != (len(labels) if given else self.config.get("num_labels", 2)):
+                words = [word for word in ("id2label", "label2id") if word in self.config]
+                self.new_config |= {**dict.fromkeys(words), "num_labels": count}
         if old is None:
             self.notes.append(f"added {shown(name)}, which the base does not have")
         self.new[name] = made
@@ -646,18 +650,6 @@ class MergePlan:
         is_matrix = made.ndim == 2 and made.shape[1:] == old.shape[1:]
         return (is_matrix or is_bias) and (mate is None or mate.shape[:1] == made.shape[:1])
 
-    def _count_labels(self, count: int) -> None:
-        """Change the number of labels in config.json.
-
-        Remove the names of the labels, because the adapter has no names for new labels.
-        """
-        labels = self.config.get("id2label")
-        known = len(labels) if isinstance(labels, dict) else self.config.get("num_labels", 2)
-        if count != known:
-            words = ("id2label", "label2id")
-            self.new_config |= {word: None for word in words if word in self.config}
-            self.new_config["num_labels"] = count
-
     def _configure(self, word: str, value: object) -> None:
         """Change a value of config.json where it is: at the top, in text_config, or in both."""
         for place, new in changes_of(self.config, word, value).items():
@@ -671,13 +663,6 @@ class MergePlan:
         if name in self.new or own in self.new:
             return name if name in self.new else own
         return self.names.in_files(name)[0]
-
-    def _is_new_head(self, name: str) -> bool:
-        """Return whether a complete tensor may belong to a module that the base does not have."""
-        saved = self.options.get("modules_to_save")
-        known = _NEW_HEADS.get(str(self.options.get("task_type")), ())
-        heads = (*known, *(saved if isinstance(saved, list) else [saved]))
-        return any(f".{head}." in f".{name}." for head in heads)
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
         """Return the names of a tied embedding and head.
@@ -794,14 +779,6 @@ class MergePlan:
 
     # The result
 
-    def tensors(self) -> dict[str, set[str]]:
-        """Map the key of each module to the names of the tensors that the module changes."""
-        found: dict[str, set[str]] = {}
-        for name, pieces in self.pieces.items():
-            for each in pieces:
-                found.setdefault(each.key, set()).add(name)
-        return found
-
     def changed(self, name: str, origin: Tensor | None = None) -> Tensor:
         """Return a tensor of the base after adding the updates.
 
@@ -815,9 +792,12 @@ class MergePlan:
         """Return the base with the adapter merged."""
         base, adapter, new = self.base, self.adapter, dict(self.new)
         new |= {name: self.changed(name, self.origin.get(name)) for name in self.pieces}
-        for name, rows in self.rows.items():
-            for tensor, numbers in rows:
-                new[name] = _with_rows(new[name], tensor, numbers)
+        for name, replaced in self.rows.items():
+            for tensor, numbers in replaced:
+                own = _cast(tensor, new[name].dtype)
+                rows = {n: box(own, place, place + 1) for place, n in enumerate(numbers)}
+                parts = ((number, 0, row) for number, row in rows.items())
+                new[name] = _like(new[name], placed(new[name], parts))
         if self.pair is not None and not self.is_untied:
             embedding, head = self.pair
             if head not in self.old:
@@ -843,8 +823,12 @@ class MergePlan:
             notes.append(f"ignored {quoted(adapter.ignored)}")
         if adapter.base and os.path.basename(adapter.base.rstrip("/")) not in (base.name or ""):
             notes.append(f"the adapter was trained on {adapter.base}")
-        if own := _tokenizer_files(adapter):
-            notes.append(f"did not copy the tokenizer files of the adapter: {quoted(own)}")
+        folder = folder_of(adapter.checkpoint) if adapter.config is not None else None
+        with suppress(CkptkitError):  # HTTP servers do not list the files of a folder
+            names = [] if folder is None else folder.list()
+            names = [n for n in names if "token" in n and n.endswith((".json", ".model"))]
+            if names:
+                notes.append(f"did not copy the tokenizer files of the adapter: {quoted(names)}")
         root = rebuild(base.root, swap={id(weights.node): mapping})
         return with_changes(
             base.with_root(root, notes=notes, warnings=self.warnings), self.new_config
@@ -899,19 +883,3 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     made = made_of(contiguous(values), tensor.dtype, tensor.shape)
     storage = Storage(contiguous(values), tensor.device)
     return replace(made, storage=storage, requires_grad=tensor.requires_grad, kind=tensor.kind)
-
-
-def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return a matrix after replacing the rows `numbers` with the rows of `source`."""
-    own = _cast(source, tensor.dtype)
-    parts = {number: box(own, place, place + 1) for place, number in enumerate(numbers)}
-    return _like(tensor, placed(tensor, ((number, 0, part) for number, part in parts.items())))
-
-
-def _tokenizer_files(adapter: Adapter) -> list[str]:
-    folder = folder_of(adapter.checkpoint)
-    try:
-        names = [] if folder is None or adapter.config is None else folder.list()
-    except CkptkitError:  # HTTP servers do not list the files of a folder
-        return []
-    return [name for name in names if "token" in name and name.endswith((".json", ".model"))]

@@ -332,7 +332,10 @@ class BaseNames:
                 if None not in names:
                     found.setdefault(names, parts)
         chosen = _one(path, {
-            names: all(self._fits(n, part, shape) for n, part in zip(names, parts, strict=True))
+            names: all(
+                prod(self.shapes[name or ""]) * part.units == prod(shape) * part.whole
+                for name, part in zip(names, parts, strict=True)
+            )
             for names, parts in found.items()
         })  # fmt: skip
         placed = []
@@ -373,9 +376,6 @@ class BaseNames:
         known = table("bases").get("image" if images else component, ())
         alone = not component.startswith("text_encoder") or self._encoders < 2
         return (*known, f"{component}." if component else "", *(("",) if alone else ()))
-
-    def _fits(self, name: str | None, part: Part, shape: Shape) -> bool:
-        return prod(self.shapes[name or ""]) * part.units == prod(shape) * part.whole
 
     def renames(
         self, paths: Iterable[str]

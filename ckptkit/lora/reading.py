@@ -565,13 +565,6 @@ def _is_nested(pattern: str) -> bool:
     return re.search("\0(?:[*+]|{(?![01]}|,1}|0,1}))", text) is not None
 
 
-def _is_target(names: object, path: str) -> bool:
-    """Return whether `target_modules` contains a module. A string is a pattern, like in peft."""
-    if isinstance(names, str):
-        return names == "all-linear" or matches(names, path, is_whole=True)
-    return isinstance(names, list) and any(f".{path}".endswith(f".{each}") for each in names)
-
-
 def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None:
     """Return the name of the parameter that an adapter with `target_parameters` changes.
 
@@ -589,7 +582,12 @@ def _parameter(path: str, config: Mapping[str, Any], down: Tensor) -> str | None
         module, _, name = str(each).rpartition(".")
         if not module and plain == path:
             has_rank = down.shape[:1] == (_number(config, "r", path, "rank_pattern"),)
-            is_own = not (has_rank and _is_target(config.get("target_modules"), path))
+            targets = config.get("target_modules")
+            if isinstance(targets, str):  # a pattern, like in peft
+                is_target = targets == "all-linear" or matches(targets, path, is_whole=True)
+            else:
+                is_target = any(f".{path}".endswith(f".{name}") for name in targets or ())
+            is_own = not (has_rank and is_target)
         else:
             is_own = not module or f".{plain}".endswith(f".{module}")
         if name not in names and is_own:

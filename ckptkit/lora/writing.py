@@ -301,7 +301,10 @@ def _respelled(
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
         warnings.append("wrote the names of SD 1.5, but the adapter may be for SDXL")
-    flux = [each for each in modules if to in _ORIGINALS and _is_flux(each)]
+    flux = [
+        each for each in modules if each.component in _IMAGES and each.kind == "lora"
+        and to in _ORIGINALS and (spelled(each.path) or ())[:2] == (FLUX, DIFFUSERS)
+    ]  # fmt: skip
     if flux and not any(each.startswith("single_transformer_blocks.") for each in paths):
         if any({*each.tensors["A"].shape, *each.tensors["B"].shape} & {*_SD3} for each in flux):
             raise UnsupportedError("is for SD 3; ckptkit does not support its original names")
@@ -311,12 +314,6 @@ def _respelled(
     if flux and (odd := [*filter(_HUNYUAN.match, paths)]):
         what = f"is not for Flux, which has no {odd[0]}; ckptkit does not support"
         raise UnsupportedError(f"{what} the original names of HunyuanVideo and other models")
-
-
-def _is_flux(module: Module) -> bool:
-    """Return whether the module is a LoRA whose name is that of Flux in diffusers."""
-    is_lora = module.component in _IMAGES and module.kind == "lora"
-    return is_lora and (spelled(module.path) or ())[:2] == (FLUX, DIFFUSERS)
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:
@@ -364,7 +361,10 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
     step, rank = b.shape[0] // parts[0].units, b.shape[1]
     spans = [(part.start * step, (part.start + part.length) * step) for part in parts]
     names = list(dict.fromkeys(part.name for part in parts))
-    width = rank // len(names) if _is_diagonal(b, spans) and len(names) > 1 else 0
+    width, array = rank // len(spans), b.numpy().copy()
+    for number, (start, stop) in enumerate(spans):
+        array[start:stop, number * width : (number + 1) * width] = 0
+    is_diagonal = len(names) > 1 and not rank % len(spans) and not array.any()
     for number, name in enumerate(names):
         own = [(n, part) for n, part in enumerate(parts) if part.name == name]
         height = sum(part.length for _, part in own) * step
@@ -373,22 +373,10 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
             whole = matrix(module.tensors[role])
             pieces = ((part.at * step, 0, box(whole, *spans[n])) for n, part in own)
             tensors[role] = placed(zeros(whole, (height, whole.shape[1])), pieces)
-        if width:
+        if is_diagonal:
             start, stop = number * width, (number + 1) * width
             tensors |= {"A": box(a, start, stop), "B": box(tensors["B"], start, stop, 1)}
-        yield replace(module, path=name, tensors=tensors, rank=width or rank)
-
-
-def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Return whether B is block-diagonal. `spans` contains the rows of the blocks.
-
-    All blocks have the same number of columns.
-    """
-    width, rest = divmod(b.shape[1], len(spans))
-    array = b.numpy().copy()
-    for number, (start, stop) in enumerate(spans):
-        array[start:stop, number * width : (number + 1) * width] = 0
-    return not rest and not array.any()
+        yield replace(module, path=name, tensors=tensors, rank=width if is_diagonal else rank)
 
 
 def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
