@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
-from ckptkit.analysis.matching import Matching, is_taken_by_torch, pairs
+from ckptkit.analysis.matching import (
+    Matching,
+    PrefixChange,
+    is_taken_by_torch,
+    pairs,
+    prefixes,
+    shapes_of,
+)
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.summary import json_number, summarize
 from ckptkit.compute.compare import Difference
@@ -31,8 +38,6 @@ Tensors = Mapping[str, Tensor]
 Progress = Callable[[int], None]
 Matches = Callable[[str], bool]
 T = TypeVar("T")
-
-MAX_PREFIX_PARTS = 4  # maximum number of path components in a prefix
 
 
 class Mismatch(NamedTuple):
@@ -426,8 +431,9 @@ def named(
     """
     unexpected = {key: kind for key, kind in a.items() if key not in b}
     missing = {key: kind for key, kind in b.items() if key not in a}
-    matching = pairs(unexpected, missing, a.keys() & b.keys())
-    helpful = _prefix_advice(a, b, missing, unexpected, name, chosen)
+    way = prefixes(shapes_of(unexpected), shapes_of(missing), a.keys() & b.keys())
+    matching = pairs(unexpected, missing, way)
+    helpful = _prefix_advice(way, a, b, name, chosen)
     if matching.renamed and helpful is None:
         helpful = (
             "if these pairs are right, --write-map map.json writes them to a file and prints "
@@ -449,36 +455,23 @@ def named(
 
 
 def _prefix_advice(
-    a: Iterable[str],
+    way: PrefixChange,
+    a: Mapping[str, Kind],
     b: Mapping[str, Kind],
-    missing: Iterable[str],
-    unexpected: Iterable[str],
     name: str | None,
     chosen: tuple[str, ...],
 ) -> str | None:
     """If A has all keys of B after a prefix is stripped or added, return a hint. Otherwise, return
     None."""
-    for strips, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
-        # Collect prefixes (such as ``module.``) whose removal changes a name of one side into a
-        # name of the other side.
-        others, prefixes = set(shorter), dict[str, None]()
-        for key in longer:
-            parts = key.split(".", MAX_PREFIX_PARTS)
-            starts = (".".join(parts[:n]) + "." for n in range(1, len(parts)))
-            prefixes |= {start: None for start in starts if key[len(start) :] in others}
-        for prefix in prefixes:
-            changed = {key.removeprefix(prefix) if strips else prefix + key for key in a}
-            if not b.keys() <= changed:
-                continue
-            if not name:
-                command = f"`{'strip' if strips else 'add'}-module` of {prefix!r}"
-                return f"this makes all keys match: {command}"
-            if strips:
-                command = advice.strip_module(name, [prefix], *chosen)
-            else:
-                command = advice.add_module(name, prefix, *chosen)
-            return f"this makes all keys match: {command}"
-    return None
+    if bool(way.strip) == bool(way.add) or not b.keys() <= {way(key) for key in a}:
+        return None
+    if not name:
+        command = f"`{'strip' if way.strip else 'add'}-module` of {way.strip or way.add!r}"
+    elif way.strip:
+        command = advice.strip_module(name, [way.strip], *chosen)
+    else:
+        command = advice.add_module(name, way.add, *chosen)
+    return f"this makes all keys match: {command}"
 
 
 SHOWN = 6  # maximum number of root entries in the list of data that was not compared

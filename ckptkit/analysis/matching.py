@@ -542,9 +542,8 @@ def pair(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
     return _in_order(ours, renamed, reshaped, found.unsearched)
 
 
-def pairs(ours: Kinds, theirs: Kinds, common: Iterable[str]) -> Matching:
-    """Pair names that only one side has. `common` contains the names that both sides have."""
-    way = prefixes(shapes_of(ours), shapes_of(theirs), common)
+def pairs(ours: Kinds, theirs: Kinds, way: PrefixChange) -> Matching:
+    """Pair names that only one side has. Also pair the names that `way` makes equal."""
     found = pair(ours, theirs, way)
     renamed, reshaped = [*found.renamed], [*found.reshaped]
     equal = {name: new for name in ours if (new := way(name)) != name and new in theirs}
