@@ -199,21 +199,16 @@ def _header(source: ByteSource) -> GgufHeader:
         values[key] = cursor.value(types[key], f"metadata: {shown(key)}")
     infos: dict[str, TensorInfo] = {}
     for _ in range(count):
-        info = _info(cursor)
-        if info.name in infos:
-            raise AmbiguousError(f"the tensor {shown(info.name)} occurs twice")
-        infos[info.name] = info
+        name, rank = cursor.name("the name of a tensor"), cursor.number("I")
+        if rank > _ROWS:
+            raise FormatError(f"tensor {shown(name)} has {rank:,} dimensions, more than {_ROWS}")
+        shape = tuple([cursor.number(cursor.wide) for _ in range(rank)][::-1])
+        info = TensorInfo(name, shape, cursor.number("I"), cursor.number("Q"))
+        if name in infos:
+            raise AmbiguousError(f"the tensor {shown(name)} occurs twice")
+        infos[name] = info
     items = list(infos.values())
     return GgufHeader(source, version, order == ">", values, types, items, cursor.at)
-
-
-def _info(cursor: GgufCursor) -> TensorInfo:
-    name = cursor.name("the name of a tensor")
-    rank = cursor.number("I")
-    if rank > _ROWS:
-        raise FormatError(f"tensor {shown(name)} has {rank:,} dimensions, more than {_ROWS}")
-    sizes = [cursor.number(cursor.wide) for _ in range(rank)]
-    return TensorInfo(name, tuple(reversed(sizes)), cursor.number("I"), cursor.number("Q"))
 
 
 class GgufCursor:
@@ -349,28 +344,28 @@ def _tensors(
     None if that file is not read.
     """
     source, name = header.source, header.source.name
-    dtypes = {info: TYPES.get(info.number) for info in header.infos}
-    for info, dtype in dtypes.items():
+    sizes: dict[TensorInfo, int | None] = {}
+    for info in header.infos:
+        dtype, count = TYPES.get(info.number), prod(info.shape)
         row = info.shape[-1] if info.shape else 1
-        if dtype is not None and row % dtype.block:
+        if dtype is None:
+            sizes[info] = None if count else 0
+        elif row % dtype.block:
             raise FormatError(
                 f"tensor {shown(info.name)}: rows of {row:,} elements are not divisible by "
                 f"{dtype.block}, the block size of {dtype}", where=name,
             )  # fmt: skip
-    sizes: dict[TensorInfo, int | None] = {}
-    for info, dtype in dtypes.items():
-        if dtype is not None:
-            sizes[info] = dtype.nbytes(prod(info.shape))
         else:
-            sizes[info] = None if prod(info.shape) else 0
+            sizes[info] = dtype.nbytes(count)
     start, alignment = _data_start(header, aligned, sizes, warnings)
     held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
     limits = [*(info.offset for info in held[1:]), source.size - start]
     for info, limit in zip(held, limits, strict=False):  # `limit`: offset of the next tensor
         if sizes[info] is None:
             sizes[info] = max(1, limit - info.offset)
-    for info, size in sizes.items():
-        beyond = start + info.offset + (size or 0) - source.size
+    lengths = {info: size or 0 for info, size in sizes.items()}
+    for info, size in lengths.items():
+        beyond = start + info.offset + size - source.size
         if info.offset % alignment:
             raise FormatError(
                 f"tensor {shown(info.name)}: its offset {info.offset:,} is not aligned to "
@@ -382,23 +377,22 @@ def _tensors(
             )
             raise TruncatedError(what, where=name, hint=_AGAIN)
     for one, other in pairwise(held):
-        if one.offset + (sizes[one] or 0) > other.offset:
+        if one.offset + lengths[one] > other.offset:
             both = f"{shown(one.name)}, {shown(other.name)}"
             raise CorruptError(f"2 tensors overlap: {both}", where=name)
-    padded = [-(-(size or 0) // alignment) * alignment for size in sizes.values()]
+    padded = [-(-size // alignment) * alignment for size in lengths.values()]
     if [info.offset for info in sizes] != [0, *accumulate(padded)][: len(sizes)]:
         text = "tensors are not contiguous in the order of the header: llama.cpp refuses the file"
         warnings.append(Notice(LLAMA_CPP, text))
-    for info, dtype in dtypes.items():
-        size = sizes[info] or 0
+    for info, size in lengths.items():
         record = Range(source, min(start + info.offset, source.size - size), size)
         storage = Storage(record, big_endian=header.big_endian)
-        shape = _shape(info, values)
+        dtype, shape = TYPES.get(info.number), _shape(info, values)
         if dtype is None:
             made = unknown(f"ggml type {info.number}")
             yield info.name, Tensor(storage, made, shape, (), layout=UNKNOWN)
-            continue
-        yield info.name, Tensor(storage, dtype, shape, contiguous_stride(shape))
+        else:
+            yield info.name, Tensor(storage, dtype, shape, contiguous_stride(shape))
 
 
 def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:

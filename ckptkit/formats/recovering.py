@@ -202,7 +202,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     reasons: dict[ByteSource | None, str] = {}
     for name, entry in header.items():
         try:
-            kind, begin = read_entry(entry, {})
+            kind, begin = read_entry(entry, Kinds())
         except CkptkitError as error:
             invalid.append(Loss(name, "an entry", error.message))
             continue
@@ -245,7 +245,7 @@ def recoverable(probe: Probe) -> str:
 def _shifted(header: dict[str, Any], size: int) -> str:
     """Describe missing or extra bytes after the header. Return "" if the size is right."""
     end = 0
-    kinds: Kinds = {}
+    kinds = Kinds()
     for entry in header.values():
         try:
             kind, begin = read_entry(entry, kinds)

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from ckptkit.compute.arranged import contiguous
 from ckptkit.core.bytesource import ByteSource, Extent, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS, FLOAT4, DType
+from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS, FLOAT4
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -127,9 +127,7 @@ def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
     metadata = header.pop(METADATA, None)
     if metadata is None:
         return header, {}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    if not isinstance(metadata, dict) or not {*map(type, metadata.values())} <= {str}:
         raise FormatError(f"{METADATA} is not an object of strings")
     return header, metadata
 
@@ -145,118 +143,107 @@ class DtypeAndShape(NamedTuple):
         return self.like.over(Storage(_NEW_RANGE(Range, (source, offset, self.nbytes))))
 
 
-Kinds = dict[tuple[str, Shape], DtypeAndShape]
+class Kinds(dict[tuple[str, Shape], DtypeAndShape]):
+    """A cache of DtypeAndShape by (dtype code, shape). A lookup checks and adds a missing pair.
 
-
-class _NewKinds(Kinds):
-    """A dict of DtypeAndShape by (dtype code, shape). A lookup creates a missing value."""
+    A model has few such pairs.
+    """
 
     def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
-        code, shape = key
-        dtype = BY_SAFETENSORS[code]
-        bits = _bits(dtype, _naturals([*shape], "shape"))
-        return self.setdefault(key, _kind(dtype, shape, bits // 8))
+        dtype, shape = BY_SAFETENSORS[key[0]], _naturals([*key[1]], "shape")
+        if len(shape) > LIMITS.rank:  # checked first, because the product of many sizes is slow
+            check("rank", len(shape), "dimensions of a tensor")
+        nbytes, rest = divmod(math.prod(shape) * (dtype.bits // dtype.packed), 8)
+        if rest or nbytes >> 63:
+            raise FormatError(f"shape {shown(shape)} of {dtype} does not fill bytes of the file")
+        if dtype.packed > 1 and shape[-1] % dtype.packed:  # the last dimension is odd
+            dtype = FLOAT4
+        elif dtype.packed > 1:
+            shape = (*shape[:-1], shape[-1] // dtype.packed)
+        storage = Storage(Range(Memory(b""), 0, nbytes))
+        like = Tensor(storage, dtype, shape, contiguous_stride(shape))
+        return self.setdefault(key, DtypeAndShape(like, nbytes))
 
 
-class _SafetensorsHeader:
-    """The parsed header: names, dtypes, shapes and byte ranges of tensors, and metadata."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, None] = {}
-        self.kinds: list[DtypeAndShape] = []
-        self.begins: list[int] = []
-        self.ends: list[int] = []
-        self.metadata: dict[str, str] = {}
-
-    def check_names(self) -> None:
-        check("name_bytes", max(map(len, self.names), default=0), "characters of a tensor's name")
-
-    def tensors(self, source: ByteSource, start: int) -> dict[str, Tensor]:
-        """Check that the byte ranges cover `source` from `start` on. Return the tensors."""
-        _check_tiles(self.begins, self.ends, self.names, source.size - start)
-        return {
-            name: kind.tensor(source, start + begin)
-            for name, kind, begin in zip(self.names, self.kinds, self.begins, strict=True)
-        }
+# Names, dtypes with shapes, begins and ends of the byte ranges, and metadata of a header.
+_Header = tuple[dict[str, None], list[DtypeAndShape], list[int], list[int], dict[str, str]]
 
 
 def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parse the header. Return the tensors and the metadata."""
     try:
-        header = _read_columns(text)
+        names, kinds, begins, ends, metadata = _read_columns(text)
     except (CkptkitError, LookupError, TypeError):
-        header = _read_entries(text)
-    header.check_names()
-    return header.tensors(source, 8 + len(text)), header.metadata
+        names, kinds, begins, ends, metadata = _read_entries(text)
+    check("name_bytes", max(map(len, names), default=0), "characters of a tensor's name")
+    start = 8 + len(text)
+    _check_tiles(begins, ends, names, source.size - start)
+    tensors = {
+        name: kind.tensor(source, start + begin)
+        for name, kind, begin in zip(names, kinds, begins, strict=True)
+    }
+    return tensors, metadata
 
 
-def _read_columns(text: bytes) -> _SafetensorsHeader:
+def _read_columns(text: bytes) -> _Header:
     """Parse the header in parts. Check each field for all entries of a part at once.
 
     If any entry is invalid, raise an error without details. `_read_entries` then raises the exact
     error.
     """
-    header, kinds = _SafetensorsHeader(), _NewKinds()
+    names, found, begins, ends, metadata = header = ({}, [], [], [], {})  # type: _Header
+    kinds = Kinds()
     named = unknown = 0
     for part, strings in strict_json.parse_parts(text, "the header"):
         named += METADATA in part
-        entries, metadata = _apart(part)
-        _add_columns(header, entries, kinds)
-        header.metadata.update(metadata)
+        entries, strings_of_part = _apart(part)
+        metadata.update(strings_of_part)
+        codes, shapes, spans = (
+            [*map(itemgetter(field), entries.values())]
+            for field in ("dtype", "shape", "data_offsets")
+        )
+        places = [*flatten(spans)]
+        if not (
+            {*map(type, shapes)} <= {list}
+            and {*map(type, places), *map(type, flatten(shapes))} <= {int}
+            and {*map(len, spans)} <= {2}
+            and min(places, default=0) >= 0
+        ):
+            raise FormatError("a field has the wrong type")
+        of_part = [*map(kinds.__getitem__, zip(codes, map(tuple, shapes), strict=True))]
+        if [kind.nbytes for kind in of_part] != [*map(sub, places[1::2], places[::2])]:
+            raise FormatError("a shape does not match its bytes")
+        found += of_part
+        begins += places[::2]
+        ends += places[1::2]
+        names.update(dict.fromkeys(entries))
         # An entry contains at least five strings: its name, three field names, and its dtype. If a
         # part contains exactly five strings for each entry, no entry has an unknown field, and no
         # name occurs twice.
-        unknown += strings - 5 * len(entries) - 2 * len(metadata)
-    if unknown != named or named > 1 or len(header.names) != len(header.kinds):
+        unknown += strings - 5 * len(entries) - 2 * len(strings_of_part)
+    if unknown != named or named > 1 or len(names) != len(found):
         raise FormatError("a field is unknown, or a name occurs twice")
     return header
 
 
-def _add_columns(header: _SafetensorsHeader, entries: dict[str, Any], kinds: _NewKinds) -> None:
-    codes = [*map(itemgetter("dtype"), entries.values())]
-    shapes = [*map(itemgetter("shape"), entries.values())]
-    spans = [*map(itemgetter("data_offsets"), entries.values())]
-    places = [*flatten(spans)]
-    if not (
-        {*map(type, shapes)} <= {list}
-        and {*map(type, places), *map(type, flatten(shapes))} <= {int}
-        and {*map(len, spans)} <= {2}
-        and min(places, default=0) >= 0
-    ):
-        raise FormatError("a field has the wrong type")
-    begins, ends = places[::2], places[1::2]
-    found = [*map(kinds.__getitem__, zip(codes, map(tuple, shapes), strict=True))]
-    if [kind.nbytes for kind in found] != [*map(sub, ends, begins)]:
-        raise FormatError("a shape does not match its bytes")
-    header.names.update(dict.fromkeys(entries))
-    header.kinds += found
-    header.begins += begins
-    header.ends += ends
-
-
-def _read_entries(text: bytes) -> _SafetensorsHeader:
+def _read_entries(text: bytes) -> _Header:
     """Parse the header entry by entry. Raises the error of the first invalid entry."""
-    header, kinds = _SafetensorsHeader(), Kinds()
-    entries, header.metadata = read_header(text)
-    header.names = dict.fromkeys(entries)
-    header.check_names()
+    entries, metadata = read_header(text)
+    kinds, found, begins = Kinds(), [], []
     for name, entry in entries.items():
         try:
             kind, begin = read_entry(entry, kinds)
         except CkptkitError as error:
             error.message = f"tensor {shown(name)}: {error.message}"
             raise
-        header.kinds.append(kind)
-        header.begins.append(begin)
-        header.ends.append(begin + kind.nbytes)
-    return header
+        found.append(kind)
+        begins.append(begin)
+    ends = [begin + kind.nbytes for begin, kind in zip(begins, found, strict=True)]
+    return dict.fromkeys(entries), found, begins, ends, metadata
 
 
 def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
-    """Parse an entry. Return the tensor's dtype and shape, and the offset of its bytes.
-
-    `kinds` caches the pairs of dtype and shape that have been checked. A model has few such pairs.
-    """
+    """Parse an entry. Return the tensor's dtype and shape, and the offset of its bytes."""
     try:
         code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError) as error:
@@ -265,63 +252,38 @@ def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
         raise AmbiguousError(
             f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}"
         )
-    begin, end = _span(offsets)
-    dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
-    if dtype is None:
+    span = _naturals(offsets, "data_offsets")
+    if len(span) != 2 or span[0] > span[1]:
+        raise FormatError(f"data_offsets {shown(span)} is not a begin and an end")
+    if not isinstance(code, str) or code not in BY_SAFETENSORS:
         raise FormatError(f"unknown dtype {shown(code)}")
     shape = _naturals(sizes, "shape")
-    kind = kinds.get((code, shape))
-    if kind is None:
-        kind = kinds[code, shape] = _kind(dtype, shape, end - begin)
-    elif kind.nbytes != end - begin:
-        raise _unfilled(dtype, shape, end - begin)
-    return kind, begin
-
-
-def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
-    if _bits(dtype, shape) != nbytes * 8:
-        raise _unfilled(dtype, shape, nbytes)
-    if dtype.packed > 1 and shape[-1] % dtype.packed:  # the last dimension is odd
-        dtype = FLOAT4
-    elif dtype.packed > 1:
-        shape = (*shape[:-1], shape[-1] // dtype.packed)
-    storage = Storage(Range(Memory(b""), 0, nbytes))
-    return DtypeAndShape(Tensor(storage, dtype, shape, contiguous_stride(shape)), nbytes)
-
-
-def _bits(dtype: DType, shape: Shape) -> int:
-    if len(shape) > LIMITS.rank:  # checked first, because the product of many sizes is slow
-        check("rank", len(shape), "dimensions of a tensor")
-    return math.prod(shape) * (dtype.bits // dtype.packed)
-
-
-def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:
-    return FormatError(f"shape {shown(shape)} of {dtype} does not fill {nbytes:,} bytes")
-
-
-def _span(offsets: Any) -> tuple[int, int]:
-    """Return the begin and the end in `offsets`. Raise FormatError unless begin <= end."""
-    begin, end = offsets if offsets.__class__ is list and len(offsets) == 2 else (None, None)
-    if begin.__class__ is int and end.__class__ is int and 0 <= begin <= end:
-        return begin, end
-    wrong = _naturals(offsets, "data_offsets")
-    raise FormatError(f"data_offsets {shown(wrong)} is not a begin and an end")
+    kind = kinds[code, shape]
+    if kind.nbytes != span[1] - span[0]:
+        what = f"shape {shown(shape)} of {BY_SAFETENSORS[code]} does not fill"
+        raise FormatError(f"{what} {span[1] - span[0]:,} bytes")
+    return kind, span[0]
 
 
 def _naturals(value: Any, what: str) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise FormatError(f"{what} is not a list")
-    for n in value:
-        if type(n) is not int or n < 0:
-            raise FormatError(f"{what} is not a list of non-negative integers")
+    if any(type(n) is not int or n < 0 for n in value):
+        raise FormatError(f"{what} is not a list of non-negative integers")
     return tuple(value)
 
 
 def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
     """Check that the byte ranges cover the buffer without holes up to the end of the file."""
-    if begins != [0, *ends[:-1]]:  # the ranges are unsorted, overlap or leave a hole
-        _check_sorted(sorted(zip(begins, ends, names, strict=True)))
     reached = max(ends, default=0)
+    if begins != [0, *ends[:-1]]:  # the ranges are unsorted, overlap or leave a hole
+        before = 0
+        for begin, end, name in sorted(zip(begins, ends, names, strict=True)):
+            if begin != before:
+                wrong = "a hole before it" if begin > before else "it overlaps another tensor"
+                what = f"begins at {begin:,}, not at {before:,}: {wrong}"
+                raise FormatError(f"tensor {shown(name)}: {what}")
+            before = end
     if reached > size:
         raise TruncatedError(
             f"is truncated: {reached - size:,} bytes are missing of the {reached:,} bytes of "
@@ -330,17 +292,6 @@ def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size:
         )
     if reached < size:
         raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
-
-
-def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
-    reached = 0
-    for begin, end, name in spans:
-        if begin != reached:
-            wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
-            raise FormatError(
-                f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}"
-            )
-        reached = end
 
 
 # Writing
@@ -443,11 +394,32 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """Plan a file of the tensors. Metadata entries whose value is None are omitted."""
+    """Plan a file of the tensors. Metadata entries whose value is None are omitted.
+
+    Spaces pad the header, so that the buffer is 8-byte aligned.
+    """
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
-    extents = _joined(contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
-    header = _header_bytes(tensors, order, metadata)
-    return OutputFile("", (header, *extents))
+    extents: list[Extent] = []
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in order:
+        offsets[name] = end
+        end += tensors[name].nbytes
+        extent = contiguous(tensors[name]).locate() if tensors[name].nbytes else None
+        last = extents[-1] if extents else None
+        if (
+            isinstance(last, Range)
+            and isinstance(extent, Range)
+            and last.source is extent.source
+            and last.offset + last.length == extent.offset
+        ):
+            extents[-1] = last._replace(length=last.length + extent.length)
+        elif extent is not None:
+            extents.append(extent)
+    text = header_text(tensors, offsets, metadata)
+    text += b" " * (-len(text) % 8)
+    check("safetensors_header_bytes", len(text), "bytes of the header")
+    return OutputFile("", (len(text).to_bytes(8, "little") + text, *extents))
 
 
 def _way_out(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> str:
@@ -502,26 +474,6 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
     return {name: first for name, first in kept.items() if name != first and name not in taken}
 
 
-def _header_bytes(
-    tensors: Mapping[str, Tensor],
-    order: Iterable[str],
-    metadata: Mapping[str, str | None],
-) -> bytes:
-    """Return the length of the header, and the header.
-
-    Spaces pad the header, so that the buffer is 8-byte aligned.
-    """
-    offsets: dict[str, int] = {}
-    end = 0
-    for name in order:
-        offsets[name] = end
-        end += tensors[name].nbytes
-    text = header_text(tensors, offsets, metadata)
-    text += b" " * (-len(text) % 8)
-    check("safetensors_header_bytes", len(text), "bytes of the header")
-    return len(text).to_bytes(8, "little") + text
-
-
 def header_text(
     tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
 ) -> bytes:
@@ -536,23 +488,6 @@ def header_text(
         span = [offsets[name], offsets[name] + tensor.nbytes]
         header[name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": span}
     return dump(header).encode()
-
-
-def _joined(extents: Iterable[Extent]) -> list[Extent]:
-    """Merge adjacent ranges of one source."""
-    row: list[Extent] = []
-    for extent in extents:
-        last = row[-1] if row else None
-        if (
-            isinstance(last, Range)
-            and isinstance(extent, Range)
-            and last.source is extent.source
-            and last.offset + last.length == extent.offset
-        ):
-            row[-1] = last._replace(length=last.length + extent.length)
-        else:
-            row.append(extent)
-    return row
 
 
 # Editing in place
