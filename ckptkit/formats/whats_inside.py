@@ -48,7 +48,6 @@ _AGAIN = "download the file itself, not its web page"
 _OTHER = "`ckptkit formats` lists what ckptkit reads"
 _UNPACK = "unpack it first"
 _UNPACK_BY = "unpack it first: {0} -c {{0}} > {{0}}.unpacked"
-_UNZLIB = "unpack it with Python's zlib, or joblib"
 _NUMPY = "; ckptkit reads what numpy.savez wrote"
 _TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
 _KERAS = "load it with Keras, and save its weights with numpy.savez" + _NUMPY
@@ -56,48 +55,32 @@ _FLAX = "load it with flax.serialization, flatten it, and save it with numpy.sav
 _CAFFE = "load it with Caffe, and save it with numpy.savez" + _NUMPY
 _MATLAB = "read it with scipy.io.loadmat, and save it with numpy.savez" + _NUMPY
 _DEPLOYED = "this file is for inference: find the checkpoint from which it was exported"
-_GGML = "a GGML model (llama.cpp before GGUF)", "find the checkpoint from which it was converted"
-_ZLIB = "a zlib stream, such as a compressed joblib file", _UNZLIB
 
 # Signatures of files: offset, bytes, description of the file, and hint.
-_SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+_SIGNATURES: tuple[tuple[int, bytes | tuple[bytes, ...], str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run `git lfs pull`"),
     (0, b"\x5d\0\0\x80\0", "an lzma file", _UNPACK_BY.format("unlzma")),
     (0, b"\x04\x22\x4d\x18", "an lz4 file", _UNPACK_BY.format("unlz4")),
     (0, b"\x1f\x9d", "a compressed file (.Z)", _UNPACK_BY.format("uncompress")),
-    (0, b"\x78\x01", *_ZLIB),
-    (0, b"\x78\x5e", *_ZLIB),
-    (0, b"\x78\x9c", *_ZLIB),
-    (0, b"\x78\xda", *_ZLIB),
+    (0, (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"),
+     "a zlib stream, such as a compressed joblib file", "unpack it with Python's zlib, or joblib"),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     (0, b"Rar!", "a RAR archive", _UNPACK),
     (0, b"PK\x05\x06", "an empty zip archive", "download or save it again"),
     (0, b"PK00PK", "a spanned zip archive", "join its parts first"),
-    (0, b"lmgg", *_GGML),
-    (0, b"fmgg", *_GGML),
-    (0, b"tjgg", *_GGML),
-    (0, b"algg", *_GGML),
+    (0, (b"lmgg", b"fmgg", b"tjgg", b"algg"), "a GGML model (llama.cpp before GGUF)",
+     "find the checkpoint from which it was converted"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras)", _KERAS),
     (4, b"TFL3", "a TensorFlow Lite model", _DEPLOYED),
     (4, b"PTMF", "a model for PyTorch mobile", _DEPLOYED),
     (4, b"ET12", "an ExecuTorch program", _DEPLOYED),
-    (
-        *(0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)"),
-        "the file does not store names or shapes of tensors",
-    ),
+    (0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)",
+     "the file does not store names or shapes of tensors"),
     (0, b"MATLAB 5.0 MAT-file", "a MATLAB file", _MATLAB),
-    (0, b"PAR1", "a Parquet table", _OTHER),
-    (0, b"ARROW1", "an Arrow table", _OTHER),
-    (0, b"SQLite format 3", "an SQLite database", _OTHER),
-    (0, b"\x89PNG", "a PNG image", _OTHER),
-    (0, b"\xff\xd8\xff", "a JPEG image", _OTHER),
-    (0, b"GIF8", "a GIF image", _OTHER),
-    (8, b"WEBP", "a WebP image", _OTHER),
-    (0, b"%PDF", "a PDF document", _OTHER),
-    (0, b"\x7fELF", "a program or library (ELF)", _OTHER),
-    (0, b"MZ", "a program or library (Windows)", _OTHER),
-    (0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _OTHER),
-)
+    (0, (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"%PDF", b"PAR1", b"ARROW1", b"SQLite format 3"),
+     "an image, document or table", _OTHER),
+    (0, (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe"), "a program or library", _OTHER),
+)  # fmt: skip
 # Protocol buffers have no signature. If the first byte can begin a protocol buffer, the file name
 # decides.
 _PROTOBUF = {
@@ -115,14 +98,39 @@ _ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)
 _FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)
 # The last bytes of the index file of a TensorFlow checkpoint.
 _TABLE_END = bytes.fromhex("57fb808b247547db")
-_TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
 _HTML = (b"<!doctype html", b"<html", b"<head")
+_XML = (b"<?xml", b"<error", b"<net")
+_CONFIG = "is the configuration of a model, not its weights"
+_WEIGHTS = "the weights are in another file of the folder"
+# Text files: the first bytes, other bytes near the beginning, a description, and a hint.
+_TEXTS: tuple[tuple[bytes | tuple[bytes, ...], bytes, str, str], ...] = (
+    (_HTML, b"", "is an HTML page, not a checkpoint", _AGAIN),
+    (_XML, b"<net ", "is an OpenVINO model", _DEPLOYED),
+    (_XML, b"", "is an XML document, not a checkpoint",
+     "servers send such documents when a download fails"),
+    (b"model_checkpoint_path:", b"", "contains only the name of the latest TensorFlow checkpoint",
+     _TENSORFLOW),
+    (b"{", b'"model_type"', _CONFIG, _WEIGHTS),
+    (b"{", b'"architectures"', _CONFIG, _WEIGHTS),
+    ((b"{", b"["), b"", "is a JSON file, not a checkpoint",
+     "for shards, name their folder or their index file"),
+)  # fmt: skip
+# Folders: a pattern for the name of one of their files, a description, and a hint.
+_FOLDERS = (
+    (r"saved_model\.pb|keras_metadata\.pb", "is a TensorFlow model (SavedModel)", _TENSORFLOW),
+    (r".*\.data-[0-9]{5}-of-[0-9]{5}", "is a folder of TensorFlow checkpoints", _TENSORFLOW),
+    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|_METADATA", "is an Orbax checkpoint (JAX)",
+     "restore it with Orbax, and save it with numpy.savez" + _NUMPY),
+    (r"model_index\.json", "is a pipeline of several models (diffusers)",
+     "name the folder of one model, such as unet"),
+)  # fmt: skip
 
 
 def refusal(probe: Probe) -> InputError:
     """Return the error for a file or folder that has no supported format."""
     kind: type[InputError] = FormatError
     head = probe.head
+    text = head.lstrip().lower()
     if probe.is_folder:
         what, hint = _folder(probe)
     elif not head:
@@ -138,8 +146,13 @@ def refusal(probe: Probe) -> InputError:
     elif not head.strip(b"\0"):
         what = "begins with zeros: the save or copy did not finish"
         hint = "get the file again"
-    elif _is_text(head) or head.lstrip().lower().startswith(_HTML):
-        what, hint = _text(head)
+    elif text.startswith(_HTML) or _is_text(head):
+        what = "is a text file, not a checkpoint"
+        hint = f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
+        for start, inside, *said in _TEXTS:
+            if text.startswith(start) and inside in text:
+                what, hint = said
+                break
     elif _are_floats(head):
         what = "has no header; the bytes look like float32 numbers"
         hint = "if you know the shape, read the file with numpy.fromfile and save with numpy.savez"
@@ -166,28 +179,6 @@ def _signature(probe: Probe) -> tuple[str, str] | None:
     if source.size >= 48 and source.read(source.size - size, size) == _TABLE_END:
         return "the index of a TensorFlow checkpoint", _TENSORFLOW
     return None
-
-
-def _text(head: bytes) -> tuple[str, str]:
-    """Return description and hint for a text file."""
-    text = head.lstrip().lower()
-    if text.startswith(_HTML):
-        return "is an HTML page, not a checkpoint", _AGAIN
-    if text.startswith((b"<?xml", b"<error", b"<net")):
-        if b"<net " in text:
-            return "is an OpenVINO model", _DEPLOYED
-        hint = "servers send such documents when a download fails"
-        return "is an XML document, not a checkpoint", hint
-    if text.startswith(b"model_checkpoint_path:"):
-        return "contains only the name of the latest TensorFlow checkpoint", _TENSORFLOW
-    if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
-        hint = "the weights are in another file of the folder"
-        return "is the configuration of a model, not its weights", hint
-    if text[:1] in (b"{", b"["):
-        hint = "for shards, name their folder or their index file"
-        return "is a JSON file, not a checkpoint", hint
-    what = "is a text file, not a checkpoint"
-    return what, f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
 
 
 def _are_floats(head: bytes) -> bool:
@@ -238,18 +229,10 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
 
 
 def _folder(probe: Probe) -> tuple[str, str]:
-    names = probe.names
-    if "saved_model.pb" in names or "keras_metadata.pb" in names:
-        return "is a TensorFlow model (SavedModel)", _TENSORFLOW
-    if any(_TF_DATA.search(name) for name in names):
-        return "is a folder of TensorFlow checkpoints", _TENSORFLOW
-    if names & {"manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA"}:
-        hint = "restore it with Orbax, and save it with numpy.savez" + _NUMPY
-        return "is an Orbax checkpoint (JAX)", hint
-    if "model_index.json" in names:
-        hint = "name the folder of one model, such as unet"
-        return "is a pipeline of several models (diffusers)", hint
-    if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
+    for pattern, what, hint in _FOLDERS:
+        if any(re.fullmatch(pattern, name) for name in probe.names):
+            return what, hint
+    if "Manifest.json" in probe.names and probe.name.rstrip("/").endswith(".mlpackage"):
         return "is a Core ML model", _DEPLOYED
     hint = "name a checkpoint file, or the folder that contains the file"
     return "is a folder without a checkpoint", hint
@@ -324,11 +307,10 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
     Raises the errors of `read_directory`.
     """
-    directory = probe.zip
-    return None if directory is None else _members(directory)
+    return None if probe.zip is None else _contents(probe.zip)
 
 
-def _members(directory: ZipDirectory) -> Iterator[Found]:
+def _contents(directory: ZipDirectory) -> Iterator[Found]:
     top = directory.top
     script = any(f"{top}/{name}" in directory.entries for name in _SCRIPT)
     for name, entry in directory.entries.items():
@@ -342,7 +324,9 @@ def _members(directory: ZipDirectory) -> Iterator[Found]:
             assert isinstance(stored, Range)
             yield member(name, Section(*stored), top, script, METHODS[entry.method])
             if script and _CODE.fullmatch(name):
-                yield program(name, directory.read(name))
+                code = directory.read(name)
+                files = {found.group().decode() for found in _FILES.finditer(code)}
+                yield Program(name, len(_FUNCTION.findall(code)), tuple(sorted(files)))
         except CkptkitError as error:
             yield Remark(name, error.message)
 
@@ -357,23 +341,16 @@ def member(
 ) -> PickleStream | Inner:
     """Classify a member by its name: a pickle that torch loads, another pickle, or other bytes."""
     inner = name.removeprefix(f"{top}/")
-    size = source.size
     reader: tuple[str, str | None] | None = None
     if not script and inner == "data.pkl":
         reader = TORCH_LOAD, None
     elif script and inner.endswith(".pkl") and "/" not in inner:
         reader = TORCHSCRIPT, NO_PROGRAMS
-    if reader is not None:
-        return PickleStream(name, source, 0, size, *reader, packed=packed, open_end=open_end)
-    if name.lower().endswith(PICKLES) and not open_end:
-        return PickleStream(name, source, 0, size, PICKLE, NOT_TORCH, packed=packed)
-    return Inner(name, source, False, packed, open_end)
-
-
-def program(name: str, data: bytes) -> Program:
-    """Return the file operators in the code of a program, and how many functions it has."""
-    files = {found.group().decode() for found in _FILES.finditer(data)}
-    return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
+    elif name.lower().endswith(PICKLES) and not open_end:
+        reader = PICKLE, NOT_TORCH
+    if reader is None:
+        return Inner(name, source, False, packed, open_end)
+    return PickleStream(name, source, 0, source.size, *reader, packed=packed, open_end=open_end)
 
 
 def check(probe: Probe) -> Iterator[CheckedPart]:
