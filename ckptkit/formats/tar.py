@@ -23,7 +23,6 @@ ckptkit ignores times, owners and modes, and does not follow links.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Range
@@ -38,7 +37,6 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import check
 from ckptkit.core.text import shown
 
-_HERE = re.compile(r"^\./")
 BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
@@ -121,24 +119,10 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMemb
     """
     members: dict[str, TarMember] = {}
     folded: set[str] = set()
-    links: list[str] = []
-    for member, link in _members(source, here):
-        if member.name.lower() in folded:
-            raise AmbiguousError(f"two members have the name {shown(member.name)}")
-        folded.add(member.name.lower())
-        members[member.name] = member
-        links += [link] if link else []
-        check("tar_members", len(members), "members of a tar file")
-    if aliases := [link for link in links if link in members]:
-        raise AmbiguousError(f"a link is a second name for the member {shown(aliases[0])}")
-    return members
-
-
-def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
-    """Yield each member and its link target. Then check the end of the archive."""
+    links: set[str] = set()
+    records: dict[bytes, bytes] = {}  # records (type x) about the next member
+    long: dict[bytes, bytes] = {}  # long names of GNU for the next member
     at = 0
-    records: dict[bytes, bytes] = {}
-    long: dict[bytes, bytes] = {}
     while (block := source.read(at, BLOCK)).strip(b"\0"):
         header = _header(block, at)
         data = Range(source, at + BLOCK, _size(header, records))
@@ -152,61 +136,77 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
             if header.long in long:
                 raise AmbiguousError("a tar member has two long names")
             long[header.long] = _long(data)
-            continue
-        if header.type in _RECORDS:
+        elif header.type in _RECORDS:
             if records or long:
                 raise AmbiguousError("a tar member has two groups of records")
             found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
             records = found if header.type == b"x" else {}
-            continue
-        yield _member(header, _with_long(header, records, long), data, here)
-        records, long = {}, {}
+        else:
+            short = {b"path": header.name, b"linkpath": header.link}
+            differ = any(text[:_NAME] != short[key] for key, text in long.items())
+            if long and (records or differ):
+                raise AmbiguousError(f"the tar member {shown(header.name)} has two names")
+            named = short | records | long
+            member = _member(header, named[b"path"], data, here)
+            if member.name.lower() in folded:
+                raise AmbiguousError(f"two members have the name {shown(member.name)}")
+            folded.add(member.name.lower())
+            members[member.name] = member
+            if member.kind == "link":
+                links.add(named[b"linkpath"].decode("latin-1"))
+            check("tar_members", len(members), "members of a tar file")
+            records, long = {}, {}
     if records or long:
         raise FormatError("a tar file ends with a record about a missing member")
-    _check_end(source, at)
+    tail = source.size - at
+    if tail < 2 * BLOCK or tail % BLOCK:
+        raise TruncatedError(
+            "ends inside the zeros after its last member",
+            hint="the file is truncated: copy it again",
+        )
+    if tail > _TAIL or source.read(at, tail).strip(b"\0"):
+        raise AmbiguousError(f"{tail:,} bytes follow the end of the tar file")
+    if alias := min(links & members.keys(), default=""):
+        raise AmbiguousError(f"a link is a second name for the member {shown(alias)}")
+    return members
 
 
 def _header(block: bytes, at: int) -> _TarHeader:
     if not is_tar(block):
         raise CorruptError(f"the checksum of the tar header at byte {at:,} is wrong")
-    magic, prefix = block[257:265], block[345:500]
+    magic, type = block[257:265], block[156:157]
     if magic not in _MAGICS:
         raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
-    if magic == _MAGICS[1] and prefix.strip(b"\0"):
+    if magic == _MAGICS[1] and block[345:500].strip(b"\0"):
         raise AmbiguousError(
             "a GNU tar header contains times at the bytes where POSIX continues the name"
         )
-    name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
+    fields = (block[:100], block[157:257], block[345:500])
+    for field in fields:
+        text, _, rest = field.partition(b"\0")
+        if rest.strip(b"\0"):
+            raise AmbiguousError(f"a tar header has bytes after the end of the name {shown(text)}")
+    name, link, start = (field.rstrip(b"\0") for field in fields)
     if start:
         name = start + b"/" + name
-    if (
-        not name.isascii()
-        or not name.decode("ascii").isprintable()
-        or (start and name.endswith(b"/"))
-    ):
+    if not _is_printable(name) or (start and name.endswith(b"/")):
         raise FormatError(f"a tar header has the invalid name {shown(name)}")
-    type = block[156:157]
-    long = _LONG.get(type) if magic == _MAGICS[1] else None
-    return _TarHeader(name, type, _number(block[124:136]), link, long)
+    digits = block[124:136]
+    if digits[0] == 0x80:
+        size = int.from_bytes(digits[1:], "big")
+    elif re.fullmatch(rb" *[0-7]+[ \0]*", digits):
+        size = int(digits.strip(b" \0"), 8)
+    else:
+        raise FormatError(f"a tar header has the size {digits!r}, which is not an octal number")
+    return _TarHeader(name, type, size, link, _LONG.get(type) if magic == _MAGICS[1] else None)
+
+
+def _is_printable(name: bytes) -> bool:
+    return name.isascii() and name.decode("ascii").isprintable()
 
 
 def _padded(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
-
-
-def _text(field: bytes) -> bytes:
-    text, _, rest = field.partition(b"\0")
-    if rest.strip(b"\0"):
-        raise AmbiguousError(f"a tar header has bytes after the end of the name {shown(text)}")
-    return text
-
-
-def _number(field: bytes) -> int:
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    if not re.fullmatch(rb" *[0-7]+[ \0]*", field):
-        raise FormatError(f"a tar header has the size {field!r}, which is not an octal number")
-    return int(field.strip(b" \0"), 8)
 
 
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
@@ -230,11 +230,8 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
     while text:
         match = re.match(rb"([1-9][0-9]{0,3}) ([^=\0\n]+)=", text)
         length = int(match[1]) if match else 0
-        if (
-            match is None
-            or not match.end() < length <= len(text)
-            or text[length - 1 : length] != b"\n"
-        ):
+        is_whole = length <= len(text) and text[length - 1 : length] == b"\n"
+        if match is None or match.end() >= length or not is_whole:
             raise FormatError("a record about a tar member is malformed")
         key, value = match[2], text[match.end() : length - 1]
         if key not in known:
@@ -260,23 +257,7 @@ def _long(data: Range) -> bytes:
     return text
 
 
-def _with_long(
-    header: _TarHeader, records: dict[bytes, bytes], long: dict[bytes, bytes]
-) -> dict[bytes, bytes]:
-    """Return the records, with GNU's long names added.
-
-    Raises AmbiguousError if there are both records and long names, or if a long name does not begin
-    with the name in the header.
-    """
-    short = {b"path": header.name, b"linkpath": header.link}
-    if long and (records or any(text[:_NAME] != short[key] for key, text in long.items())):
-        raise AmbiguousError(f"the tar member {shown(header.name)} has two names")
-    return records | long
-
-
-def _member(
-    header: _TarHeader, records: dict[bytes, bytes], data: Range, here: bool
-) -> tuple[TarMember, str]:
+def _member(header: _TarHeader, path: bytes, data: Range, here: bool) -> TarMember:
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
@@ -285,11 +266,9 @@ def _member(
         )
     if kind != "file" and data.length:
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
-    path, link = records.get(b"path", header.name), records.get(b"linkpath", header.link)
-    name = _name(path, kind, here)
     if header.name not in (b"", path[:_NAME]):  # readers that ignore records use the header's name
         _name(header.name, kind, here)
-    return TarMember(name, kind, data), link.decode("latin-1") if kind == "link" else ""
+    return TarMember(_name(path, kind, here), kind, data)
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:
@@ -300,12 +279,12 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     A leading ``./`` is removed only if `here` is true, because torch keeps a leading ``./``.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
-    text = name.decode("latin-1")
-    if not text.isascii() or not text.isprintable() or not text:
+    if not name or not _is_printable(name):
         raise FormatError(f"a tar member has the invalid name {shown(name)}")
+    text = name.decode("ascii")
     if here and kind == "folder" and text in (".", "./"):
         return text
-    text = _HERE.sub("", text) if here else text
+    text = text.removeprefix("./") if here else text
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(
@@ -313,15 +292,3 @@ def _name(name: bytes, kind: str, here: bool) -> str:
             f"a {kind}"
         )
     return text
-
-
-def _check_end(source: ByteSource, at: int) -> None:
-    """Check that the archive ends with at least two blocks of zeros, and that no bytes follow."""
-    tail = source.size - at
-    if tail < 2 * BLOCK or tail % BLOCK:
-        raise TruncatedError(
-            "ends inside the zeros after its last member",
-            hint="the file is truncated: copy it again",
-        )
-    if tail > _TAIL or source.read(at, tail).strip(b"\0"):
-        raise AmbiguousError(f"{tail:,} bytes follow the end of the tar file")
