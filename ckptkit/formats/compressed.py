@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, LocalFile, Memory, Section
@@ -38,9 +38,6 @@ from ckptkit.formats.folder import best, candidates
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.tar import read_members
 from ckptkit.formats.torch_legacy import is_archive
-
-if TYPE_CHECKING:
-    from tempfile import SpooledTemporaryFile
 
 
 def matches(probe: Probe) -> bool:
@@ -94,11 +91,8 @@ def _member(archive: ByteSource) -> ByteSource:
 
     The names of the files show which file is a checkpoint, as in a folder.
     """
-    files = {
-        name: each.data
-        for name, each in read_members(archive, here=True).items()
-        if each.kind == "file"
-    }
+    members = read_members(archive, here=True).items()
+    files = {name: each.data for name, each in members if each.kind == "file"}
     chosen = best(files)
     if chosen is not None and chosen.form == "file":
         _, offset, length = files[chosen.files[0]]
@@ -127,26 +121,16 @@ IN_MEMORY = 16 << 20  # maximum size of a decompressed file that stays in memory
 
 # First bytes of the compressed files that ckptkit can read.
 HEADS = {
-    b"\x1f\x8b\x08": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-}
+    b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd",
+}  # fmt: skip
 # First bytes that do not prove compression. Uncompressed data, such as small integers, may begin
 # with these bytes too.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
-    b"\x78\x01": "zlib",
-    b"\x78\x5e": "zlib",
-    b"\x78\x9c": "zlib",
-    b"\x78\xda": "zlib",
+    **dict.fromkeys((b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"), "zlib"),
 }
 # First bytes of the compressed files that ckptkit cannot read.
-CLOSED = {
-    b"\x04\x22\x4d\x18": "lz4",
-    b"7z\xbc\xaf\x27\x1c": "7z",
-    b"Rar!\x1a\x07": "rar",
-}
+CLOSED = {b"\x04\x22\x4d\x18": "lz4", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar"}
 
 
 class _Zstd:
@@ -211,18 +195,18 @@ def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
     the package zstandard, which is not installed.
     """
     machine = _MACHINES[method]()
-    at = 0
     try:
-        while at < source.size:
+        for at in range(0, source.size, _PIECE):
             data = source.read(at, min(_PIECE, source.size - at))
-            at += len(data)
             while data:
+                if machine.eof and method in ("deflate", "zlib"):
+                    return
+                if machine.eof:  # another stream or zeros follow
+                    if not data.strip(b"\0"):
+                        break
+                    machine = _MACHINES[method]()
                 yield from _output(machine, data)
                 data = machine.unused_data if machine.eof else b""
-                if machine.eof and (method in ("deflate", "zlib") or not data.strip(b"\0")):
-                    return
-                if machine.eof:
-                    machine = _MACHINES[method]()
     except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
         raise CorruptError(f"cannot be inflated ({method}): {error}") from error
     if not machine.eof:
@@ -283,24 +267,19 @@ def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, Ckptk
     try:
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
             failure = _collect(source, method, most, file.write)
-            return _kept(source, file), failure
+            if file.tell() > IN_MEMORY:
+                file.flush()
+                return Spool(source, os.dup(file.fileno())), failure
+            file.seek(0)
+            inner = Memory(file.read(), source.name)
+            inner.whole = source
+            return inner, failure
     except OSError as error:
         raise InputError(
             f"cannot be decompressed into a temporary file: {error.strerror}",
             where=source.name,
             hint="set the variable TMPDIR to a folder with more free space",
         ) from error
-
-
-def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
-    """Return the decompressed bytes in `file` as a source."""
-    if file.tell() > IN_MEMORY:
-        file.flush()
-        return Spool(source, os.dup(file.fileno()))
-    file.seek(0)
-    inner = Memory(file.read(), source.name)
-    inner.whole = source
-    return inner
 
 
 def _collect(

@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -250,3 +251,12 @@ def test_pieces_are_bounded() -> None:
 
     source = Memory(gzip.compress(bytes(32 << 20)))
     assert max(map(len, compressed.pieces(source, "gzip"))) <= 1 << 18
+
+
+def test_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stream ends with a block that is read, and zeros lie behind the second."""
+    first, second = gzip.compress(b"one"), gzip.compress(b" and two")
+    for size in (len(first), len(first) + 1, 4096):
+        monkeypatch.setattr(compressed, "_PIECE", size)
+        source = Memory(first + second + bytes(2 * size))
+        assert b"".join(compressed.pieces(source, "gzip")) == b"one and two"
