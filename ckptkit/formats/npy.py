@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckptkit.compute.arranged import contiguous
@@ -83,6 +84,8 @@ _ITEM = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _KINDS = {"descr": ("descr", "fields"), "fortran_order": ("flag",), "shape": ("shape",)}
+# Python 2 writes a long integer as 3L.
+_SIZES = re.compile(r"\s*|(\s*[0-9]{1,19}L?\s*,)+(\s*[0-9]{1,19}L?\s*)?")
 # dtypes by numpy's code, such as f4 for float32.
 _CODES = {f"{name[0]}{row.itemsize}": row for name, row in BY_NUMPY.items()}
 _TEXT = re.compile(r"([<>|=]?)([US])([0-9]{1,9})")
@@ -111,11 +114,11 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """Read the array. The array is the root of the checkpoint and has no name."""
     source = probe.source
-    array = read_array(Range(source, 0, source.size), None)
-    globals, warnings = (
-        ((), ()) if array.pickled is None else (array.pickled.globals, array.pickled.warnings)
-    )
-    return Checkpoint(array.root, table.NPY.name, source, globals=globals, warnings=warnings)
+    root, pickled = read_array(Range(source, 0, source.size), None)
+    checkpoint = Checkpoint(root, table.NPY.name, source)
+    if pickled is None:
+        return checkpoint
+    return replace(checkpoint, globals=pickled.globals, warnings=pickled.warnings)
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
@@ -132,8 +135,17 @@ def read_array(extent: Extent, crc: int | None) -> Array:
         return _pickled(extent, header.start)
     order, dtype = _dtype(header.descr)
     check("rank", len(header.shape), "dimensions of an array")
-    _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
-    shape = header.shape
+    shape, expected = header.shape, dtype.nbytes(math.prod(header.shape))
+    if nbytes < expected:
+        raise TruncatedError(
+            f"an array of shape {shape} and {dtype} has {expected:,} bytes, "
+            f"but only {nbytes:,} are in the file",
+            hint=_AGAIN,
+        )
+    if nbytes > expected:
+        raise AmbiguousError(
+            f"{nbytes - expected:,} bytes follow the array; other readers may read these bytes"
+        )
     stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
     own = None if crc is None else crc32_combine(crc32(text), crc, nbytes)  # CRC of the elements
     record = RecordSlice(extent, header.start, nbytes).locate()
@@ -145,15 +157,15 @@ def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
     head = _head(extent, _FIRST)
     if not head.startswith(MAGIC):
         raise FormatError("does not begin with the signature of a numpy array")
-    width = _LENGTH_BYTES.get(head[6:8])
-    if width is None and len(head) >= 8:
+    width = _LENGTH_BYTES.get(head[6:8], 0)
+    if not width and len(head) >= 8:
         raise UnsupportedError(
             f"has version {head[6]}.{head[7]} of the npy format; ckptkit reads 1 to 3"
         )
-    length = int.from_bytes(head[8 : 8 + (width or 0)], "little")
-    start = 8 + (width or 0) + length
+    length = int.from_bytes(head[8 : 8 + width], "little")
+    start = 8 + width + length
     check("npy_header_bytes", length, "bytes of an array's header")
-    if width is None or len(head) < 8 + width or start > extent.length:
+    if not width or len(head) < 8 + width or start > extent.length:
         raise TruncatedError("ends inside the header of an array", hint=_AGAIN)
     data = head[:start] if start <= len(head) else _head(extent, start)
     try:
@@ -198,18 +210,11 @@ def _parse(text: str) -> tuple[str, bool, Shape]:
         raise FormatError(
             f"an array's header lacks {', '.join(sorted(_KINDS.keys() - found.keys()))}"
         )
-    return found["descr"], found["fortran_order"] == "True", _shape(found["shape"])
-
-
-def _shape(text: str) -> Shape:
-    if not text.strip():
-        return ()
-    *sizes, last = (each.strip() for each in text.split(","))
-    sizes = [*sizes, last] if last and sizes else sizes
-    # Python 2 writes a long integer as 3L.
-    if not sizes or not all(re.fullmatch("[0-9]{1,19}L?", each) for each in sizes):
-        raise FormatError(f"the shape ({text[:60]}) of an array is not a tuple of sizes")
-    return tuple(int(each.rstrip("L")) for each in sizes)
+    sizes = found["shape"]
+    if not _SIZES.fullmatch(sizes):
+        raise FormatError(f"the shape ({sizes[:60]}) of an array is not a tuple of sizes")
+    shape = tuple(map(int, re.findall("[0-9]+", sizes)))
+    return found["descr"], found["fortran_order"] == "True", shape
 
 
 def _dtype(descr: str) -> tuple[str, DType]:
@@ -232,19 +237,6 @@ def _dtype(descr: str) -> tuple[str, DType]:
     raise UnsupportedError(
         f"contains {what}, for which torch has no dtype", hint="save it without this array"
     )
-
-
-def _check_size(expected: int, found: int, header: NpyHeader, dtype: DType) -> None:
-    if found < expected:
-        raise TruncatedError(
-            f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, "
-            f"but only {found:,} are in the file",
-            hint=_AGAIN,
-        )
-    if found > expected:
-        raise AmbiguousError(
-            f"{found - expected:,} bytes follow the array; other readers may read these bytes"
-        )
 
 
 def _text(header: NpyHeader, extent: Extent) -> str | bytes:
@@ -300,10 +292,9 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     width = _LENGTH_BYTES.get(probe.head[6:8], 2)
     start = 8 + width + int.from_bytes(probe.head[8 : 8 + width], "little")
     text = source.read(0, min(start, source.size, LIMITS.npy_header_bytes))
-    found = re.search(rb"['\"][<>|=]?O[0-9]*['\"]", text)
-    return iter(
-        (PickleStream("", source, start, max(0, source.size - start), NUMPY),) if found else ()
-    )
+    if not re.search(rb"['\"][<>|=]?O[0-9]*['\"]", text):
+        return iter(())
+    return iter((PickleStream("", source, start, max(0, source.size - start), NUMPY),))
 
 
 # Archives of arrays
@@ -338,13 +329,10 @@ def read_npz(probe: Probe) -> Checkpoint:
         root[name] = array.root
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
-            warnings += [
-                f"array {shown(name)} is a pickle of Python objects",
-                *array.pickled.warnings,
-            ]
-    return Checkpoint(
-        root, table.NPZ.name, archive.source, globals=tuple(globals), warnings=tuple(warnings)
-    )
+            warnings.append(f"array {shown(name)} is a pickle of Python objects")
+            warnings += array.pickled.warnings
+    names = tuple(globals)
+    return Checkpoint(root, table.NPZ.name, archive.source, {}, names, tuple(warnings))
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -364,24 +352,17 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         return "`convert --drop` drops them"
 
     refuse_tensors(tensors, "npz", _obstacle, way_out)
-    _, notes = leftovers(checkpoint)
-    lost = list(_lost(checkpoint))
+    others, notes = leftovers(checkpoint)
+    # Other weights-only formats store these values as metadata.
+    lost = [*others, *(f"{key} (metadata)" for key in checkpoint.extras)]
+    node = checkpoint.required.node
+    if isinstance(node, OrderedMapping) and node.state:
+        lost += [f"{key} of the state_dict" for key in node.state]
     if lost:
         notes.insert(0, f"dropped: {some(lost, 6)}, which npz cannot store")
     members = (_member(name, tensor) for name, tensor in tensors.items())
-    return Plan(
-        (OutputFile("", tuple(lay_out(members)), keeps_sums=True),),
-        (*notes, *shared_bytes(tensors)),
-    )
-
-
-def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of dropped values that other weights-only formats store as metadata."""
-    yield from leftovers(checkpoint)[0]
-    yield from (f"{key} (metadata)" for key in checkpoint.extras)
-    node = checkpoint.required.node
-    if isinstance(node, OrderedMapping) and node.state:
-        yield from (f"{key} of the state_dict" for key in node.state)
+    files = (OutputFile("", tuple(lay_out(members)), keeps_sums=True),)
+    return Plan(files, (*notes, *shared_bytes(tensors)))
 
 
 def _member(name: str, tensor: Tensor) -> ZipMember:
@@ -390,27 +371,20 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
         return ZipMember(name + SUFFIX, before)
     assert tensor.storage is not None
     record = contiguous(tensor)
-    extent = record.locate()
-    known = (
-        tensor.storage.crc32
-        if isinstance(extent, Range) and record is tensor.storage.record
-        else None
-    )
-    crc = None if known is None else crc32_combine(crc32(before), known, extent.length)
+    extent, crc = record.locate(), None
+    own = tensor.storage.crc32 if record is tensor.storage.record else None
+    if own is not None and isinstance(extent, Range):
+        crc = crc32_combine(crc32(before), own, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
     return ZipMember(name + SUFFIX, concat((literal, extent)), crc)
 
 
-def _is_member_name(name: str) -> bool:
-    """Return whether all zip readers interpret a name as the same relative path."""
-    if not is_utf8(name) or len(name.encode()) > _NAME_BYTES or _CONTROL.search(name):
-        return False
-    return not ("\\" in name or name.startswith("/") or ".." in name.split("/"))
-
-
 def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Return the reason why npz cannot store a tensor, or None."""
-    if not _is_member_name(name):
+    # All zip readers must interpret the name as the same relative path.
+    is_path = "\\" not in name and not name.startswith("/") and ".." not in name.split("/")
+    fits = is_utf8(name) and len(name.encode()) <= _NAME_BYTES
+    if not is_path or not fits or _CONTROL.search(name):
         return "a member of a zip file cannot have this name"
     if tensor.layout != "strided":
         return tensor.layout
