@@ -97,7 +97,6 @@ class _ExportedArchive(Archive):
     """An archive of torch 2.8 or later."""
 
     def read(self) -> Checkpoint:
-        warnings = self.check()
         kind = self.directory.read(f"{self.folder}archive_format")
         if kind != b"pt2":
             raise UnsupportedError(f"is an archive of format {kind[:40]!r}, not pt2")
@@ -115,7 +114,7 @@ class _ExportedArchive(Archive):
                     parts[part] = self._tensors(f"data/{folder}/", config, pickled)
         if not any(roots.values()):
             raise UnsupportedError("is a .pt2 archive without weights of an exported program")
-        warnings += self.unverified()
+        warnings = [*self.warnings, *self.unverified()]
         if pickled:
             warnings.append(
                 f"dropped tensors that are pickled: {', '.join(map(shown, pickled[:4]))}"

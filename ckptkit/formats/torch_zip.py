@@ -101,9 +101,9 @@ _CONTROL_BYTES = 64  # maximum size of version, byteorder and similar records
 # twice, the first time to verify its checksum.
 _READ_ONCE = 32 << 20
 _VERSION_RECORDS = ("version", ".data/version")
+_WORDS = (".format_version", ".storage_alignment", *_VERSION_RECORDS, "byteorder")
 KNOWN = (
-    "data.pkl", *_VERSION_RECORDS, "byteorder", ".format_version", ".storage_alignment",
-    ".data/serialization_id", METADATA,
+    "data.pkl", *_WORDS, ".data/serialization_id", METADATA,
 )  # fmt: skip
 
 
@@ -115,64 +115,43 @@ def read(probe: Probe) -> Checkpoint:
     directory = probe.zip
     assert directory is not None
     archive = Archive(directory)
-    warnings = archive.check()
     tree = archive.unpickle("data")
-    warnings += [*archive.unverified(), *archive.unused(KNOWN)]
-    name = archive.folder + METADATA
-    metadata = parse_metadata(directory.read(name)) if name in directory.entries else {}
+    metadata = {}
+    if archive.has(METADATA):
+        metadata = parse_metadata(directory.read(archive.folder + METADATA))
+    warnings = (*tree.warnings, *archive.warnings, *archive.unverified(), *archive.unused(KNOWN))
     return Checkpoint(
-        tree.root,
-        table.TORCH_ZIP.name,
-        directory.source,
-        metadata,
-        tree.globals,
-        (*tree.warnings, *warnings),
+        tree.root, table.TORCH_ZIP.name, directory.source, metadata, tree.globals, warnings
     )
 
 
 class Archive:
-    """An opened archive. Reads the pickles of the archive and the storages of each pickle."""
+    """An opened archive. Reads the pickles of the archive and the storages of each pickle.
+
+    The constructor checks the version, the byte order and the alignment in the archive. The
+    constructor also checks that all records are in one top folder. ``warnings`` contains warnings
+    of these checks.
+
+    Raises AmbiguousError for a record outside the top folder and for contradictory versions,
+    FormatError for other invalid records, and UnsupportedError for an unknown version.
+    """
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
         self.folder = directory.top + "/"
-        self.big_endian = False
+        self.warnings: list[str] = []
         self._unsummed = 0  # number of storages without a checksum
         self._used: set[str] = set()
         self._storages: dict[str, Storage] = {}
         self._keys: list[tuple[str, list[str]]] = []  # each folder, and the storage keys used in it
-
-    def check(self) -> list[str]:
-        """Check the version, the byte order and the alignment in the archive.
-
-        Also check that all records are in one top folder. Return warnings.
-
-        Raises AmbiguousError for a record outside the top folder and for contradictory versions,
-        FormatError for other invalid records, and UnsupportedError for an unknown version.
-        """
-        for name in self.directory.entries:
+        for name in directory.entries:
             if not name.startswith(self.folder):
                 raise AmbiguousError(
                     f"record {shown(name)} is outside the folder {shown(self.folder)}"
                 )
-        numbers: dict[str, int] = {}
-        for name in (".format_version", ".storage_alignment", *_VERSION_RECORDS, "byteorder"):
-            entry = self.directory.entries.get(self.folder + name)
-            if entry is None:
-                continue
-            if entry.length > _CONTROL_BYTES:
-                raise FormatError(
-                    f"record {name} has {entry.length:,} bytes, but should be a word or a number"
-                )
-            text = self.directory.read(self.folder + name)
-            if name == "byteorder":
-                if text not in (b"little", b"big"):
-                    raise FormatError(f"byteorder is {text!r}, neither little nor big")
-                self.big_endian = text == b"big"
-            elif re.fullmatch(rb"[0-9]{1,9}\n?", text):
-                numbers[name] = int(text)
-            else:
-                raise FormatError(f"record {name} is {text!r}, not a number")
+        words = {name: self._word(name) for name in _WORDS if self.has(name)}
+        self.big_endian = words.pop("byteorder", "") == "big"
+        numbers = {name: int(text) for name, text in words.items()}
         alignment = numbers.get(".storage_alignment", 1)
         if alignment not in ALIGNMENTS:
             raise FormatError(
@@ -180,18 +159,31 @@ class Archive:
                 f"{ALIGNMENTS[-1]:,}"
             )
         versions = {numbers[name] for name in _VERSION_RECORDS if name in numbers}
-        if not versions:
-            what = "it has no version record: torch refuses it; ckptkit adds this record to a copy"
-            return [Notice(NO_VERSION, what)]
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
-        if not versions <= set(VERSIONS):
+        if not versions:
+            what = "it has no version record: torch refuses it; ckptkit adds this record to a copy"
+            self.warnings.append(Notice(NO_VERSION, what))
+        elif not versions <= set(VERSIONS):
             raise UnsupportedError(
                 f"has archive version {versions.pop()}; ckptkit reads versions {VERSIONS[0]} to "
                 f"{VERSIONS[-1]}",
                 code=NEWER_TORCH,
             )
-        return []
+
+    def _word(self, name: str) -> str:
+        """Return the byte order, or the decimal number, in a record."""
+        length = self.directory.entries[self.folder + name].length
+        if length > _CONTROL_BYTES:
+            raise FormatError(
+                f"record {name} has {length:,} bytes, but should be a word or a number"
+            )
+        text = self.directory.read(self.folder + name)
+        is_order = name == "byteorder"
+        if not re.fullmatch(rb"little|big" if is_order else rb"[0-9]{1,9}\n?", text):
+            right = "little or big" if is_order else "a number"
+            raise FormatError(f"record {name} is {text!r}, not {right}")
+        return text.decode()
 
     def unpickle(self, name: str) -> Unpickled:
         """Read the pickle ``<name>.pkl``. Its storages are in the folder ``<name>``.
@@ -364,12 +356,12 @@ class Numbering:
         # Number of bytes to swap as one unit, by storage. The number is 1 for elements without a
         # byte order, and 0 for an unknown element type.
         kinds = zip(self.storages, self.dtypes, strict=True)
-        known = [(each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds]
-        units = [component if nbytes else 1 for nbytes, component in known]
-        ordered = zip(self.storages, units, strict=True)
+        components = ((each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds)
+        units = [component if nbytes else 1 for nbytes, component in components]
+        ordered = [*zip(self.storages, units, strict=True)]
         big_endian = {storage.big_endian for storage, unit in ordered if unit != 1} == {True}
         made = []
-        for number, (storage, unit) in enumerate(zip(self.storages, units, strict=True)):
+        for number, (storage, unit) in enumerate(ordered):
             extent = storage.record.locate()
             crc = storage.crc32 if isinstance(extent, Range) else None
             if storage.big_endian and not big_endian and unit != 1:
@@ -526,7 +518,7 @@ def _patched(
 # Unpacked archives
 
 
-_PICKLE, _DATA, _TOP = "data.pkl", "data", "archive"
+_DATA, _TOP = "data", "archive"
 _PROGRAM = frozenset({"constants.pkl", "bytecode.pkl"})
 
 
@@ -536,14 +528,14 @@ def matches_unpacked(probe: Probe) -> bool:
 
 def _folder(probe: Probe) -> Folder | None:
     """Return the folder of an unpacked archive, or None if required records are missing."""
-    if probe.is_folder:
-        folder = probe.folder
-    elif basename(probe.name) == _PICKLE and (place := probe.source.folder_and_name()) is not None:
-        folder = place[0]
-    else:
+    folder = probe.folder if probe.is_folder else None
+    if not probe.is_folder and basename(probe.name) == "data.pkl":
+        place = probe.source.folder_and_name()
+        folder = place[0] if place is not None else None
+    if folder is None:
         return None
     names = frozenset(probe.names if probe.is_folder else folder.list())
-    return folder if {_PICKLE, "version"} <= names and not names & _PROGRAM else None
+    return folder if {"data.pkl", "version"} <= names and not names & _PROGRAM else None
 
 
 def read_unpacked(probe: Probe) -> Checkpoint:
@@ -559,10 +551,7 @@ def read_unpacked(probe: Probe) -> Checkpoint:
     entries = {
         f"{_TOP}/{name}": StoredMember(each, 0, each.size, 0) for name, each in files.items()
     }
-    archive = Archive(ZipDirectory(files[_PICKLE], entries, 0, _TOP))
-    warnings = archive.check()
+    archive = Archive(ZipDirectory(files["data.pkl"], entries, 0, _TOP))
     tree = archive.unpickle(_DATA)
-    warnings += archive.unused(KNOWN)
-    return Checkpoint(
-        tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, (*tree.warnings, *warnings)
-    )
+    warnings = (*tree.warnings, *archive.warnings, *archive.unused(KNOWN))
+    return Checkpoint(tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, warnings)

@@ -109,17 +109,14 @@ def read(probe: Probe) -> Checkpoint:
     directory = probe.zip
     assert directory is not None
     archive = Archive(directory)
-    warnings = archive.check()
     if archive.has("data.pkl") or not archive.has(_MODEL):
         root, names, found = _pickled(archive)
     else:
         root, names, found = _Model(archive).read()
     texts, lost = _extra(archive)
     key, remarks = _weights_of_constants(root)
-    warnings += [*found, *archive.unverified(), *lost, *remarks]
-    return Checkpoint(
-        root, TORCHSCRIPT.name, directory.source, texts, names, tuple(warnings), key=key
-    )
+    warnings = (*archive.warnings, *found, *archive.unverified(), *lost, *remarks)
+    return Checkpoint(root, TORCHSCRIPT.name, directory.source, texts, names, warnings, key=key)
 
 
 def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
