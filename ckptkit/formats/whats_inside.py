@@ -31,7 +31,7 @@ from ckptkit.core.tree import Node, Object, children, join, rebuild, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
 from ckptkit.formats.format import CheckedPart, Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
-from ckptkit.formats.zip_reader import Unlocated, ZipDirectory
+from ckptkit.formats.zip_reader import ZipDirectory
 from ckptkit.pickles.streams import (
     NOT_TORCH,
     PICKLE,
@@ -367,7 +367,4 @@ def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator
     """
     for name, entry in directory.entries.items():
         if entry.length or entry.stored:
-            what = f"{item}record {shown(name)}"
-            yield CheckedPart(
-                what, Unlocated(directory, name, entry.length), directory.crc(name), file
-            )
+            yield CheckedPart(f"{item}record {shown(name)}", *directory.record(name), file)

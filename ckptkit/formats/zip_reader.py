@@ -191,10 +191,12 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
     joined = b"\0".join(names)
     framed = b"\0" + joined + b"\0"
     odd = any(each in framed for each in (b"\\", b"..", b"\0/", b"\0\0"))
-    odd = odd or joined.count(b"\0") >= len(names)
-    if odd or len(joined.translate(None, _CONTROLS)) != len(joined):
-        for name in names:
-            _check_name(name)
+    odd = odd or joined.count(b"\0") >= len(names) or joined.translate(None, _CONTROLS) != joined
+    for name in names if odd else ():
+        if not name or b"\0" in name or name.translate(None, _CONTROLS) != name:
+            raise FormatError(f"record name {shown(name)} is empty or contains control characters")
+        if name.startswith(b"/") or b"\\" in name or b".." in name.split(b"/"):
+            raise PathError(f"record name {shown(name)} leads out of the archive")
     try:
         texts = joined.decode().split("\0")
     except UnicodeDecodeError as error:
@@ -214,13 +216,6 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
                 f"record {shown(name)} has the name of a folder, but contains bytes"
             )
     return texts
-
-
-def _check_name(name: bytes) -> None:
-    if not name or b"\0" in name or len(name.translate(None, _CONTROLS)) != len(name):
-        raise FormatError(f"record name {shown(name)} is empty or contains control characters")
-    if name.startswith(b"/") or b"\\" in name or b".." in name.split(b"/"):
-        raise PathError(f"record name {shown(name)} leads out of the archive")
 
 
 class HeaderWindow:
@@ -319,13 +314,11 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
         raise AmbiguousError(
             f"name, flags or method of record {shown(name)} differ between header and directory"
         )
-    if described and not (own_crc or own_stored or own_size):
-        same = True
-    else:
-        same = own_crc == crc and own_stored == stored and own_size == size
+    is_empty = described and not (own_crc or own_stored or own_size)
+    same = is_empty or (own_crc == crc and own_stored == stored and own_size == size)
     if not same or (x and _field(data, end) != (b"FB", x - 4)):
-        own = own_crc, own_stored, own_size
-        _check_local(own, described, extra_fields(read(offset + 30 + n, x), name), name, row)
+        fields = extra_fields(read(offset + 30 + n, x), name)
+        _check_local((own_crc, own_stored, own_size), described, fields, name, row)
     return 30 + n + x, described
 
 
@@ -446,10 +439,6 @@ class ZipDirectory:
     # A list of one item, the number of bytes decompressed so far.
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.entries)
-
     def crc(self, name: str) -> int | None:
         """Return the CRC-32 of a member's bytes, or None if the file contains no CRC-32."""
         entry = self.entries[name]
@@ -461,12 +450,8 @@ class ZipDirectory:
         In a remote file, the local header of a member is read when its bytes are needed.
         """
         entry = self.entries[name]
-        known = None if entry.crc == 0 and entry.length else entry.crc
-        if isinstance(entry, StoredMember):
-            return entry, known
-        if entry.data < 0:
-            return Unlocated(self, name, entry.length), known
-        return self.locate(name), known
+        where = entry if isinstance(entry, StoredMember) else Unlocated(self, name, entry.length)
+        return where, self.crc(name)
 
     def locate(self, name: str) -> Extent:
         """Return the extent of a member's bytes. The bytes of a deflated member are inflated."""
@@ -551,7 +536,7 @@ class LocalHeaders:
 
 
 class Unlocated(NamedTuple):
-    """A member whose local header has not been read."""
+    """A member whose location is not known yet, or that is deflated."""
 
     directory: ZipDirectory
     name: str
@@ -573,9 +558,9 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         start, size, count = _find_end(source)
         names, rows = read_rows(source.read(start, size), count, start)
         texts = check_names(names, rows)
+        source.members = partial(_stored_members, start, size, count)
         top = texts[0].partition("/")[0] if texts else ""
         if source.remote:
-            source.members = partial(_stored_members, start, size, count)
             # Local headers are read later, when the bytes of a member are needed.
             unread = {
                 text: _tuple(ZipEntry, (*row, -1)) for text, row in zip(texts, rows, strict=True)
@@ -585,7 +570,6 @@ def read_directory(source: ByteSource) -> ZipDirectory:
     except CkptkitError as error:
         error.at(source.name)
         raise
-    source.members = partial(_stored_members, start, size, count)
     # This code is inlined, because a function call for each member would be slow.
     entries = {
         text: _tuple(ZipEntry, (*row, place))
@@ -664,32 +648,30 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
     """
     first = max(0, len(tail) - _END.size - _U16)
     found = [first + match.start() for match in re.finditer(END_MAGIC, tail[first:])]
-    exact: list[int] = []
-    own = 0  # number of end records, except the end records of archives inside the file
-    for at in found:
-        if at + _END.size > len(tail):
-            continue
-        *_, size, start, comment = _END.unpack_from(tail, at)
-        exact += [at] if at + _END.size + comment == len(tail) else []
-        end, locator = at, max(0, at - _LOCATOR.size)
-        if tail[locator:at].startswith(_LOCATOR_MAGIC):
-            end = locator - _END64.size
-            if end < 0 or not tail.startswith(END64_MAGIC, end):
-                own += 1  # the caller reports the damage
-                continue
-            size, start = _END64.unpack_from(tail, end)[8:10]
-        # The offsets in an end record count from the start of the archive.
-        begin = source.size - len(tail) + end - size - start
-        is_inside = 0 < begin <= source.size - len(MAGIC)
-        own += not (is_inside and source.read(begin, len(MAGIC)) == MAGIC)
-    if not own:
+    whole = [at for at in found if at + _END.size <= len(tail)]
+    # The end records of archives inside the file do not count.
+    if all(_is_inner(source, tail, at) for at in whole):
         raise TruncatedError(
             "has no zip end record: the download or save is incomplete", hint=_AGAIN
         )
+    exact = [at for at in whole if at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail)]
     if not exact:
-        whole = [at for at in found if at + _END.size <= len(tail)]
         after = len(tail) - whole[-1] - _END.size
         raise AmbiguousError(f"{after:,} bytes after the zip end record belong to no member")
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
     return exact[0]
+
+
+def _is_inner(source: ByteSource, tail: bytes, at: int) -> bool:
+    """Return whether the end record at `at` belongs to an archive inside the file."""
+    *_, size, start, _ = _END.unpack_from(tail, at)
+    end, locator = at, max(0, at - _LOCATOR.size)
+    if tail[locator:at].startswith(_LOCATOR_MAGIC):
+        end = locator - _END64.size
+        if end < 0 or not tail.startswith(END64_MAGIC, end):
+            return False  # the caller reports the damage
+        size, start = _END64.unpack_from(tail, end)[8:10]
+    # The offsets in an end record count from the start of the archive.
+    begin = source.size - len(tail) + end - size - start
+    return 0 < begin <= source.size - 4 and source.read(begin, 4) == MAGIC

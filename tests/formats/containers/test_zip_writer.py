@@ -40,7 +40,7 @@ CONTENTS = {
 
 def test_we_read_it_and_all_data_is_aligned(tmp_path: Path) -> None:
     found = read_directory(LocalFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")))
-    assert {name: found.read(name) for name in found.names} == CONTENTS
+    assert {name: found.read(name) for name in found.entries} == CONTENTS
     assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
     assert all(found.crc(name) == zlib.crc32(data) for name, data in CONTENTS.items())
 
@@ -86,7 +86,7 @@ def test_ZP_16_many_members(tmp_path: Path, count: int) -> None:
     )
     with zipfile.ZipFile(path) as made:
         assert len(made.namelist()) == count and made.read(f"a/{count - 1}") == b"%d" % (count - 1)
-    assert len(read_directory(LocalFile(path)).names) == count
+    assert len(read_directory(LocalFile(path)).entries) == count
     assert struct.unpack("<2H", path.read_bytes()[-14:-10]) == (min(count, 0xFFFF),) * 2
 
 
