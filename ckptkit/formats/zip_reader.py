@@ -536,7 +536,7 @@ class LocalHeaders:
 
 
 class Unlocated(NamedTuple):
-    """A member whose location is not known yet, or that is deflated."""
+    """A member whose bytes are located when they are read."""
 
     directory: ZipDirectory
     name: str
