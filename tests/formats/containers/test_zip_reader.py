@@ -223,7 +223,11 @@ def test_a_plain_zip() -> None:
     assert [*found.entries] == ["a/0", "a/1", "a/2"]
     assert found.top == "a" and "A/1" not in found.entries
     assert [found.read(name) for name in found.entries] == [DATA, b"", DATA * 9]
-    assert [found.crc(name) for name in found.entries] == [zlib.crc32(DATA), 0, zlib.crc32(DATA * 9)]
+    assert [found.crc(name) for name in found.entries] == [
+        zlib.crc32(DATA),
+        0,
+        zlib.crc32(DATA * 9),
+    ]
     record, _ = found.record("a/0")
     extent = record.locate()
     assert isinstance(extent, Range) and extent.offset == 33 and extent.read() == DATA
@@ -329,7 +333,10 @@ def test_corpus_iffy(corpus: Corpus) -> None:
 
 
 def test_ZP_01_a_file_and_a_folder_of_one_name() -> None:
-    assert [*directory(build(Member("a/x/", b""), Member("a/x/y", DATA))).entries] == ["a/x/", "a/x/y"]
+    assert [*directory(build(Member("a/x/", b""), Member("a/x/y", DATA))).entries] == [
+        "a/x/",
+        "a/x/y",
+    ]
 
 
 def test_ZP_01_names_are_bytes() -> None:
