@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from ckptkit.compute.strided import ZEROS, StridedCopy
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import flatten, plural
+from ckptkit.core.text import plural
 from ckptkit.rules.names import (
     KnownSizes,
     Pattern,
@@ -193,17 +193,13 @@ class Arrangement:
             held = f"{elements} elements of dimension {number}"
             if number < 2:
                 held = plural(elements, ("row", "column")[number]).replace(",", "")
-            given = settings(
-                (word, value) for word in axes for (name, _), value in known.items() if name == word
-            )
-            text = " ".join(axes)
+            pairs = ((word, known[name]) for word in axes for name in known if name[0] == word)
+            given, product = settings(pairs), "*".join(axes)
             if missing:
-                product = "*".join(axes)
-                message = f"{held} are not divisible by {product}"
-                message += f" with {given}" if given else ""
+                message = f"{held} are not divisible by {product}{' with ' * bool(given)}{given}"
             elif axes:
                 made = self.extent(axes, indices, known)
-                message = f"{held}, but ({text}) with {given} requires {made}"
+                message = f"{held}, but ({' '.join(axes)}) with {given} requires {made}"
             else:
                 message = f"{held}, but the rule requires 1"
             raise about(self.number, MisfitError(f"{member.key}: {message}"))
@@ -211,70 +207,36 @@ class Arrangement:
 
     def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
         words = list(dict.fromkeys(word for word, _ in missing))
-        text = dimension_text(axes)
-        message = (
-            f"cannot infer how {elements} splits into {text}: give all but one of "
-            f"{', '.join(words)}"
-        )
+        word = next((each for each in words if each in self.unset), words[0])
+        what, hint = f"all but one of {', '.join(words)}", give_size(word, self.unset)
         if len(words) == 1:
-            (word,) = words
-            count = self.words.labels(self.ragged[word]) or 0
-            message = (
-                f"cannot infer how {elements} splits into {text}: give {word} for all labels but "
-                "one"
-            )
-            hint = f"give a number for each label, as in `with {word}={'|'.join(['8'] * count)}`"
+            what = f"{word} for all labels but one"
+            numbers = "|".join(["8"] * (self.words.labels(self.ragged[word]) or 0))
+            hint = f"give a number for each label, as in `with {word}={numbers}`"
             if word in self.unset:
                 hint = f"{self.unset[word]} is not set; {hint}"
-            return about(self.number, RuleError(message, hint=hint))
-        word = next((each for each in words if each in self.unset), words[0])
-        hint = give_size(word, self.unset)
+        message = f"cannot infer how {elements} splits into {dimension_text(axes)}: give {what}"
         return about(self.number, RuleError(message, hint=hint))
 
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
         """Return the error for a size that differs between the source tensors of a group."""
-        word = symbol[0]
-        values = [found.get(symbol) for found in solved]
-        position = self._differing(members, values)
-        if position is None:
-            other = next(n for n, value in enumerate(values) if value != values[0])
-            pairs = ((members[n].key, values[n]) for n in (0, other))
-            found = ", ".join(f"{key}: {value}" for key, value in pairs)
-            message = f"the size {word} differs between source tensors ({found})"
-            return about(self.number, MisfitError(message))
-        variable = self.words.gathered[position]
-        kind = self.words.left_kinds.get(variable)
-        by: dict[str, int | None] = {}
-        for member, value in zip(members, values, strict=True):
-            index = member.indices[position]
-            by.setdefault(kind[index] if isinstance(kind, tuple) else str(index), value)
-        shown = ", ".join(f"{label}: {value}" for label, value in list(by.items())[:6])
-        name = "the dimensions of ... " if word.startswith(REST) else word
+        word = "the dimensions of ..." if symbol[0].startswith(REST) else symbol[0]
+        by: dict[object, str] = {}  # the first source tensor with each size
+        for member, found in zip(members, solved, strict=True):
+            by.setdefault(found.get(symbol), member.key)
+        pairs = ", ".join(f"{key}: {size}" for size, key in list(by.items())[:6])
+        message = f"the size of {word} differs between source tensors ({pairs})"
         hint = "numbered tensors must have equal sizes; tensors with labels may differ"
-        if isinstance(kind, tuple):
+        labels = [count for each in self.words.gathered if (count := self.words.labels(each))]
+        if labels:
+            sizes = "|".join("_" * labels[0])
             hint = (
-                "if the size differs for each label, add "
-                f"`with {word}={'|'.join('_' * len(kind))}` to the rule to infer the sizes"
+                f"if the size differs for each label, add `with {word}={sizes}` to the rule to "
+                "infer the sizes"
             )
-        message = f"the size of {name} is not the same for each {variable} ({shown})"
         return about(self.number, MisfitError(message, hint=hint))
-
-    def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Find a variable that determines `values`. Prefer variables with labels.
-
-        Return the index of the variable in `words.gathered`. Return None if no variable determines
-        `values`.
-        """
-        labelled = [self.words.labels(word) is not None for word in self.words.gathered]
-        for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
-            by: dict[int, set[int | None]] = {}
-            for member, value in zip(members, values, strict=True):
-                by.setdefault(member.indices[position], set()).add(value)
-            if len(set(flatten(by.values()))) > 1 and all(len(found) == 1 for found in by.values()):
-                return position
-        return None
 
 
 class Solved:
@@ -476,35 +438,27 @@ class BoundRule:
         return range(sizes[word, None])
 
     def _missing(self, like: SourceTensor, indices: tuple[int, ...]) -> MisfitError:
-        chosen = []
-        values = self._loops(like)
+        matched = self.left.match(like.key, Steps(1)) or {}
+        values = {words[0]: value for words, value in matched.items() if len(words) == 1}
         sizes = {word: size for (word, _), size in self.arrangement.known_sizes.items()}
-        target = self._rendered(
-            self.right, {**dict.fromkeys(self.words.scattered, 0), **values}, sizes
-        )
+
+        def name(pattern: Pattern) -> str | None:
+            try:
+                return pattern.render({**dict.fromkeys(self.words.scattered, 0), **values}, sizes)
+            except KeyError:  # there are no values for combined variables such as ``{(m e)}``
+                return None
+
+        target = name(self.right) or self.rule.right
+        chosen = []
         for word, index in zip(self.words.gathered, indices, strict=True):
             labels = self.words.left_kinds.get(word)
             values[word] = index
             chosen.append(f"{word}={labels[index] if isinstance(labels, tuple) else index}")
-        key = self._rendered(self.left, values, sizes)
-        message = (
-            f"{target or self.rule.right} lacks the source tensor with {' '.join(chosen)}"
-            f"{f' ({key})' if key else ''}"
-        )
+        key = name(self.left)
+        missing = f"{' '.join(chosen)}{f' ({key})' if key else ''}"
+        message = f"{target} lacks the source tensor with {missing}"
         hint = "add the missing tensor, or correct the rule"
         return about(self.number, MisfitError(message, hint=hint))
-
-    def _loops(self, member: SourceTensor) -> dict[str, Value]:
-        found = self.left.match(member.key, Steps(1)) or {}
-        return {words[0]: value for words, value in found.items() if len(words) == 1}
-
-    def _rendered(
-        self, pattern: Pattern, values: Mapping[str, Value], sizes: Mapping[str, int]
-    ) -> str | None:
-        try:
-            return pattern.render(values, sizes)
-        except KeyError:  # `values` has no entry for combined variables such as ``{(m e)}``
-            return None
 
 
 def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
@@ -523,15 +477,13 @@ class Digits:
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
         # Each key is (number of a rule, combined variables, values of the other loop variables).
         # Each value is the highest number in the names that match the key.
-        self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
+        self.most: dict[object, int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:
                 place = self._place(ready, words, raw)
-                self.most[place] = max(self.most.get(place, 0), _integer(raw[words]))
+                self.most[place] = max(self.most.get(place, 0), int(raw[words]))
 
-    def _place(
-        self, ready: BoundRule, words: Axes, raw: Values
-    ) -> tuple[int, Axes, tuple[Value, ...]]:
+    def _place(self, ready: BoundRule, words: Axes, raw: Values) -> object:
         loops = set(ready.words.loops)
         others = tuple(raw[each] for each in raw if {*each} <= loops and each != words)
         return ready.number, words, others
@@ -547,7 +499,7 @@ class Digits:
             if len(words) == 1:
                 values[words[0]] = value
                 continue
-            number, text = _integer(value), f"({' '.join(words)})"
+            number, text = int(value), f"({' '.join(words)})"
             # In `sizes`, 0 means that a size is unknown. The first variable needs no size.
             sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
             missing = [word for word, n in zip(words[1:], sizes[1:], strict=True) if not n]
@@ -567,8 +519,3 @@ class Digits:
                 message = f"{key}: {value} is too large for {text} with {given}"
                 raise about(ready.number, MisfitError(message))
         return values
-
-
-def _integer(value: Value) -> int:
-    assert isinstance(value, int)
-    return value

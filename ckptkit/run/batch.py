@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -111,7 +110,7 @@ class Task(NamedTuple):
     """A job for a worker. With `force`, the job may replace the output. With `dry_run`, the job is
     only planned."""
 
-    source: str
+    job: Job
     destination: str
     force: bool
     dry_run: bool = False
@@ -145,7 +144,6 @@ class Outcome:
     code: str = ""  # code of the error
 
 
-_Item = tuple[Job, Task]
 Results = Generator[tuple[Job, Outcome], None, None]
 
 
@@ -163,10 +161,12 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
     found: dict[str, Input] = {}
     for source in sources:
         inputs: Iterable[Input]
-        if is_url(source):
-            inputs = _remote(source, into)
-        elif glob.has_magic(source) and not os.path.lexists(source):
+        remote = is_url(source)
+        has_magic = glob.has_magic(without_query(source) if remote else source)
+        if has_magic and (remote or not os.path.lexists(source)):
             inputs = _matching(source, into)
+        elif remote:
+            inputs = [_remote(source)]
         else:
             whole = os.path.abspath(source)
             paths = [os.path.join(whole, name) for name in _several(whole)] or [whole]
@@ -216,52 +216,57 @@ def mark(path: str) -> Mark | None:
 
 
 def _matching(pattern: str, into: str) -> Iterator[Input]:
-    fixed, rest = _split(pattern.split(os.sep))
-    base = os.path.abspath(os.sep.join(fixed) + os.sep if fixed else ".")
-    found = sorted(glob.iglob(os.sep.join(rest), root_dir=base, recursive=True))
-    paths = [os.path.abspath(os.path.join(base, each)) for each in found]
-    if not is_url(into):
-        outputs = os.path.abspath(into) + os.sep
-        paths = [path for path in paths if not (path + os.sep).startswith(outputs)]
-    _check_found(pattern, into, len(found), len(paths))
-    for path in paths:
-        name = _plain(os.path.relpath(path, base).replace(os.sep, "/"), pattern)
-        yield Input(path, name, mark(path), os.path.isdir(path))
-
-
-def _remote(source: str, into: str) -> Iterator[Input]:
+    """Yield the inputs that match a pattern, except for those below the output folder `into`."""
     from ckptkit.remote import files
 
-    shown = shown_url(source)
-    if not glob.has_magic(without_query(source)):
-        name = _plain(without_query(source).rstrip("/").rpartition("/")[2], shown)
-        try:
-            entry = files.look(source)
-        except PathError:
-            yield Input(source, name, None)
-        else:
-            yield Input(source, name, entry.mark, entry.is_folder)
-        return
-    place, query, parameters = source.partition("?")
-    fixed, rest = _split(place.split("/"))
-    if len(fixed) < 3:
-        hint = "write the host or bucket without wildcards"
-        raise UsageError("the pattern has a wildcard in its host or bucket", where=shown, hint=hint)
-    base = "/".join(fixed) + query + parameters
-    entries = files.matching(base, "/".join(rest))
-    outputs = without_query(into).rstrip("/") + "/"
-    found = [(in_folder(base, each.name), each) for each in entries]
-    found = [(url, each) for url, each in found if not without_query(url).startswith(outputs)]
-    _check_found(shown, into, len(entries), len(found))
-    for url, each in found:
-        yield Input(url, _plain(each.name, shown), each.mark, each.is_folder)
-
-
-def _split(parts: list[str]) -> tuple[list[str], list[str]]:
-    """Split a list of path components in two. The second list begins with the first component that
-    contains a wildcard."""
+    remote, shown = is_url(pattern), shown_url(pattern)
+    place, query, parameters = pattern.partition("?") if remote else (pattern, "", "")
+    separator = "/" if remote else os.sep
+    parts = place.split(separator)
     at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    return parts[:at], parts[at:]
+    fixed, rest = separator.join(parts[:at]), separator.join(parts[at:])
+    found: list[Input] = []
+    if remote:
+        if at < 3:
+            hint = "write the host or bucket without wildcards"
+            what = "the pattern has a wildcard in its host or bucket"
+            raise UsageError(what, where=shown, hint=hint)
+        base = fixed + query + parameters
+        for entry in files.matching(base, rest):
+            url = in_folder(base, entry.name)
+            found.append(Input(url, entry.name, entry.mark, entry.is_folder))
+    else:
+        base = os.path.abspath(fixed + os.sep if fixed else ".")
+        for each in sorted(glob.iglob(rest, root_dir=base, recursive=True)):
+            path = os.path.abspath(os.path.join(base, each))
+            name = os.path.relpath(path, base).replace(os.sep, "/")
+            found.append(Input(path, name, mark(path), os.path.isdir(path)))
+    outputs = without_query(into).rstrip("/") if is_url(into) else os.path.abspath(into)
+    left = []
+    for each in found:
+        path = without_query(each.path) if remote else each.path
+        if not (path + separator).startswith(outputs + separator):
+            left.append(each)
+    if not found:
+        hint = "quote the pattern, as in 'runs/**/*.pth'"
+        raise UsageError("nothing matches", where=shown, hint=hint)
+    if not left:
+        why = f"all matches are in the output folder {shown_url(into)}"
+        raise UsageError(why, where=shown, hint="use another folder with --into")
+    for each in left:
+        _plain(each.name, shown)
+        yield each
+
+
+def _remote(url: str) -> Input:
+    from ckptkit.remote import files
+
+    name = _plain(without_query(url).rstrip("/").rpartition("/")[2], shown_url(url))
+    try:
+        entry = files.look(url)
+    except PathError:
+        return Input(url, name, None)
+    return Input(url, name, entry.mark, entry.is_folder)
 
 
 def _plain(name: str, source: str) -> str:
@@ -274,16 +279,6 @@ def _plain(name: str, source: str) -> str:
         if part in ("", ".", "..") or "\0" in part or os.sep in part or drive:
             raise PathError(f"{name!r} is not a valid output name", where=source)
     return name
-
-
-def _check_found(pattern: str, into: str, found: int, left: int) -> None:
-    """Raise UsageError if a pattern matches nothing, or only outputs."""
-    if not found:
-        hint = "quote the pattern, as in 'runs/**/*.pth'"
-        raise UsageError("nothing matches", where=pattern, hint=hint)
-    if not left:
-        why = f"all matches are in the output folder {shown_url(into)}"
-        raise UsageError(why, where=pattern, hint="use another folder with --into")
 
 
 # The jobs
@@ -357,23 +352,25 @@ def run(
     if the manifest cannot be written, or if workers keep dying.
     """
     with manifest(into, reading=dry_run) as known:
-        marks = known.marks(job.output for job in jobs if job.output in known.done)
-        todo: list[_Item] = []
+        marks = _marks(into, [job.output for job in jobs if job.output in known.done])
+        todo: list[Task] = []
         for job in jobs:
             record = known.done.get(job.output)
             is_ours = record is not None and tuple(record.made) == marks.get(job.output)
             if is_ours and record is not None and record.job == job.digest and job.input.mark:
                 yield job, Outcome("skipped")
-            else:
-                place = _joined(into, job.output)
-                todo.append((job, Task(job.input.path, place, force or is_ours, dry_run)))
+                continue
+            place = os.path.join(os.path.abspath(into), *job.output.split("/"))
+            place = in_folder(into, job.output) if is_url(into) else place
+            todo.append(Task(job, place, force or is_ours, dry_run))
         if dry_run:
             yield from _spread(work, todo, pool)
             return
         if is_url(into):
             from ckptkit.remote import files
 
-            files.make_folders(into, sorted({job.output.rpartition("/")[0] for job, _ in todo}))
+            folders = {task.job.output.rpartition("/")[0] for task in todo}
+            files.make_folders(into, sorted(folders))
         _sweep(into, todo)
         try:
             for job, outcome in _spread(work, todo, pool):
@@ -384,17 +381,22 @@ def run(
             _sweep(into, todo)
 
 
-def _joined(into: str, name: str) -> str:
+def _marks(into: str, outputs: Iterable[str]) -> dict[str, Mark]:
+    """Map the outputs that exist to their current marks."""
     if is_url(into):
-        return in_folder(into, name)
-    return os.path.join(os.path.abspath(into), *name.split("/"))
+        from ckptkit.remote import files
+
+        found = files.below(into)
+        return {name: found[name] for name in outputs if name in found}
+    marks = ((name, mark(os.path.join(into, name))) for name in outputs)
+    return {name: each for name, each in marks if each is not None}
 
 
-def _sweep(into: str, todo: Sequence[_Item]) -> None:
+def _sweep(into: str, todo: Sequence[Task]) -> None:
     """Remove the temporary files that killed batches left next to the outputs in `todo`."""
     if is_url(into):
         return
-    outputs = {os.path.split(task.destination) for _, task in todo}
+    outputs = {os.path.split(task.destination) for task in todo}
     for folder in {folder for folder, _ in outputs}:
         with suppress(OSError):
             for name in os.listdir(folder):
@@ -408,36 +410,36 @@ def _sweep(into: str, todo: Sequence[_Item]) -> None:
                             os.unlink(path)
 
 
-def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
+def _spread(work: Work, todo: Sequence[Task], pool: Pool | None) -> Results:
     """Run the jobs. Jobs of a worker that died run last, one at a time."""
     if pool is None:
-        for job, task in todo:
-            yield job, attempt(work, [task], __version__)[0]
+        for task in todo:
+            yield task.job, attempt(work, [task], __version__)[0]
         return
-    lost: list[_Item] = []
+    lost: list[Task] = []
     try:
         yield from _together(pool, work, todo, lost)
-        for job, task in lost:
+        for task in lost:
             try:
-                yield job, pool.submit(attempt, work, [task], __version__).result()[0]
+                outcome = pool.submit(attempt, work, [task], __version__).result()[0]
             except BrokenExecutor:
-                error = f"{shown_url(job.input.path)}: its worker was killed twice"
+                error = f"{shown_url(task.job.input.path)}: its worker was killed twice"
                 hint = "the job may need more memory; `dmesg` may show what killed the worker"
-                yield job, failed(OutputError(error, hint=hint))
+                outcome = failed(OutputError(error, hint=hint))
+            yield task.job, outcome
     except BaseException:
         pool.stop()
         raise
 
 
-def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) -> Results:
+def _together(pool: Pool, work: Work, todo: Sequence[Task], lost: list[Task]) -> Results:
     """Run the jobs in groups. If a worker dies, add its jobs to `lost`."""
     groups = _groups(todo, pool.workers())
-    waiting: dict[Future[list[Outcome]], list[_Item]] = {}
+    waiting: dict[Future[list[Outcome]], list[Task]] = {}
     deaths = 0
     while True:
         while len(waiting) < AHEAD * pool.workers() and (group := next(groups, None)):
-            tasks = [task for _, task in group]
-            waiting[pool.submit(attempt, work, tasks, __version__)] = group
+            waiting[pool.submit(attempt, work, group, __version__)] = group
         if not waiting:
             return
         for future in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -451,20 +453,20 @@ def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) 
                     raise OutputError("workers keep dying before they finish a job") from error
                 continue
             deaths = 0
-            yield from ((job, outcome) for (job, _), outcome in zip(group, outcomes, strict=True))
+            yield from zip((task.job for task in group), outcomes, strict=True)
 
 
-def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
+def _groups(todo: Sequence[Task], workers: int) -> Iterator[list[Task]]:
     """Yield groups of jobs. A worker runs each group in one call. Small jobs share a group."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
-    group: list[_Item] = []
+    group: list[Task] = []
     size = 0
-    for job, task in todo:
-        if group and (len(group) >= most or size + job.input.size > GROUP_BYTES):
+    for task in todo:
+        if group and (len(group) >= most or size + task.job.input.size > GROUP_BYTES):
             yield group
             group, size = [], 0
-        group.append((job, task))
-        size += job.input.size
+        group.append(task)
+        size += task.job.input.size
     if group:
         yield group
 
@@ -488,7 +490,7 @@ def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
         try:
             outcomes.append(_done(work, task))
         except CkptkitError as error:
-            outcomes.append(failed(error.at(shown_url(task.source))))
+            outcomes.append(failed(error.at(shown_url(task.job.input.path))))
         except Exception as error:
             outcomes.append(failed(error))
     return outcomes
@@ -506,15 +508,32 @@ def failed(error: Exception) -> Outcome:
 
 
 def _done(work: Work, task: Task) -> Outcome:
+    """Run or plan a job. If the output folder is missing, create it. If the job is only planned,
+    plan the output in the nearest existing parent folder."""
     state = "planned" if task.dry_run else "done"
+    source, place = task.job.input.path, task.destination
+    folder, name = os.path.split(place)
     try:
-        made = _planned(work, task) if task.dry_run else _made(work, task)
+        if not is_url(folder):
+            check_folder(folder) if task.dry_run else os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot be created: {error.strerror}", where=folder) from error
+    if not is_url(folder) and not os.path.isdir(folder):
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        place = _beside(os.path.join(folder, name))
+    try:
+        made = work(source, place, force=task.force, dry_run=task.dry_run)
     except OutputExistsError as error:
-        made = work(task.source, _beside(task.destination), force=False, dry_run=True)
-        if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
+        made = work(source, _beside(place), force=False, dry_run=True)
+        if not isinstance(made.plan, Plan) or not same(made.plan, place):
             raise error from None
         # an earlier batch wrote the output, but was killed before it recorded the job
         state = "found"
+    except CkptkitError as error:
+        if error.where == place:
+            error.where = task.destination
+        raise
     return Outcome(
         state,
         made.plan.size,
@@ -524,41 +543,6 @@ def _done(work: Work, task: Task) -> Outcome:
         made.warnings,
         None if task.dry_run else mark(task.destination),
     )
-
-
-def _made(work: Work, task: Task) -> Conversion:
-    """Run the job. Create the output folder if the folder is missing."""
-    _for_folder(task, partial(os.makedirs, exist_ok=True))
-    return work(task.source, task.destination, force=task.force, dry_run=False)
-
-
-def _planned(work: Work, task: Task) -> Conversion:
-    """Plan the job. If the output folder is missing, plan the output in the nearest existing
-    parent."""
-    _for_folder(task, check_folder)
-    folder, name = os.path.split(task.destination)
-    if is_url(folder) or os.path.isdir(folder):
-        return work(task.source, task.destination, force=task.force, dry_run=True)
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    place = _beside(os.path.join(folder, name))
-    try:
-        return work(task.source, place, force=False, dry_run=True)
-    except CkptkitError as error:
-        if error.where == place:
-            error.where = task.destination
-        raise
-
-
-def _for_folder(task: Task, act: Callable[[str], None]) -> None:
-    """If the output of a task is local, call `act` with the folder of the output. Raises
-    OutputError if `act` fails."""
-    folder = os.path.dirname(task.destination)
-    try:
-        if not is_url(folder):
-            act(folder)
-    except OSError as error:
-        raise OutputError(f"cannot be created: {error.strerror}", where=folder) from error
 
 
 def _beside(path: str) -> str:
@@ -610,30 +594,45 @@ class JobRecord(NamedTuple):
         return json.dumps(self._asdict()).encode() + b"\n"
 
 
+class Manifest(NamedTuple):
+    """A dict from each output to its finished job, and a function that adds a finished job."""
+
+    done: dict[str, JobRecord]
+    add: Callable[[JobRecord], None]
+
+
 @contextmanager
-def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | RemoteManifest]:
+def manifest(into: str, *, reading: bool = False) -> Iterator[Manifest]:
     """Yield the manifest of the folder or URL `into`. Create a missing manifest, unless `reading`.
 
     Raises UsageError if another batch writes to the folder, and OutputError if the manifest cannot
     be written.
     """
     if is_url(into):
-        remote = RemoteManifest(into)
-        try:
+        with _remote_manifest(in_folder(into, MANIFEST)) as remote:
             yield remote
-        finally:
-            remote.flush()
         return
     path = os.path.join(into, MANIFEST)
+
+    def failure(error: OSError) -> OutputError:
+        return OutputError(f"cannot be written: {error.strerror}", where=path)
+
+    fd = -1
     try:
         if reading:
             check_folder(os.path.dirname(path))
-            fd = -1
         else:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _CAREFUL, 0o666)
     except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
+        raise failure(error) from error
+
+    def add(record: JobRecord) -> None:
+        try:
+            write_all(fd, record.line())
+        except OSError as error:
+            raise failure(error) from error
+
     try:
         if not reading:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -642,65 +641,39 @@ def manifest(into: str, *, reading: bool = False) -> Iterator[LocalManifest | Re
         data = _read(path)
         if not reading and not data.endswith(b"\n"):
             os.ftruncate(fd, data.rfind(b"\n") + 1)  # remove an incomplete last line
-        yield LocalManifest(into, data, fd)
+        yield Manifest(_parse(data), add)
     finally:
         if fd >= 0:
             os.close(fd)
 
 
-class LocalManifest:
-    """A manifest in a local file. It maps each output to its finished job."""
+@contextmanager
+def _remote_manifest(url: str) -> Iterator[Manifest]:
+    """Yield the manifest at a URL. Write it from time to time, and at the end."""
+    from ckptkit.remote import files
 
-    def __init__(self, into: str, data: bytes, fd: int) -> None:
-        self.done = _parse(data)
-        self._into, self._fd = into, fd
+    done = _parse(files.read_small(url))
+    has_changed, due = False, monotonic() + PAUSE
 
-    def add(self, record: JobRecord) -> None:
-        try:
-            write_all(self._fd, record.line())
-        except OSError as error:
-            where = os.path.join(self._into, MANIFEST)
-            raise OutputError(f"cannot be written: {error.strerror}", where=where) from error
-
-    def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        """Map the outputs that exist to their current marks."""
-        found = ((name, mark(os.path.join(self._into, name))) for name in outputs)
-        return {name: each for name, each in found if each is not None}
-
-
-class RemoteManifest:
-    """A manifest in a remote store. It maps each output to its finished job."""
-
-    def __init__(self, into: str) -> None:
-        from ckptkit.remote import files
-
-        self._into, self._url = into, in_folder(into, MANIFEST)
-        self.done = _parse(files.read_small(self._url))
-        self._changed = False
-        self._next = monotonic() + PAUSE
-
-    def add(self, record: JobRecord) -> None:
-        self.done[record.output] = record
-        self._changed = True
-        if monotonic() >= self._next:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the manifest if it has changed."""
-        if self._changed:
-            from ckptkit.remote import files
-
+    def add(record: JobRecord) -> None:
+        nonlocal has_changed, due
+        done[record.output] = record
+        has_changed = True
+        if monotonic() >= due:
             started = monotonic()
-            files.write_small(self._url, b"".join(each.line() for each in self.done.values()))
-            self._changed = False
-            self._next = monotonic() + max(PAUSE, SHARE * (monotonic() - started))
+            flush()
+            due = monotonic() + max(PAUSE, SHARE * (monotonic() - started))
 
-    def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        """Map the outputs that exist to their current marks."""
-        from ckptkit.remote import files
+    def flush() -> None:
+        nonlocal has_changed
+        if has_changed:
+            files.write_small(url, b"".join(each.line() for each in done.values()))
+            has_changed = False
 
-        found = files.below(self._into)
-        return {name: found[name] for name in outputs if name in found}
+    try:
+        yield Manifest(done, add)
+    finally:
+        flush()
 
 
 def _parse(data: bytes) -> dict[str, JobRecord]:

@@ -112,13 +112,13 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["{p:q|k|v} [o i] -> qkv [(p o) i]"],
         {"q": (8, 4), "k": (2, 4), "v": (2, 4)},
-        "rule 1: the size of o is not the same for each p (q: 8, k: 2, v: 2)",
+        "rule 1: the size of o differs between source tensors (q: 8, k: 2)",
         "with o=_|_|_",
     ),
     (
         ["s.{n} [o] -> s [(n o)]"],
         {"s.0": (2,), "s.1": (1,)},
-        "the size of o is not the same for each n (0: 2, 1: 1)",
+        "the size of o differs between source tensors (s.0: 2, s.1: 1)",
         "labels",
     ),
     (
@@ -170,7 +170,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["a.{e}.{m:x|y} [o] -> b [(e m o)]"],
         {"a.0.x": (8,), "a.0.y": (4,), "a.1.x": (4,), "a.1.y": (4,)},
-        "rule 1: the size o differs between source tensors (a.0.x: 8, a.0.y: 4)",
+        "rule 1: the size of o differs between source tensors (a.0.x: 8, a.0.y: 4)",
         None,
     ),
     (

@@ -283,8 +283,8 @@ class TestProcesses:
 
 
 def wait_and_tell(folder: str) -> None:
-    Path(folder, "begun").touch()
     try:
+        Path(folder, "begun").touch()
         time.sleep(60)
     finally:
         Path(folder, "undone").touch()
