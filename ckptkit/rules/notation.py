@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 from ckptkit.core.limits import check
-from ckptkit.core.text import typed
+from ckptkit.core.text import flatten, typed
 
 # Errors in rules, and errors for checkpoints that do not match the rules
 
@@ -250,25 +251,21 @@ _DIGITS = 18  # maximum number of digits in an integer
 _SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
 
 
+_SIDE = re.compile(r"\s*(?P<name>(?:[^\s{}]|\{[^{}]*\})+)\s*(?:\[(?P<shape>[^\]]*)\]\s*)?")
+
+
 def parse_rule(text: str) -> Rule:
     """Parse one line. The message of a RuleError quotes the invalid part of the line."""
     check("rule_bytes", len(text), "characters of a rule")
-    reader = _Reader(text)
-    left = reader.side()
-    reader.blanks()
-    arrow = next((each for each in ("->?", "->") if text.startswith(each, reader.at)), None)
+    left, at = _side(text, 0)
+    arrow = next((each for each in ("->?", "->") if text.startswith(each, at)), None)
     if arrow is None:
-        is_shape = text.startswith("(", reader.at)
+        is_shape = text.startswith("(", at)
         hint = "write a shape in [ ], as in 'fc.weight [(h d) i] -> ...'" if is_shape else _SIDES
-        raise RuleError(f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint=hint)
-    reader.at += len(arrow)
-    right = reader.side()
-    reader.blanks()
-    sizes: tuple[tuple[str, Given], ...] = ()
-    rest = _uncommented(text[reader.at :])
-    if rest:
-        sizes = tuple(_sizes(rest))
-    return Rule(left, right, arrow == "->?", sizes, text.strip())
+        raise RuleError(f"{text!r} has no -> after {text[:at].strip()!r}", hint=hint)
+    right, at = _side(text, at + len(arrow))
+    rest = re.split(r"(?:^|\s)#", text[at:], maxsplit=1)[0].strip()
+    return Rule(left, right, arrow == "->?", tuple(_sizes(rest)) if rest else (), text.strip())
 
 
 def parse_given(text: str | int) -> Given:
@@ -276,7 +273,8 @@ def parse_given(text: str | int) -> Given:
     check("rule_bytes", len(str(text)) if isinstance(text, str) else 0, "characters of a size")
     tokens = _Tokens(str(text))
     given = tokens.given()
-    tokens.end()
+    if (token := tokens.peek()) is not None:
+        raise RuleError(f"{tokens.text!r}: unexpected {token[1]!r}")
     return given
 
 
@@ -285,59 +283,24 @@ def is_word(text: str) -> bool:
     return _WORD.fullmatch(text) is not None
 
 
-def _uncommented(text: str) -> str:
-    found = re.search(r"(?:^|\s)#", text)
-    return (text[: found.start()] if found else text).strip()
-
-
-class _Reader:
-    """Parses the sides of a line. `at` is the index of the next character."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-
-    def blanks(self) -> None:
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
-
-    def side(self) -> Side:
-        self.blanks()
-        name = tuple(self._name())
-        if not name or name == ("->",):
-            raise RuleError(f"{self.text!r} lacks a name", hint=_SIDES)
-        self.blanks()
-        if not self.text.startswith("[", self.at):
-            return Side(name)
-        end = self.text.find("]", self.at)
-        if end < 0:
-            raise RuleError(f"{self.text[self.at :]!r} lacks a ]")
-        inside = self.text[self.at + 1 : end]
-        self.at = end + 1
-        return Side(name, tuple(_dimensions(inside)))
-
-    def _name(self) -> Iterator[str | Variable]:
-        text, literal, found = self.text, "", 0
-        while self.at < len(text) and not text[self.at].isspace():
-            character = text[self.at]
-            if character == "}":
-                raise RuleError(f"{text!r} has a }} without a {{")
-            if character != "{":
-                literal += character
-                self.at += 1
-                continue
-            end = text.find("}", self.at)
-            if end < 0:
-                raise RuleError(f"{text[self.at :]!r} lacks a }}")
-            if literal:
-                yield literal
-            literal = ""
-            found += 1
-            check("rule_variables", found, "variables in a name")
-            yield _variable(text[self.at + 1 : end])
-            self.at = end + 1
-        if literal:
-            yield literal
+def _side(text: str, at: int) -> tuple[Side, int]:
+    """Parse the side of a rule that begins at index `at`. Return the side and the index of its
+    end."""
+    found = _SIDE.match(text, at)
+    end = at if found is None else found.end()
+    rest = text[end:].lstrip()
+    for opening, closing in ("{}", "[]"):
+        if rest.startswith(opening):
+            raise RuleError(f"{rest!r} lacks a {closing}")
+    if rest.startswith("}"):
+        raise RuleError(f"{text!r} has a }} without a {{")
+    if found is None or found["name"] == "->":
+        raise RuleError(f"{text!r} lacks a name", hint=_SIDES)
+    pieces = re.split(r"\{([^{}]*)\}", found["name"])  # text and variables in turns
+    check("rule_variables", len(pieces) // 2, "variables in a name")
+    parts = (_variable(each) if number % 2 else each for number, each in enumerate(pieces))
+    dimensions = None if found["shape"] is None else tuple(_dimensions(found["shape"]))
+    return Side(tuple(filter(None, parts)), dimensions), end
 
 
 def _variable(text: str) -> Variable:
@@ -371,36 +334,22 @@ def _kind(text: str, whole: str) -> Kind:
             f"{{{whole}}}: a label cannot contain *",
             hint="{m:*} matches a component, {m:**} any string",
         )
-    twice = (
-        [label for label in labels if labels.count(label) > 1][:1]
-        if len(set(labels)) < len(labels)
-        else []
-    )
-    if twice:
-        raise RuleError(f"{{{whole}}} has the label {twice[0]!r} twice")
+    label, count = Counter(labels).most_common(1)[0]
+    if count > 1:
+        raise RuleError(f"{{{whole}}} has the label {label!r} twice")
     return labels
 
 
 def _dimensions(text: str) -> Iterator[Dimension]:
-    inner: list[str] | None = None
-    for token in re.findall(r"\.\.\.|[()]|[^\s()]+", text):
-        if token == "(":
-            if inner is not None:
-                raise RuleError(f"[{text}]: ( ) inside ( )", hint="(a b c) needs no inner ( )")
-            inner = []
-        elif token == ")":
-            if inner is None:
-                raise RuleError(f"[{text}]: a ) without a (")
-            yield tuple(inner)
-            inner = None
-        elif token == REST and inner is None:
+    for match in re.finditer(r"\((?P<axes>[^()]*)\)|(?P<axis>[^\s()]+)|[()]", text):
+        if match["axes"] is None and match["axis"] is None:
+            hint = "(a b c) needs no inner ( )"
+            raise RuleError(f"[{text}]: each ( needs a ), without ( ) inside ( )", hint=hint)
+        if match["axis"] == REST:
             yield REST
-        elif inner is None:
-            yield tuple(_axis(token, text))
         else:
-            inner += _axis(token, text)
-    if inner is not None:
-        raise RuleError(f"[{text}]: a ( without a )")
+            tokens = (match["axes"] or match["axis"] or "").split()
+            yield tuple(flatten(_axis(token, text) for token in tokens))
 
 
 def _axis(token: str, text: str) -> Iterator[str]:
@@ -457,9 +406,8 @@ class _Tokens:
         self.depth = 0  # number of open parentheses
         self.operators = 0  # number of operators in the current choice
 
-    def peek(self, ahead: int = 0) -> Token | None:
-        place = self.at + ahead
-        return self.found[place] if place < len(self.found) else None
+    def peek(self) -> Token | None:
+        return self.found[self.at] if self.at < len(self.found) else None
 
     def next(self) -> Token:
         token = self.peek()
@@ -468,17 +416,13 @@ class _Tokens:
         self.at += 1
         return token
 
-    def end(self) -> None:
-        if (token := self.peek()) is not None:
-            raise RuleError(f"{self.text!r}: unexpected {token[1]!r}")
-
-    def takes(self, *signs: str) -> str | None:
-        """If the next token is one of `signs`, advance and return the token.
+    def takes(self, *tokens: str) -> str | None:
+        """If the next token is one of `tokens`, advance and return the token.
 
         Otherwise, return None.
         """
         token = self.peek()
-        if token is None or token[0] != "sign" or token[1] not in signs:
+        if token is None or token[1] not in tokens:
             return None
         self.at += 1
         return token[1]
@@ -495,27 +439,23 @@ class _Tokens:
         if self.takes("_"):
             return None
         sums = [self._sum()]
-        while self.peek() == ("word", "or"):
-            self.at += 1
+        while self.takes("or"):
             sums.append(self._sum())
         return tuple(sums)
 
     def _sum(self) -> Term:
-        left = self._term()
-        while (sign := self.takes("+", "-")) is not None:
-            left = self._joined(sign, left, self._term())
-        return left
+        return self._chain(("+", "-"), self._product)
 
-    def _term(self) -> Term:
-        left = self._atom()
-        while (sign := self.takes("*", "/")) is not None:
-            left = self._joined(sign, left, self._atom())
-        return left
+    def _product(self) -> Term:
+        return self._chain(("*", "/"), self._atom)
 
-    def _joined(self, sign: str, left: Term, right: Term) -> Term:
-        self.operators += 1
-        check("rule_terms", self.operators, "operators in a size")
-        return Term(sign, (left, right))
+    def _chain(self, signs: tuple[str, str], operand: Callable[[], Term]) -> Term:
+        left = operand()
+        while (sign := self.takes(*signs)) is not None:
+            self.operators += 1
+            check("rule_terms", self.operators, "operators in a size")
+            left = Term(sign, (left, operand()))
+        return left
 
     def _atom(self) -> Term:
         kind, text = self.next()
