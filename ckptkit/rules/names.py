@@ -24,10 +24,8 @@ from ckptkit.rules.notation import (
     Name,
     Rule,
     RuleError,
-    Shift,
     Side,
     Term,
-    Variable,
     dimension_text,
     given_text,
 )
@@ -142,28 +140,28 @@ class _Evaluation:
 
         Return None if the size is not given.
         """
-        if word in self._done:
-            return self._done[word]
         if word in self._open:
             raise RuleError(f"the size {word} depends on itself")
-        self._open.add(word)
-        found = self.settings.given(word, self.rule)
-        value: Size | None = None
-        if found is not None:
-            given, where = found
-            self.origins[word] = where
-            if isinstance(given, int):
-                value = (given,)
-            else:
-                value = tuple(self._choice(word, choice) for choice in given)
-                if any(n is None and choice for n, choice in zip(value, given, strict=True)):
-                    self.unset[word] = given_text(given)
-                first = given[0]
-                if where != "step" and first is not None and first[0].operator in SOURCES:
-                    self.origins[word] = str(first[0])
-        self._open.discard(word)
-        self._done[word] = None if value == (None,) else value
+        if word not in self._done:
+            self._open.add(word)
+            self._done[word] = self._size(word)
+            self._open.discard(word)
         return self._done[word]
+
+    def _size(self, word: str) -> Size | None:
+        found = self.settings.given(word, self.rule)
+        if found is None:
+            return None
+        given, self.origins[word] = found
+        if isinstance(given, int):
+            return (given,)
+        value = tuple(self._choice(word, choice) for choice in given)
+        if any(n is None and choice for n, choice in zip(value, given, strict=True)):
+            self.unset[word] = given_text(given)
+        first = given[0]
+        if self.origins[word] != "step" and first is not None and first[0].operator in SOURCES:
+            self.origins[word] = str(first[0])
+        return None if value == (None,) else value
 
     def _choice(self, word: str, choice: Choice) -> int | None:
         for term in choice or ():
@@ -213,33 +211,15 @@ def checked(word: str, value: int, least: int = 1, origin: str | None = None) ->
 
 def words_of(rule: Rule) -> set[str]:
     """Return the names of all axes, variables and sizes in a rule."""
-    found: set[str] = set()
+    found = {word for word, _ in rule.sizes}
     for side in (rule.left, rule.right):
-        found.update(side.axes, side.words)
-        found.update(shift_words(side.variables))
-    for word, given in rule.sizes:
-        found.add(word)
-        found |= _words_of_given(given)
-    return found
-
-
-def shift_words(variables: tuple[Variable, ...]) -> set[str]:
-    shifts = (variable.shift for variable in variables)
-    return {
-        shift.amount
-        for shift in shifts
-        if isinstance(shift, Shift) and isinstance(shift.amount, str)
-    }
-
-
-def _words_of_given(given: Given) -> set[str]:
-    found: set[str] = set()
-    waiting: list[int | str | Term] = list(flatten(choice for choice in given if choice))
+        found.update(side.axes, side.words, side.shift_words)
+    choices = flatten(given for _, given in rule.sizes)
+    waiting: list[int | str | Term] = list(flatten(choice for choice in choices if choice))
     while waiting:
         term = waiting.pop()
         if isinstance(term, Term):
-            if term.operator == "word":
-                found.add(str(term.values[0]))
+            found.update(map(str, term.values) if term.operator == "word" else ())
             waiting.extend(term.values)
     return found
 
@@ -293,7 +273,16 @@ class Pattern:
     """The name on one side of a rule, as strings and variables."""
 
     def __init__(self, name: Name, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> None:
-        self.parts: tuple[Part, ...] = tuple(_part(each, kinds, shifts) for each in name)
+        parts: list[Part] = []
+        for part in name:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            sign, amount = (part.shift.sign, part.shift.amount) if part.shift else (1, 0)
+            kind = kinds.get(part.words[0]) if len(part.words) == 1 else None
+            shift = sign * (shifts[amount] if isinstance(amount, str) else amount)
+            parts.append(Index(part.words, kind, shift))
+        self.parts = tuple(parts)
         first, last = self.parts[0], self.parts[-1]
         # `may_match` compares the part of the name before the first digit or variable, and the part
         # after the last digit or variable.
@@ -325,28 +314,22 @@ class Pattern:
         while number < len(parts):
             part = parts[number]
             if isinstance(part, Index):
-                return self._index(part, key, number, at, values, steps)
+                break
             if not key.startswith(part, at):
                 return False
             at += len(part)
             number += 1
-        return at == len(key)
-
-    def _index(
-        self, index: Index, key: str, number: int, at: int, values: Values, steps: Steps
-    ) -> bool:
-        known = values.get(index.words)
-        for value, end in self._choices(index, key, number, at, steps):
-            steps.take((end - at) >> 8)
-            if known is not None and known != value:
-                continue
-            values[index.words] = value
-            if self._match(key, number + 1, end, values, steps):
-                return True
-        if known is None:
-            values.pop(index.words, None)
         else:
-            values[index.words] = known
+            return at == len(key)
+        known = values.get(part.words)
+        for value, end in self._choices(part, key, number, at, steps):
+            steps.take((end - at) >> 8)
+            if known is None or known == value:
+                values[part.words] = value
+                if self._match(key, number + 1, end, values, steps):
+                    return True
+        if known is None:
+            values.pop(part.words, None)
         return False
 
     def _choices(
@@ -399,17 +382,6 @@ class Pattern:
                 return None
             made.append(text)
         return "".join(made)
-
-
-def _part(part: str | Variable, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> Part:
-    if isinstance(part, str):
-        return part
-    shift = 0
-    if part.shift is not None:
-        amount = part.shift.amount
-        shift = part.shift.sign * (amount if isinstance(amount, int) else shifts[amount])
-    kind = kinds.get(part.words[0]) if len(part.words) == 1 else None
-    return Index(part.words, kind, shift)
 
 
 def _numbers(key: str, at: int, shift: int) -> Iterator[tuple[int, int]]:
@@ -533,12 +505,8 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
                 raise RuleError(f"{word} has different labels in one name")
     for word in {**left, **right}:
         one, other = left.get(word, right.get(word)), right.get(word, left.get(word))
-        if isinstance(one, tuple) and isinstance(other, tuple):
-            if len(one) != len(other):
-                raise RuleError(
-                    f"{word} has {len(one)} labels on the left and {len(other)} on the right"
-                )
-        elif one != other:
+        are_labels = isinstance(one, tuple) and isinstance(other, tuple)
+        if one != other and not (are_labels and len(one or "") == len(other or "")):
             texts = ("|".join(k) if isinstance(k, tuple) else str(k) for k in (one, other))
             raise RuleError(
                 f"{word} must have the same kind on both sides, but is "
@@ -609,7 +577,7 @@ def check_none_empty(
     of padding, and the size 0 means that there is no padding."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
-        placed.update(side.axes, side.words, shift_words(side.variables))
+        placed.update(side.axes, side.words, side.shift_words)
     for word in sorted(placed & known.sizes.keys()):
         variable = uneven.get(word)
         labels = [kinds.get(variable or "") for kinds in (words.left_kinds, words.right_kinds)]

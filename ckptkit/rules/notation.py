@@ -145,6 +145,12 @@ class Side:
             found.update(dict.fromkeys(variable.words))
         return tuple(found)
 
+    @property
+    def shift_words(self) -> set[str]:
+        """Names of the sizes in the offsets of variables."""
+        amounts = (variable.shift.amount for variable in self.variables if variable.shift)
+        return {amount for amount in amounts if isinstance(amount, str)}
+
     def __str__(self) -> str:
         if self.dimensions is None:
             return self.name_text

@@ -147,17 +147,9 @@ class RuleSet:
             raise unused_argument(min(unused), self.words())
         return self.outcome(shapes, **given).made
 
-    def outcome(
-        self,
-        shapes: Mapping[str, Shape],
-        *,
-        keep: str | Sequence[str] = (),
-        config: Config = None,
-        meta: Config = None,
-        args: Mapping[str, int] | None = None,
-    ) -> RulesOutcome:
+    def outcome(self, shapes: Mapping[str, Shape], **given: Any) -> RulesOutcome:
         """Return the targets, the kept keys, and the counts for each rule."""
-        return self.planning(shapes, keep=keep, config=config, meta=meta, args=args).outcome()
+        return self.planning(shapes, **given).outcome()
 
     def planning(
         self,
@@ -344,16 +336,12 @@ _NUMBERS = re.compile("[0-9]+")
 
 
 def check_reversible(
-    rules: RuleSet,
-    shapes: Mapping[str, Shape],
-    outcome: RulesOutcome,
-    *,
-    keep: str | Sequence[str] = (),
-    config: Config = None,
-    meta: Config = None,
-    args: Mapping[str, int] | None = None,
+    rules: RuleSet, shapes: Mapping[str, Shape], outcome: RulesOutcome, **given: Any
 ) -> None:
-    """Raise NotReversibleError unless the reversed rules restore the names and shapes."""
+    """Raise NotReversibleError unless the reversed rules restore the names and shapes.
+
+    `given` contains the arguments with which `outcome` was made.
+    """
     for taken in outcome.taken:
         if taken.dropped:
             message = f"drops {taken.dropped:,} elements"
@@ -364,40 +352,22 @@ def check_reversible(
     }
     back = rules.reversed()
     try:
-        found = back.outcome(made, keep=keep, config=config, meta=meta, args=args)
-    except (RuleError, MisfitError, CollisionError) as error:
-        caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
-        raise caught or NotReversibleError(f"in reverse: {error.message}") from error
-    again = {name: made[name] if t is None else t.shape for name, t in found.targets.items()}
-    if again != dict(shapes) or _rules_of(found) != _rules_of(outcome):
-        caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
+        found = back.outcome(made, **given)
+        again = {name: made[name] if t is None else t.shape for name, t in found.targets.items()}
         odd = sorted(again.keys() ^ shapes.keys()) or [n for n in shapes if again[n] != shapes[n]]
+        counts = [[each.matched + each.made for each in one.taken] for one in (found, outcome)]
+        if not odd and counts[0] == counts[1]:
+            return
         lost = NotReversibleError(f"the reversed rules would not restore {', '.join(odd[:3])}")
-        raise caught or lost
-
-
-def _rules_of(outcome: RulesOutcome) -> list[tuple[int, int]]:
-    return [(taken.number, taken.matched + taken.made) for taken in outcome.taken]
-
-
-def _caught(
-    outcome: RulesOutcome,
-    planning: Planning,
-) -> NotReversibleError | None:
-    """Return an error if a reversed rule would match the wrong key. Otherwise, return None.
-
-    For each target, the first reversed rule that matches must be the reverse of the rule that made
-    the target. No reversed rule may match a kept key.
-    """
+    except (RuleError, MisfitError, CollisionError) as error:
+        lost = NotReversibleError(f"in reverse: {error.message}")
+    # For each target, the first reversed rule that matches must be the reverse of the rule that
+    # made the target. No reversed rule may match a kept key.
+    planning = back.planning(made, **given)
     for name, target in outcome.targets.items():
         match = planning.first(name)
-        number = None if match is None else match[0].number
-        if target is None and number is not None:
-            kept = NotReversibleError(f"would match {name} in reverse, but {name} was kept")
-            return about(number, kept, " ")
-        if target is not None and number is not None and number != target.rule:
-            other = NotReversibleError(
-                f"would match {name} in reverse, but rule {target.rule} made {name}"
-            )
-            return about(number, other, " ")
-    return None
+        if match is not None and (target is None or match[0].number != target.rule):
+            what = f"{name} was kept" if target is None else f"rule {target.rule} made {name}"
+            lost = NotReversibleError(f"would match {name} in reverse, but {what}")
+            raise about(match[0].number, lost, " ")
+    raise lost

@@ -48,7 +48,7 @@ LINES: list[tuple[str, str]] = [
     ("a.{l} [l] -> b.{l} [l]", "l occurs twice"),
     ("a [...] -> b [i]", "one side only"),
     ("a [... ...] -> b [...]", "... occurs twice"),
-    ("a.{p:q|k} -> b.{p:x|y|z}", "2 labels on the left and 3"),
+    ("a.{p:q|k} -> b.{p:x|y|z}", "is q.k on the left and x.y.z on the right"),
     ("a.{p:q|q} -> b.{p}", "twice"),
     ("a.{m:*} [i] -> b [m i]", "matches any string, and must occur in both names"),
     ("a.{m:*} -> b.{m:**}", "is \\* on the left and \\*\\* on the right"),
