@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -97,100 +98,68 @@ def _built(transformers: Any, config: Any) -> Any:
 
 
 def layouts_of_model(model: Any, model_type: str) -> Layouts:
-    """Return the layouts of a model object. The model can be on any device."""
+    """Return the layouts of a model object. The model can be on any device.
+
+    Convert the keys of the model to keys of the files, as `revert_weight_conversion` does.
+    """
     import torch
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
-
-    forward = [
-        each
-        for each in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(each, PrefixChange)
-    ]
-    back = [each.reverse_transform() for each in forward[::-1]]
-    work = _SourceReading(
-        model,
-        [each for each in back if isinstance(each, WeightRenaming)],
-        [each for each in back if isinstance(each, WeightConverter)],
-        {id(b): f for f, b in zip(forward[::-1], back, strict=True)},
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
     )
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    forward = [each for each in mapping if not isinstance(each, PrefixChange)][::-1]
+    back = [each.reverse_transform() for each in forward]
+    renamings = [each for each in back if isinstance(each, WeightRenaming)]
+    converters = [each for each in back if isinstance(each, WeightConverter)]
     tied = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
     found = Layouts(model_type, transformers.__version__, tied=tied)
-    state = model.state_dict()
-    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-    found.new = {name: tuple(tensor.shape) for name, tensor in meta.items()}
-    work.read(meta, found)
-    return found
-
-
-class _SourceReading:
-    def __init__(
-        self, model: Any, renamings: list[Any], converters: list[Any], forward: dict[int, Any]
-    ) -> None:
-        self.model, self.renamings, self.converters, self.forward = (
-            model,
-            renamings,
-            converters,
-            forward,
-        )
-
-    def read(self, state: Mapping[str, Any], found: Layouts) -> None:
-        """Convert model keys to keys of the files, as `revert_weight_conversion` does."""
-        from transformers.core_model_loading import (
-            apply_converters,
-            apply_renamings,
-            dot_natural_key,
-        )
-
-        by_pattern = owners((each, each.source_patterns) for each in self.converters)
-        groups: dict[tuple[str, int], list[tuple[str, str]]] = {}
-        for key in sorted(state, key=dot_natural_key):
-            renamed, pattern = apply_converters(key, self.converters)
-            if pattern is None:
-                old = apply_renamings(key, self.renamings)
-                found.old[old] = tuple(state[key].shape)
-                found.moved.append(Moved(((old,),), (key,)))
-            else:
-                group = renamed, id(by_pattern[pattern])
-                groups.setdefault(group, []).append((key, pattern))
-        for (renamed, _), members in groups.items():
-            self._convert(renamed, by_pattern[members[0][1]], members, state, found)
-
-    def _convert(
-        self,
-        renamed: str,
-        converter: Any,
-        members: list[tuple[str, str]],
-        state: Mapping[str, Any],
-        found: Layouts,
-    ) -> None:
-        from copy import deepcopy
-
-        from transformers.core_model_loading import apply_renamings
-
+    state = {
+        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()
+    }
+    found.new = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    by_pattern = owners((each, each.source_patterns) for each in converters)
+    groups: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for key in sorted(state, key=dot_natural_key):
+        renamed, pattern = apply_converters(key, converters)
+        if pattern is None:
+            old = apply_renamings(key, renamings)
+            found.old[old] = tuple(state[key].shape)
+            found.moved.append(Moved(((old,),), (key,)))
+        else:
+            group = renamed, id(by_pattern[pattern])
+            groups.setdefault(group, []).append((key, pattern))
+    for (renamed, _), members in groups.items():
+        converter = by_pattern[members[0][1]]
         copy = deepcopy(converter)
         for key, pattern in members:
             copy.add_tensor(renamed, key, pattern, state[key])
-        made = copy.convert(renamed, model=self.model, config=self.model.config)
         names = []
-        for name, tensor in made.items():
-            old = apply_renamings(name, self.renamings)
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
+        for name, made in copy.convert(renamed, model=model, config=model.config).items():
+            old = apply_renamings(name, renamings)
+            tensor = made[0] if isinstance(made, list) else made
             found.old[old] = tuple(tensor.shape)
             names.append(old)
-        forward = self.forward[id(converter)]
-        order = {pattern: number for number, pattern in enumerate(forward.target_patterns)}
+        original = next(f for f, b in zip(forward, back, strict=True) if b is converter)
+        order = {pattern: number for number, pattern in enumerate(original.target_patterns)}
         rank = {pattern: number for number, pattern in enumerate(converter.source_patterns)}
         members.sort(key=lambda member: order.get(member[1], rank.get(member[1], 0)))
-        count = len(forward.source_patterns)
+        count = len(original.source_patterns)
         each = len(names) // count
         old_names = tuple(tuple(names[n * each : (n + 1) * each]) for n in range(count))
         operations = tuple(
-            (type(op).__name__, {**vars(op), "heads": _heads(op, self.model.config)})
-            for op in forward.operations
+            (type(op).__name__, {**vars(op), "heads": _heads(op, model.config)})
+            for op in original.operations
         )
         found.moved.append(Moved(old_names, tuple(key for key, _ in members), operations))
+    return found
 
 
 def _heads(operation: Any, config: Any) -> str:
