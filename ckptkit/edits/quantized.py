@@ -20,22 +20,21 @@ from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.dequantize import dequantized_record
 from ckptkit.compute.numbers import cast_record
 from ckptkit.compute.quantize import BLOCK, GROUP, quantized_records
-from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
 from ckptkit.core.errors import (
     CollisionError,
-    FormatError,
     TensorError,
     UnsupportedError,
     UsageError,
 )
-from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, plural, quoted, shown, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.edits import keys, quantized_names
 from ckptkit.edits.config_file import config_of, with_config
+from ckptkit.edits.elements import parsed_dtype
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of
 from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
@@ -62,29 +61,23 @@ def dequantize(
     is true. Raises UnsupportedError if ckptkit cannot dequantize a weight.
     """
     out_dtype = None if dtype is None else target(dtype)
-    own = dequantized(ck, out_dtype or dtypes.BY_NAME["float32"])
-    found = quantized.find(ck)
-    if own is None and not found and missing_ok:
+    own = dequantized(ck, out_dtype or BY_NAME["float32"])
+    found = quantized.find(own or ck)
+    if found or own is not None:
+        return _without_groups(own or ck, found, out_dtype) if found else own or ck
+    if missing_ok:
         return ck
-    if own is None and not found:
-        raise UsageError(
-            "has no quantized weights of a known layout",
-            where=ck.name,
-            hint=f"`ckptkit inspect {{where}}` lists its tensors; {typed('--cast float16', 'cast')}"
-            " casts floats",
-        )
-    if own is None:
-        return _without_groups(ck, found, out_dtype)
-    found = quantized.find(own)
-    return _without_groups(own, found, out_dtype) if found else own
+    raise UsageError(
+        "has no quantized weights of a known layout",
+        where=ck.name,
+        hint=f"`ckptkit inspect {{where}}` lists its tensors; {typed('--cast float16', 'cast')}"
+        " casts floats",
+    )
 
 
 def target(name: DTypeLike) -> DType:
     """Return the target dtype of dequantization. Raises UsageError for an unsupported dtype."""
-    try:
-        dtype = dtypes.parse(name)
-    except FormatError as error:
-        raise UsageError(error.message, hint=error.hint) from error
+    dtype = parsed_dtype(name)
     if dtype.name not in TARGETS:
         raise UsageError(
             f"cannot dequantize to {name!r}",
@@ -234,11 +227,8 @@ def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tens
         ]
     made = quantized_records(contiguous(tensor), kind, tensor.dtype, rows, columns, name)
     for (part, dtype, shape), record in zip(parts, made, strict=True):
-        yield part, _contiguous(Storage(record, tensor.device), BY_NAME[dtype], shape)
-
-
-def _contiguous(storage: Storage, dtype: DType, shape: Shape) -> Tensor:
-    return Tensor(storage, dtype, shape, contiguous_stride(shape))
+        storage = Storage(record, tensor.device)
+        yield part, Tensor(storage, BY_NAME[dtype], shape, contiguous_stride(shape))
 
 
 def _settings(kind: str, left: list[str]) -> dict[str, Any]:
@@ -326,20 +316,17 @@ def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: No
     )
     record = dequantized_record(tensor, scale, zero_point, axis)
     record = cast_record(record, BY_NAME["float32"], dtype, big_endian=False)
-    return _contiguous(Storage(record, tensor.storage.device), dtype, tensor.shape)
+    storage, shape = Storage(record, tensor.storage.device), tensor.shape
+    return Tensor(storage, dtype, shape, contiguous_stride(shape))
 
 
 class _Layer(NamedTuple):
-    """A layer that packs its weight and bias. ``path`` is the path of the tuple in the weights."""
+    """A layer that packs its weight and bias. ``path`` is the path of the tuple in the weights.
+    ``named`` contains the weight and the bias, with their new names."""
 
     path: Path
     name: str
-    tensors: dict[str, Node]
-
-    def named(self) -> Iterator[tuple[str, Node]]:
-        return (
-            (f"{self.name}.{each}".removeprefix("."), node) for each, node in self.tensors.items()
-        )
+    named: dict[str, Node]
 
 
 def _layers(weights: Weights) -> Iterator[_Layer]:
@@ -352,13 +339,13 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
         before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
         unique = ".".join(part for part in parts if part != _STATE)
         found.append((path, before, unique, tensors))
-    short_names = Counter(short for _, short, _, _ in found)
-    for path, short, long, tensors in found:
-        layer = _Layer(path, short, tensors)
-        free = short_names[short] == 1 and not any(
-            name in weights.nodes for name, _ in layer.named()
-        )
-        yield layer if free else layer._replace(name=long)
+    count = Counter(before for _, before, _, _ in found)
+    for path, before, unique, tensors in found:
+        for name in (before, unique):
+            named = {f"{name}.{each}".removeprefix("."): node for each, node in tensors.items()}
+            if name == unique or (count[name] == 1 and weights.nodes.keys().isdisjoint(named)):
+                yield _Layer(path, name, named)
+                break
 
 
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
@@ -375,43 +362,33 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
             continue
         if not any(part in _PACKING for part in _parts(path)):
             continue
-        parts, nested = _flat(node)
-        inside |= nested
-        tensors = [part for part in parts if as_tensor(part) is not None]
-        chosen = [part for part in tensors if _kind(part) == "quantized"]
+        tensors: list[tuple[Node, str]] = []  # with the kind of the dtype
+        waiting: list[Node] = list(reversed(node))
+        nested = {id(node)}
+        while waiting:
+            part = waiting.pop()
+            tensor = as_tensor(part)
+            if tensor is not None:
+                tensors.append((part, tensor.dtype.kind))
+            elif isinstance(part, (tuple, list)) and id(part) not in nested:
+                nested.add(id(part))
+                waiting.extend(reversed(part))
+        inside |= nested - {id(node)}
+        chosen = [number for number, (_, kind) in enumerate(tensors) if kind == "quantized"]
         # In the state of a packed parameter object, the first tensor is the weight, even if it is
         # not quantized.
         if not chosen and holder is not None and holder.state is node:
-            chosen = tensors[:1] if str(holder.global_).endswith(_PACKER) else []
+            is_packer = str(holder.global_).endswith(_PACKER)
+            chosen = [0] if is_packer and tensors else []
         if len(chosen) == 1:
-            after = tensors[tensors.index(chosen[0]) + 1 :]
-            biases = [part for part in after if _kind(part) == "float"]
-            yield path, dict(zip(("weight", "bias"), (*chosen, *biases), strict=False))
+            biases = [part for part, kind in tensors[chosen[0] + 1 :] if kind == "float"]
+            weight = tensors[chosen[0]][0]
+            yield path, dict(zip(("weight", "bias"), (weight, *biases), strict=False))
 
 
 def _parts(path: Path) -> Iterator[str]:
     """Split each dotted name of a path at the dots, and yield the components."""
     return flatten(key_text(key).split(".") for key in path)
-
-
-def _kind(node: Node) -> str | None:
-    tensor = as_tensor(node)
-    return None if tensor is None else tensor.dtype.kind
-
-
-def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """Flatten nested lists and tuples. Return the items, and the ids of the nested containers."""
-    found: list[Node] = []
-    nested: set[int] = set()
-    waiting = list(reversed(root))
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (tuple, list)):
-            found.append(node)
-        elif node is not root and id(node) not in nested:
-            nested.add(id(node))
-            waiting.extend(reversed(node))
-    return found, nested
 
 
 def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
@@ -420,17 +397,17 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
     For a pickled module, append the tensors to the state_dict.
     """
     if weights.is_module:
-        packed = flatten(layer.named() for layer in layers)
+        packed = flatten(layer.named.items() for layer in layers)
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
-    by_key: dict[Node, list[_Layer]] = defaultdict(list)
+    by_key: dict[Node, list[tuple[str, Node]]] = defaultdict(list)
     for layer in layers:
-        by_key[layer.path[0]].append(layer)
+        by_key[layer.path[0]] += layer.named.items()
     # Drop the entry fc._packed_params.dtype = torch.qint8 of each packed layer.
     dtypes = {f"{key.rpartition('.')[0]}.dtype" for key in by_key}
     pairs: list[tuple[str, Node]] = []
     for key, node in weights.node.items():
         if key in by_key:
-            pairs += flatten(layer.named() for layer in by_key[key])
+            pairs += by_key[key]
         elif key not in dtypes or not isinstance(node, Global):
             pairs.append((key, node))
     return keys.with_paths(weights.node, _unique(pairs))

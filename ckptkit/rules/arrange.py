@@ -239,27 +239,25 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
 
+@dataclass
 class Solved:
     """A group of source tensors, its sizes, and the number of its targets.
 
     :attr:`layout` computes the targets.
     """
 
-    def __init__(
-        self,
-        rule: Arrangement,
-        left: list[Axes],
-        right: list[Axes],
-        loops: Indices,
-        sizes: dict[Symbol, int],
-        members: Sequence[SourceTensor],
-    ) -> None:
-        self.rule, self.left, self.right, self.loops, self.sizes = rule, left, right, loops, sizes
-        self.members = members
-        self.sources = {member.indices: number for number, member in enumerate(members)}
-        self.targets = prod(self._size(word) for word in rule.words.scattered)
+    rule: Arrangement
+    left: list[Axes]
+    right: list[Axes]
+    loops: Indices
+    sizes: dict[Symbol, int]
+    members: Sequence[SourceTensor]
+
+    def __post_init__(self) -> None:
+        self.sources = {member.indices: number for number, member in enumerate(self.members)}
+        self.targets = prod(self._size(word) for word in self.rule.words.scattered)
         check("rule_targets", self.targets, "target tensors of a rule")
-        check("rule_copies", self.targets * len(members), "copies of a rule")
+        check("rule_copies", self.targets * len(self.members), "copies of a rule")
 
     @cached_property
     def layout(self) -> Layout:
