@@ -8,8 +8,9 @@ updates to the weights of a base model. The mean of the factors is not the mean 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
@@ -18,7 +19,7 @@ from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UnsupportedError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, quoted, shell_command, some, typed
 from ckptkit.core.tree import (
     Node,
@@ -111,25 +112,17 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     rows = _rows([*checkpoints[:-1], last])
     taken: list[str] = []  # names of tensors that are not averaged
     new: dict[int, Tensor] = {}  # keys: ids of tensors of the last checkpoint
-    # If two weights are tied in all inputs, they have the same key, so their means share a storage.
-    storages: dict[object, Storage] = {}
+    # If two weights are tied in all inputs, they have the same key, so they get the same mean.
+    means: dict[object, Tensor] = {}
     for name, row in rows.items():
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
             taken.append(name)
             continue
-        old = row[-1]
-        view = tuple(
-            (id(each.storage), each.offset, each.shape, each.stride, each.conj, each.neg)
-            for each in row
-        )
-        if view not in storages:
+        old, key = row[-1], tuple(each.elements_key for each in row)
+        if key not in means:
             types = tuple(each.dtype for each in row)
-            made = mean_record(tuple(map(contiguous, row)), types, weight)
-            storages[view] = Storage(made, old.device)
-        stride = contiguous_stride(old.shape)
-        new[id(old)] = Tensor(
-            storages[view], old.dtype, old.shape, stride, 0, old.requires_grad, old.kind
-        )
+            means[key] = old.remade(mean_record(tuple(map(contiguous, row)), types, weight))
+        new[id(old)] = replace(means[key], requires_grad=old.requires_grad, kind=old.kind)
     count = plural(len(rows) - len(taken), "tensor")
     notes = [f"averaged {count} of {plural(len(checkpoints), 'checkpoint')}"]
     if taken:
@@ -142,13 +135,7 @@ def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
     shapes differ."""
     *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
     for number, other in enumerate(others):
-        odd = sorted(other.keys() ^ last.keys())
-        odd += [
-            name
-            for name, tensor in last.items()
-            if name in other and other[name].shape != tensor.shape
-        ]
-        if odd:
+        if odd := differing(last, other):
             pair = (number, len(others))
             files = [name for each in pair if (name := checkpoints[each].name)]
             command = shell_command(("ckptkit", "diff", *files))
@@ -158,6 +145,13 @@ def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
                 hint=f"`{command}` shows how" if len(files) == 2 else None,
             )
     return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
+
+
+def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that only one of two models has, or whose shapes differ."""
+    alone = sorted(ours.keys() ^ theirs.keys())
+    both = (name for name in ours if name in theirs)
+    return [*alone, *(name for name in both if ours[name].shape != theirs[name].shape)]
 
 
 def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:

@@ -60,13 +60,9 @@ def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> C
     for word, switch in (("normalize", normalize), ("rescale", rescale)):
         if not isinstance(switch, (bool, type(None))):
             raise UsageError(f"parameters: {word} must be true or false, got {shown(str(switch))}")
-    how = Method.of(
-        method,
-        base if method in OF_DIFFERENCES else None,
-        normalize,
-        rescale,
-        None if config.get("dtype") is None else parse(config["dtype"]),
-    )
+    dtype = None if config.get("dtype") is None else parse(config["dtype"])
+    subtracted = base if method in OF_DIFFERENCES else None
+    how = Method(method, subtracted, normalize, rescale, dtype)
     if ("models" in config) == ("slices" in config):
         raise UsageError("the configuration needs either models or slices")
     if "models" in config:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import translate
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -28,11 +27,11 @@ from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike, parse
 from ckptkit.core.errors import UsageError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted, shell_word, shown, some, typed
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import matcher, plural, quoted, shell_word, shown, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
 from ckptkit.edits import quantized_names
-from ckptkit.edits.combine import refuse_adapter
+from ckptkit.edits.combine import differing, refuse_adapter
 from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.structure import bare
 
@@ -48,37 +47,26 @@ _FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(NamedTuple):
     """A merge method with its settings. If the method merges differences, `base` is the base
-    model."""
+    model. If `normalize` or `rescale` is None, the default of mergekit applies."""
 
     name: str
-    normalize: bool
-    rescale: bool
     base: Checkpoint | None = None
+    normalize: bool | None = None
+    rescale: bool | None = None
     dtype: DType | None = None
     seed: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        base: Checkpoint | None,
-        normalize: bool | None,
-        rescale: bool | None,
-        dtype: DType | None,
-        seed: int = 0,
-    ) -> Method:
-        """Return the method `name`. If a setting is None, use the default of mergekit."""
-        return cls(
-            name,
-            name in (LINEAR, TIES) if normalize is None else normalize,
-            name in (DARE_TIES, DARE_LINEAR) if rescale is None else rescale,
-            base,
-            dtype,
-            seed,
+    @property
+    def switches(self) -> tuple[bool, bool]:
+        """The values of `normalize` and `rescale`."""
+        defaults = self.name in (LINEAR, TIES), self.name in (DARE_TIES, DARE_LINEAR)
+        given = self.normalize, self.rescale
+        normalize, rescale = (
+            default if each is None else each for each, default in zip(given, defaults, strict=True)
         )
+        return normalize, rescale
 
 
 class Use(NamedTuple):
@@ -134,28 +122,48 @@ def merge(
     """
     given = several(checkpoints)
     models = [model(each, given) for each in given]
+    hint = f"use one of {', '.join(METHODS)}"
     if method is None:
         for other in models[1:]:
-            _check_alike(models[0], other, other.required.tensors)
+            _check_alike(models[0], other)
         option = typed("--method METHOD", "method=...")
-        raise UsageError(f"a method is required: {option}", hint=f"use one of {', '.join(METHODS)}")
+        raise UsageError(f"a method is required: {option}", hint=hint)
     if method not in METHODS:
-        raise UsageError(f"{method!r} is not a method", hint=f"use one of {', '.join(METHODS)}")
-    ranges = [layers] if isinstance(layers, str) else list(layers)
-    if (method in OF_DIFFERENCES) and base is None:
-        base_words = typed("--base BASE", "base=...")
-        raise UsageError(f"{method} needs a base model: {base_words}")
+        raise UsageError(f"{method!r} is not a method", hint=hint)
+    if method in OF_DIFFERENCES and base is None:
+        raise UsageError(f"{method} needs a base model: {typed('--base BASE', 'base=...')}")
     first = None if base is None else model(opened(base))
     if method == SLERP and first is not None:
         models, first = [first, *models], None
-    for name, value, users in (
-        ("scale", scale, (*OF_DIFFERENCES, SLERP, PASSTHROUGH)),
-        ("normalize", normalize, (*OF_DIFFERENCES, LINEAR)),
-        ("rescale", rescale, SPARSE),
-    ):
-        if value is not None and method not in users:
-            raise UsageError(f"{method} does not use {name}")
-    _check_numbers(method, models, first, weight, density, ranges)
+    ranges = [layers] if isinstance(layers, str) else list(layers)
+    users = {
+        "scale": (scale, (*OF_DIFFERENCES, SLERP, PASSTHROUGH)),
+        "normalize": (normalize, (*OF_DIFFERENCES, LINEAR)),
+        "rescale": (rescale, SPARSE),
+        "a base": (first, OF_DIFFERENCES),
+        "weight": (weight, (*OF_DIFFERENCES, LINEAR)),
+        "density": (density, SPARSE),
+    }
+    count = plural(len(models), "model")
+    range_option = typed("--layers START:STOP", "layers=[...]")
+    wrong = {
+        **{
+            f"{method} does not use {name}": value is not None and method not in methods
+            for name, (value, methods) in users.items()
+        },
+        "no models to merge": not models,
+        f"slerp merges two models, got {len(models)}": method == SLERP and len(models) != 2,
+        "only passthrough uses layers": bool(ranges) and method != PASSTHROUGH,
+        f"got {plural(len(ranges), 'layer range')} for {count}": (
+            len(ranges) not in (0, len(models))
+        ),
+        f"passthrough of several models needs a layer range for each: {range_option}": (
+            method == PASSTHROUGH and not ranges and len(models) > 1
+        ),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise UsageError(what)
     share = scale
     if share is None:
         share = 0.5 if method == SLERP else 1.0
@@ -172,39 +180,10 @@ def merge(
 
         uses.append(Use(each, numbers, start, stop))
     compute_dtype = None if dtype is None else parse(dtype)
-    how = Method.of(method, first, normalize, rescale, compute_dtype, seed)
+    how = Method(method, first, normalize, rescale, compute_dtype, seed)
     if method == PASSTHROUGH:
         return stacked([[each] for each in uses], how)
     return alike(uses if first is None else [Use(first, uses[0].numbers), *uses], how)
-
-
-def _check_numbers(
-    method: str,
-    models: Sequence[Checkpoint],
-    base: Checkpoint | None,
-    weights: Sequence[Setting] | None,
-    densities: Sequence[Setting] | None,
-    ranges: Sequence[str],
-) -> None:
-    """Raise UsageError for missing arguments, and for arguments that the method does not use."""
-    wrong = {
-        "no models to merge": not models,
-        f"{method} does not use a base": base is not None and method not in OF_DIFFERENCES,
-        f"slerp merges two models, got {len(models)}": method == SLERP and len(models) != 2,
-        f"{method} does not use weight": weights is not None and method in (SLERP, PASSTHROUGH),
-        f"{method} does not use density": densities is not None and method not in SPARSE,
-        "only passthrough uses layers": bool(ranges) and method != PASSTHROUGH,
-        f"got {plural(len(ranges), 'layer range')} for {plural(len(models), 'model')}": (
-            len(ranges) not in (0, len(models))
-        ),
-        "passthrough of several models needs a layer range for each: "
-        f"{typed('--layers START:STOP', 'layers=[...]')}": (
-            method == PASSTHROUGH and not ranges and len(models) > 1
-        ),
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise UsageError(what)
 
 
 def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoint:
@@ -227,28 +206,24 @@ def _settings(
         raise UsageError(
             f"{what}: got {plural(len(given), 'value')}, but there are {len(models)} models"
         )
-    return [_setting(each) for each in given]
+
+    def reader(setting: Setting) -> Callable[[str], float]:
+        globs = setting if isinstance(setting, Mapping) else {"*": setting}
+        others = float(globs.get("*", 1.0))
+        tests = [(matcher([glob]), number) for glob, number in globs.items() if glob != "*"]
+        return lambda name: next((float(number) for test, number in tests if test(name)), others)
+
+    return [reader(each) for each in given]
 
 
-def _setting(given: Setting) -> Callable[[str], float]:
-    if not isinstance(given, Mapping):
-        return lambda name: float(given)
-    others = float(given.get("*", 1.0))
-    globs = [(re.compile(translate(glob)), number) for glob, number in given.items() if glob != "*"]
-    return lambda name: next(
-        (float(number) for pattern, number in globs if pattern.match(name)), others
-    )
-
-
-def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor]) -> None:
+def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
     """Raise UsageError if the names or shapes of two models differ."""
-    ours = one.required.tensors
-    odd = sorted(ours.keys() ^ held.keys())
-    odd += [name for name in ours if name in held and ours[name].shape != held[name].shape]
+    ours, theirs = one.required.tensors, other.required.tensors
+    odd = differing(ours, theirs)
     if not odd:
         return
     hint = None
-    if other.name and ours.keys().isdisjoint(held):
+    if other.name and ours.keys().isdisjoint(theirs):
         hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` joins parts of one model"
     elif other.name:
         hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows the differences"
@@ -265,7 +240,7 @@ def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
-        _check_alike(reference, other, other.required.tensors)
+        _check_alike(reference, other)
     inputs = [each.model.required.tensors for each in uses]
     places = _places(tensors)
     new = _Merged(how)
@@ -283,7 +258,7 @@ class _Merged:
         self.how = how
         self.tensors: dict[Node, Node] = {}
         self.taken: list[str] = []  # names of tensors copied from the first input
-        self.storages: dict[object, Storage] = {}  # (operation, input elements) -> new storage
+        self.made: dict[object, Tensor] = {}  # (operation, input elements) -> new tensor
 
     def add(
         self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
@@ -309,17 +284,15 @@ class _Merged:
             how.name, dtype.name, tuple(each.dtype.name for each in inputs),
             tuple(each("weight", name, at) for each in others),
             tuple(each("density", name, at) for each in others),
-            how.normalize, how.rescale, scale, how.seed,
+            *how.switches, scale, how.seed,
         )  # fmt: skip
         key = (operation, *(each.elements_key for each in inputs))
-        if key not in self.storages:
+        if key not in self.made:
             length = prod(old.shape) * dtype.itemsize
             record = Pending(operation, tuple(map(contiguous, inputs)), length)
-            self.storages[key] = Storage(record, old.device)
-        self.tensors[name] = Tensor(
-            self.storages[key], dtype, old.shape, contiguous_stride(old.shape), 0,
-            old.requires_grad, old.kind,
-        )  # fmt: skip
+            self.made[key] = old.remade(record, dtype)
+        made = self.made[key]
+        self.tensors[name] = replace(made, requires_grad=old.requires_grad, kind=old.kind)
 
     def of(self, reference: Checkpoint, models: int) -> Checkpoint:
         """Return `reference` with the merged tensors instead of its own tensors."""
@@ -350,9 +323,8 @@ def _stack(names: Iterable[str]) -> tuple[str, int]:
     is "" and the number is 0.
     """
     found: dict[str, set[int]] = {}
-    for name in names:
-        if match := _LAYER.fullmatch(name):
-            found.setdefault(match[1], set()).add(int(match[2]))
+    for match in filter(None, map(_LAYER.fullmatch, names)):
+        found.setdefault(match[1], set()).add(int(match[2]))
     most = max(map(len, found.values()), default=0)
     stacks = [prefix for prefix, numbers in found.items() if len(numbers) == most]
     return (stacks[0], 1 + max(found[stacks[0]])) if len(stacks) == 1 else ("", 0)
@@ -382,8 +354,7 @@ def _places(names: Iterable[str]) -> Callable[[str], float]:
 
     def place(name: str) -> float:
         match = _LAYER.fullmatch(name)
-        inside = match is not None and prefix and match[1] == prefix
-        return _share(int(match[2]), count) if match and inside else 0.0
+        return _share(int(match[2]), count) if match and match[1] == prefix else 0.0
 
     return place
 
