@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
@@ -62,17 +61,18 @@ def remap(
     the type ``torch.device``, and a warning lists them. With `device_values`, `remap` also changes
     ``torch.device`` values. Raises UsageError for an invalid device.
     """
-    places = _DevicePlaces(ck.root)
+    places = _places(ck.root)
+    known = places.devices
     if isinstance(devices, Mapping):
         named = {_name(old): _name(new) for old, new in devices.items()}
         table = {
-            old if old in places.devices else check_device(old): check_device(new)
+            old if old in known else check_device(old): check_device(new)
             for old, new in named.items()
         }
-        unused, asked = [old for old in named if old not in places.devices], list(named)
+        unused, asked = [old for old in named if old not in known], list(named)
     else:
         target = check_device(_name(devices))
-        table = dict.fromkeys(places.devices - {"meta"}, target)
+        table = dict.fromkeys(known - {"meta"}, target)
         unused, asked = [], ["another device"]
     table = {old: new for old, new in table.items() if new != old}
     storages = {
@@ -115,9 +115,14 @@ def remap(
             f"kept {plural(len(paths), 'torch.device value')}: {quoted(paths)}; "
             f"{typed('--device-values', 'device_values=True')} changes them too"
         )
-    root = ck.root
-    if storages or swap:
-        root = rebuild(root, partial(_moved, storages=storages), swap)
+
+    def moved(leaf: Node) -> Node:
+        if not isinstance(leaf, (Tensor, TypedStorage)) or id(leaf.storage) not in storages:
+            return leaf
+        new = storages[id(leaf.storage)]
+        return leaf.over(new) if isinstance(leaf, Tensor) else replace(leaf, storage=new)
+
+    root = rebuild(ck.root, moved, swap) if storages or swap else ck.root
     return ck.with_root(root, notes=notes, warnings=warnings)
 
 
@@ -159,38 +164,33 @@ def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
     return is_state and any(re.search("rng|random_state", key) for key in names)
 
 
-def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
-    """Replace the storage of a leaf. `storages` maps the id of each old storage to its new
-    storage."""
-    if isinstance(leaf, Tensor) and id(leaf.storage) in storages:
-        return leaf.over(storages[id(leaf.storage)])
-    if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:
-        return replace(leaf, storage=storages[id(leaf.storage)])
-    return leaf
-
-
-class _DevicePlaces:
+class _DevicePlaces(NamedTuple):
     """The storages, rebuild calls and ``torch.device`` values of a tree, with their devices."""
 
-    def __init__(self, root: Node) -> None:
-        self.storages: dict[int, Storage] = {}
-        self.calls: list[tuple[Object, str]] = []  # (call, device)
-        self.values: list[tuple[Object, str]] = []
-        arguments: set[int] = set()
-        for node in nodes(root):
-            if isinstance(node, (Tensor, TypedStorage)):
-                if node.storage is not None:
-                    self.storages[id(node.storage)] = node.storage
-            elif isinstance(node, Object):
-                if node.global_ == _DEVICE:
-                    self.values.append((node, _text(node)))
-                elif (found := _call(node)) is not None:
-                    args, position = found
-                    self.calls.append((node, _text(args[position])))
-                    arguments.add(id(args[position]))
-        self.values = [each for each in self.values if id(each[0]) not in arguments]
-        self.devices = {device for _, device in (*self.calls, *self.values)}
-        self.devices |= {storage.device for storage in self.storages.values()}
+    storages: dict[int, Storage]
+    calls: list[tuple[Object, str]]  # (call, device)
+    values: list[tuple[Object, str]]
+
+    @property
+    def devices(self) -> set[str]:
+        named = {device for _, device in (*self.calls, *self.values)}
+        return named | {storage.device for storage in self.storages.values()}
+
+
+def _places(root: Node) -> _DevicePlaces:
+    found = _DevicePlaces({}, [], [])
+    arguments: set[int] = set()
+    for node in nodes(root):
+        if isinstance(node, (Tensor, TypedStorage)) and node.storage is not None:
+            found.storages[id(node.storage)] = node.storage
+        elif isinstance(node, Object) and node.global_ == _DEVICE:
+            found.values.append((node, _text(node)))
+        elif isinstance(node, Object) and (call := _call(node)) is not None:
+            args, position = call
+            found.calls.append((node, _text(args[position])))
+            arguments.add(id(args[position]))
+    values = [each for each in found.values if id(each[0]) not in arguments]
+    return found._replace(values=values)
 
 
 def _name(device: object) -> str:

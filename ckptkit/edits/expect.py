@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from fnmatch import translate
+from typing import Any, NamedTuple
 
 from ckptkit.compute.compare import compare
 from ckptkit.compute.tallies import nonfinite
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import nearest, plural, typed
+from ckptkit.core.text import matcher, nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.edits import rules
 from ckptkit.rules.names import Config, Settings, evaluate
@@ -36,21 +35,34 @@ class ExpectationError(TensorError):
     """The error for tensors that do not fulfill an expectation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """An expectation: a glob, and conditions on the tensors whose names match."""
+class Expectation(NamedTuple):
+    """An expectation: a glob, and conditions on the tensors whose names match.
+
+    ``conditions`` maps the word of each condition to its value, or to True.
+    """
 
     text: str
     glob: str
-    missing: bool = False
-    finite: bool = False
-    count: Given | None = None
-    shape: tuple[Given, ...] | None = None
-    dtypes: tuple[str, ...] = ()
-    equal: str | None = None
+    conditions: Mapping[str, Any]
 
 
 _WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
+
+
+def _shape(value: str) -> tuple[Given, ...]:
+    if not value.startswith("["):
+        hint = "write, for example, shape=[config.vocab_size _]"
+        raise RuleError(f"shape={value} is not a shape", hint=hint)
+    return tuple(map(parse_given, value[1:-1].replace(",", " ").split()))
+
+
+_BARE = ("exists", "missing", "finite")
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "count": parse_given,
+    "shape": _shape,
+    "dtype": lambda value: value.split("|"),
+    "equal": str,
+}
 
 
 def parse_expectation(text: str) -> Expectation:
@@ -61,42 +73,19 @@ def parse_expectation(text: str) -> Expectation:
     glob, _, rest = text.strip().partition(" ")
     if not glob:
         raise RuleError("an expectation is empty; write a name or a glob, then conditions")
-    words: dict[str, str | None] = {}
-    at, rest = 0, rest.strip()
+    conditions: dict[str, Any] = {}
+    at, rest, known = 0, rest.strip(), (*_BARE, *_READERS)
     while at < len(rest):
         found = _WORD.match(rest, at)
-        if found is None or found["word"] not in _WORDS:
-            odd = rest[at:].split()[0]
-            raise RuleError(
-                f"{text!r}: {odd!r} is not a condition", hint=f"use one of {', '.join(_WORDS)}"
-            )
-        if (found["value"] is None) != (found["word"] in _BARE):
-            raise RuleError(
-                f"{text!r}: {found['word']} {'takes no' if found['value'] else 'needs a'} value"
-            )
-        words[found["word"]] = found["value"]
+        if found is None or found["word"] not in known:
+            what = f"{text!r}: {rest[at:].split()[0]!r} is not a condition"
+            raise RuleError(what, hint=f"use one of {', '.join(known)}")
+        word, value = found["word"], found["value"]
+        if (value is None) != (word in _BARE):
+            raise RuleError(f"{text!r}: {word} {'takes no' if value else 'needs a'} value")
+        conditions[word] = True if value is None else _READERS[word](value)
         at = found.end()
-    shape = words.get("shape")
-    if shape is not None and not shape.startswith("["):
-        raise RuleError(
-            f"shape={shape} is not a shape", hint="write, for example, shape=[config.vocab_size _]"
-        )
-    sizes = None if shape is None else shape[1:-1].replace(",", " ").split()
-    count, dtype = words.get("count"), words.get("dtype")
-    return Expectation(
-        text.strip(),
-        glob,
-        missing="missing" in words,
-        finite="finite" in words,
-        count=None if count is None else parse_given(count),
-        shape=None if sizes is None else tuple(map(parse_given, sizes)),
-        dtypes=tuple(dtype.split("|")) if dtype else (),
-        equal=words.get("equal"),
-    )
-
-
-_BARE = ("exists", "missing", "finite")
-_WORDS = (*_BARE, "count", "shape", "dtype", "equal")
+    return Expectation(text.strip(), glob, conditions)
 
 
 class Expectations:
@@ -109,15 +98,13 @@ class Expectations:
     def failures(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Yield a message for each expectation that fails. Read elements only for `equal` and
         `finite`."""
-        config = self.config
-        if config is None:
-            config = rules.lazily(checkpoint)
-        value = _values(config)
+        value = _values(rules.lazily(checkpoint) if self.config is None else self.config)
         tensors = checkpoint.weights
         for each in self.parsed:
-            matches = re.compile(translate(each.glob)).match
+            matches = matcher([each.glob])
             hits = {name: tensor for name, tensor in tensors.items() if matches(name)}
-            yield from (f"{each.text}: {fault}" for fault in _failures(each, hits, tensors, value))
+            faults = _failures(each.glob, each.conditions, hits, tensors, value)
+            yield from (f"{each.text}: {fault}" for fault in faults)
 
     def check(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint unchanged. Raises ExpectationError if an expectation fails."""
@@ -153,46 +140,49 @@ def _values(config: Config) -> Value:
 
 
 def _failures(
-    each: Expectation, hits: Mapping[str, Tensor], tensors: Mapping[str, Tensor], value: Value
+    glob: str,
+    conditions: Mapping[str, Any],
+    hits: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    value: Value,
 ) -> Iterator[str]:
-    if each.missing:
-        if hits:
-            yield f"{next(iter(hits))} exists"
+    if "missing" in conditions:
+        yield from (f"{name} exists" for name in list(hits)[:1])
         return
-    expected = None if each.count is None else value(each.count)
+    expected = value(conditions["count"]) if "count" in conditions else None
     if expected is not None and len(hits) != expected:
         yield f"{plural(len(hits), 'tensor')} instead of {expected:,}"
-    if not hits:
-        if expected is None:
-            close = nearest(each.glob, tensors)
-            yield "no such tensor" + (f"; did you mean {close[0]}?" if close else "")
-        return
-    shape = None if each.shape is None else [value(given) for given in each.shape]
+    if not hits and expected is None:
+        close = nearest(glob, tensors)
+        yield "no such tensor" + (f"; did you mean {close[0]}?" if close else "")
+    shape = [value(given) for given in conditions["shape"]] if "shape" in conditions else None
     for name, tensor in hits.items():
-        yield from (f"{name} {fault}" for fault in _faults(each, tensor, shape, tensors))
+        yield from (f"{name} {fault}" for fault in _faults(conditions, tensor, shape, tensors))
 
 
 def _faults(
-    each: Expectation, tensor: Tensor, shape: list[int | None] | None, tensors: Mapping[str, Tensor]
+    conditions: Mapping[str, Any],
+    tensor: Tensor,
+    shape: list[int | None] | None,
+    tensors: Mapping[str, Tensor],
 ) -> Iterator[str]:
-    fits = shape is None or (
-        len(tensor.shape) == len(shape)
-        and all(n is None or n == m for m, n in zip(tensor.shape, shape, strict=True))
-    )
-    if shape is not None and not fits:
-        expected = ", ".join("_" if n is None else str(n) for n in shape)
-        yield f"has shape {shape_text(tensor.shape)} instead of [{expected}]"
-    if each.dtypes and tensor.dtype.name not in each.dtypes:
-        yield f"is {tensor.dtype} instead of {' or '.join(each.dtypes)}"
-    if each.equal is not None:
-        other = tensors.get(each.equal)
+    if shape is not None:
+        pairs = zip(tensor.shape, shape, strict=False)
+        if len(tensor.shape) != len(shape) or any(n not in (None, m) for m, n in pairs):
+            expected = ", ".join("_" if n is None else str(n) for n in shape)
+            yield f"has shape {shape_text(tensor.shape)} instead of [{expected}]"
+    dtypes = conditions.get("dtype", [tensor.dtype.name])
+    if tensor.dtype.name not in dtypes:
+        yield f"is {tensor.dtype} instead of {' or '.join(dtypes)}"
+    if (name := conditions.get("equal")) is not None:
+        other = tensors.get(name)
         if other is None:
-            yield f"cannot be compared with {each.equal}, which is missing"
+            yield f"cannot be compared with {name}, which is missing"
         elif other.shape != tensor.shape or other.dtype != tensor.dtype:
-            yield f"differs from {each.equal}, which is {other.dtype} {shape_text(other.shape)}"
+            yield f"differs from {name}, which is {other.dtype} {shape_text(other.shape)}"
         elif (difference := compare(tensor, other)) is not None:
-            yield f"differs from {each.equal} in {plural(difference.count, 'element')}"
-    if each.finite:
-        nan, infinite = nonfinite(tensor) if tensor.storage is not None else (0, 0)
+            yield f"differs from {name} in {plural(difference.count, 'element')}"
+    if "finite" in conditions and tensor.storage is not None:
+        nan, infinite = nonfinite(tensor)
         if nan or infinite:
             yield f"has {nan:,} NaN and {infinite:,} infinite elements"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from math import prod
 
 from ckptkit.compute.arranged import contiguous
@@ -14,8 +13,8 @@ from ckptkit.compute.operation import Concat, RecordSlice
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import nearest, plural, quoted
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import matcher, nearest, plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits import quantized_names
 from ckptkit.edits.config_file import changes_of, config_of, with_changes
@@ -46,11 +45,12 @@ def resize(
     weights = ck.required.tensors
     globs = list(keys)
     for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in weights):
+        if not any(map(matcher([glob]), weights)):
             close = nearest(glob, list(weights)) or [name for name in weights if "embed" in name]
             hint = f"did you mean {quoted(close[:4])}?" if close else None
             raise UsageError(f"no weight matches {glob!r}", where=ck.name, hint=hint)
-    chosen = {n: each for n, each in weights.items() if any(fnmatchcase(n, g) for g in globs)}
+    matches = matcher(globs)
+    chosen = {name: each for name, each in weights.items() if globs and matches(name)}
     quantized_names.refuse(ck, chosen, "ckptkit cannot add or remove rows of codes")
     views = {each.elements_key for each in chosen.values()}
     tied = {name: each for name, each in weights.items() if each.elements_key in views}
@@ -94,5 +94,4 @@ def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:
         operation = MoreRows(tensor.dtype.name, prod(tensor.shape[1:]), fill, seed)
         more = Pending(operation, (old,), length - tensor.nbytes)
         record = Pending(Concat(), (old, more), length)
-    storage = Storage(record, tensor.device)
-    return Tensor(storage, tensor.dtype, shape, contiguous_stride(shape))
+    return tensor.remade(record, shape=shape)
