@@ -237,8 +237,8 @@ def _matching(pattern: str, into: str) -> Iterator[Input]:
             found.append(Input(url, entry.name, entry.mark, entry.is_folder))
     else:
         base = os.path.abspath(fixed + os.sep if fixed else ".")
-        for each in sorted(glob.iglob(rest, root_dir=base, recursive=True)):
-            path = os.path.abspath(os.path.join(base, each))
+        for match in sorted(glob.iglob(rest, root_dir=base, recursive=True)):
+            path = os.path.abspath(os.path.join(base, match))
             name = os.path.relpath(path, base).replace(os.sep, "/")
             found.append(Input(path, name, mark(path), os.path.isdir(path)))
     outputs = without_query(into).rstrip("/") if is_url(into) else os.path.abspath(into)
