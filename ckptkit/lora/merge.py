@@ -630,8 +630,9 @@ class MergePlan:
             labels, count = self.config.get("id2label"), made.shape[0]
             given = isinstance(labels, dict)
             if count != (len(labels) if given else self.config.get("num_labels", 2)):
-                words = [word for word in ("id2label", "label2id") if word in self.config]
-                self.new_config |= {**dict.fromkeys(words), "num_labels": count}
+                words = ("id2label", "label2id")
+                self.new_config |= {word: None for word in words if word in self.config}
+                self.new_config["num_labels"] = count
         if old is None:
             self.notes.append(f"added {shown(name)}, which the base does not have")
         self.new[name] = made
