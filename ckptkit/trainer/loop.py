@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from ckptkit import CkptkitError
 from ckptkit.trainer import parallel, saving
-from ckptkit.trainer.config import SEGMENTED, Config, RequestError, RunFiles
+from ckptkit.trainer.config import Config, RequestError, RunFiles
 from ckptkit.trainer.data import Labelled, loaded, split
 from ckptkit.trainer.log import Measure, logged, memory_report, memory_snapshot, shapes_traced
 from ckptkit.trainer.run import Run, prepare, switches_restored
@@ -237,29 +237,18 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
 @contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Turn out-of-memory errors and failures of torch.compile into errors with a hint.
-
-    If the memory of a GPU is full, the hint lists options that need less memory.
-    """
+    """Turn out-of-memory errors and failures of torch.compile into errors with a hint."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        ways = []
-        if config.batch_size > 1:
-            half, twice = config.batch_size // 2, config.accumulate * 2
-            # A smaller batch needs less memory. With accumulation, each optimizer step uses as many
-            # images as with the larger batch.
-            ways.append(f"use --batch-size {half} --accumulate {twice}")
-        if config.model in SEGMENTED and not config.segments:
-            ways.append("use --segments 4")
-        if config.model == "densenet" and not config.memory_efficient:
-            ways.append("use --memory-efficient")
+        half, twice = max(1, config.batch_size // 2), config.accumulate * 2
+        ways = "a smaller --width, --segments 4 or --memory-efficient"
         # Keep the first two sentences of torch's message: the memory is full, and torch needed N
         # bytes.
         what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",
-            hint=", or ".join([*ways, "use a smaller --width"]),
+            hint=f"use --batch-size {half} --accumulate {twice}, {ways}",
         ) from error
     except RuntimeError as error:
         if not type(error).__module__.startswith("torch._dynamo"):

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from glob import escape
-from itertools import product
 from pathlib import Path
 from shlex import quote
 from sys import intern
@@ -35,14 +34,12 @@ from ckptkit.core.text import some
 from ckptkit.trainer.config import (
     CHANGEABLE,
     DEFAULTS,
-    MODELS,
     Config,
     RequestError,
     RunFiles,
     SavingError,
     typed,
 )
-from ckptkit.trainer.models import build
 from ckptkit.trainer.parallel import autocast, available
 from ckptkit.trainer.run import Run, random_states, restore_random
 
@@ -384,26 +381,16 @@ def load_weights(run: Run, path: Path) -> None:
         faults = [] if report.complete else list(report.faults())
     if faults:
         text = "; ".join([f"does not fit {run.config.model}", *faults])
-        raise ckptkit.CkptkitError(text, where=str(path), hint=_what_fits(run, path))
+        raise ckptkit.CkptkitError(text, where=str(path), hint=_what_fits(path))
 
 
-def _what_fits(run: Run, path: Path) -> str:
+def _what_fits(path: Path) -> str:
     """Return a hint: the options of a model that fits the weights in a file."""
     made_with = _read(path).get("args")
-    if isinstance(made_with, dict):
-        names = [name for name in ("model", "data", "width") if name in made_with]
-        return f"the run used {' '.join(typed(name, made_with[name]) for name in names)}"
-    weights = ckptkit.load(path, map_location="cpu")
-    found = {name.removeprefix("module."): value.shape for name, value in weights.items()}
-    plain = replace(run.config, segments=0, memory_efficient=False, dropout=0.0)
-    shapes = {"digits": (1, 32, 32), "random": (3, 32, 32), "cifar10:DIR": (3, 32, 32)}
-    for name, data in product(MODELS, shapes):
-        shape = (1000,) if (name, data) == ("mlp", "random") else shapes[data]
-        with torch.device("meta"):
-            model = build(replace(plain, model=name), shape, run.data.classes)
-        if {name: value.shape for name, value in model.state_dict().items()} == found:
-            return f"the weights fit --model {name} --data {data}"
-    return f"no model of this trainer has these weights at --width {run.config.width}"
+    if not isinstance(made_with, dict):
+        return "use --model, --data and --width of the run that saved the weights"
+    names = [name for name in ("model", "data", "width") if name in made_with]
+    return f"the run used {' '.join(typed(name, made_with[name]) for name in names)}"
 
 
 def _load_sharded(run: Run, path: Path) -> list[str]:

@@ -1,9 +1,8 @@
-"""What the articles ask, answer or leave open beside the rows' commands, each by its row's number."""
+"""What the articles ask beside the rows' commands, each by its row's number."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.jit.frontend import FrontendError
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.trainer import log, loop, parallel
 from ckptkit.trainer.config import Config, RunFiles
-from ckptkit.trainer.log import SavedBytes
-from ckptkit.trainer.models import DenseNet
 
 from ..conftest import Run
-from .conftest import HALVES, same
+from .conftest import HALVES
 
 
 def test_S02_the_official_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,148 +53,6 @@ def test_S04_the_size_of_a_model_is_in_the_report(tmp_path: Path) -> None:
     weights = ckptkit.open(tmp_path / "run.pth").weights
     assert row["parameters"] == 4 * sum(each.numel for each in weights.values())
     assert log.total_bytes(nn.Linear(3, 2).parameters()) == 4 * (3 * 2 + 2)
-
-
-class Halves(nn.Module):
-    """The article's net of two halves of 11 linear layers; `way` is how checkpoint is called."""
-
-    def __init__(self, way: str, dummy: float = 1.0, units: int = 40) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (
-            nn.Sequential(*(nn.Linear(units, units) for _ in range(11))) for _ in range(2)
-        )
-        self.way, self.dummy = way, nn.Parameter(torch.full((1,), dummy))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        how: dict[str, Any] = {"use_reentrant": self.way != "today"}
-        first, second = self.first, self.second
-        if self.way == "none":
-            outputs: Tensor = second(first(inputs))
-            return outputs
-        if self.way == "layer":
-            middle = checkpoint(first, inputs + self.dummy - self.dummy, **how)
-        elif self.way == "added":
-            middle = checkpoint(first, inputs + self.dummy, **how)
-        elif self.way == "argument":
-            middle = checkpoint(lambda x, unused: first(x), inputs, self.dummy, **how)
-        else:
-            middle = checkpoint(first, inputs, **how)
-        return self.finished(middle, how)
-
-    def finished(self, middle: Tensor, how: dict[str, Any]) -> Tensor:
-        outputs: Any = checkpoint(self.second, middle, **how)
-        assert isinstance(outputs, Tensor)
-        return outputs
-
-
-def stepped(model: Halves) -> tuple[int, dict[str, Tensor | None]]:
-    """Return the bytes kept for the backward pass and the gradients."""
-    inputs = torch.linspace(-1, 1, 64 * 40).view(64, 40)
-    with SavedBytes(model) as saved:
-        model(inputs).square().sum().backward()
-    return saved.peak, {name: each.grad for name, each in model.named_parameters()}
-
-
-def layers(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: each for name, each in found.items() if name != "dummy" and each is not None}
-
-
-def test_S06_checkpoint_in_two_halves_keeps_less() -> None:
-    kept, expected = stepped(Halves("none"))
-    less, found = stepped(Halves("today"))
-    assert less < 0.6 * kept
-    assert same(layers(found), layers(expected))
-    assert len(layers(found)) == 44
-
-
-def test_S06_the_second_pair_of_figures_is_of_another_net() -> None:
-    """1717 and 1283 MB again, but 22 layers take 0.32 GB where 72 take 1.1 GB."""
-    layer, mib = 1000 * 1001, 2**20
-    first, second = (4 * 4 * (count * layer + 100 * 1001) / mib for count in (71, 21))
-    assert round(first) == 1086
-    assert round(second) == 322
-    libraries = 1717 - first
-    assert 500 < libraries < 700
-    assert libraries + second < 1283 - 300  # no figure of this net
-
-
-@pytest.mark.parametrize("way", ["layer", "argument"])
-@pytest.mark.parametrize("dummy", [0.0, 1.0])
-def test_S06_the_dummy_may_be_zero(way: str, dummy: float) -> None:
-    """The open question below the first article: yes, what counts is that it requires a gradient.
-
-    Zero is better in a layer: ``x + 1 - 1`` is rounded.
-    """
-    _, expected = stepped(Halves("none"))
-    model = Halves(way, dummy)
-    _, found = stepped(model)
-    exact = dummy == 0 or way == "argument"
-    torch.testing.assert_close(layers(found), layers(expected))
-    assert same(layers(found), layers(expected)) == exact
-    moved = found["dummy"]
-    assert moved is None or not moved.any()  # nothing that an optimizer would change
-
-
-def test_S06_a_dummy_that_is_only_added_is_trained() -> None:
-    """It begins as zero and does not stay it."""
-    _, found = stepped(Halves("added", 0.0))
-    moved = found["dummy"]
-    assert moved is not None
-    assert moved.abs() > 0
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_S06_without_a_dummy_the_reentrant_kind_breaks_the_tape() -> None:
-    """The second half is cut off too: its input comes from the first."""
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        stepped(Halves("reentrant"))
-
-
-def test_S06_limits_of_autograd_grad() -> None:
-    """The last article: checkpointing does not work with torch.autograd.grad. Today's kind does."""
-    model, inputs = nn.Linear(3, 2), torch.ones(4, 3, requires_grad=True)
-    old: Tensor = checkpoint(model, inputs, use_reentrant=True)
-    with pytest.raises(RuntimeError, match=r"incompatible with \.grad"):
-        torch.autograd.grad(old.sum(), inputs)
-    new: Tensor = checkpoint(model, inputs, use_reentrant=False)
-    (found,) = torch.autograd.grad(new.sum(), inputs)
-    assert torch.equal(found, model.weight.sum(0).expand(4, 3))
-
-
-def test_S06_a_second_pass_that_differs_is_noticed() -> None:
-    """The last article: it cannot be. Today's kind compares the shapes of what is saved."""
-    sizes = iter((3, 5))
-
-    def changes(inputs: Tensor) -> Tensor:
-        wide = inputs.repeat(next(sizes), 1)
-        return (wide * wide.exp()).sum(0)
-
-    outputs: Tensor = checkpoint(changes, torch.ones(1, 2, requires_grad=True), use_reentrant=False)
-    with pytest.raises(CheckpointError, match="different metadata"):
-        outputs.sum().backward()
-
-
-class Recomputed(nn.Module):
-    """The smallest model that recomputes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.layer, inputs, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("model", [Recomputed(), DenseNet((1, 16, 16), 10, 0.25)])
-def test_S24_models_that_recompute_are_not_scripted(model: nn.Module) -> None:
-    """The last article: memory_efficient is not supported in JIT. Nor is checkpoint itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        with pytest.raises(FrontendError):
-            torch.jit.script(model)
-        plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        assert isinstance(torch.jit.script(plain), torch.jit.ScriptModule)
 
 
 def test_S09_dim_and_output_device_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "option",
-    ["--lr 0.5", "--momentum 0.5", "--lr-step 1", "--lr-gamma 0.5", "--seed 1", "--model mlp",
-     "--width 0.75", "--optimizer adam", "--weight-decay 0.1", "--batch-size 8"],
-)  # fmt: skip
+    ["--lr 0.5", "--lr-step 1", "--model mlp", "--weight-decay 0.1", "--batch-size 8"],
+)
 def test_an_option_that_contradicts_the_checkpoint_is_an_error(
     tmp_path: Path, full: Path, option: str
 ) -> None:
@@ -146,24 +145,14 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(loop, "train_epoch", full)
-    for options, hint in (
-        ((), "use --batch-size 16 --accumulate 2, or use a smaller --width"),
-        (
-            ("--model", "mlp"),
-            "use --batch-size 16 --accumulate 2, or use --segments 4, or use a smaller --width",
-        ),
-        (
-            ("--model", "densenet", "--batch-size", "1"),
-            "use --memory-efficient, or use a smaller --width",
-        ),
-    ):
-        done = invoked(tmp_path / "run.pth", *SMALL, *options)
-        assert done == (
-            3,
-            "",
-            "error: the GPU does not have enough memory: CUDA out of memory. Tried to allocate 2.00 "
-            f"GiB\nhint: {hint}\n",
-        )
+    done = invoked(tmp_path / "run.pth", *SMALL)
+    assert done == (
+        3,
+        "",
+        "error: the GPU does not have enough memory: CUDA out of memory. Tried to allocate 2.00 "
+        "GiB\nhint: use --batch-size 16 --accumulate 2, a smaller --width, --segments 4 or "
+        "--memory-efficient\n",
+    )
 
 
 def test_quiet_is_quiet(tmp_path: Path) -> None:

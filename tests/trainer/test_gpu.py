@@ -50,11 +50,7 @@ LONG = [
     "amp in float16", "workers",
 ]  # fmt: skip
 OTHERS = ["S01", "S02 seconds", "S07"]  # which other tests run
-NEEDS_GPU = [
-    "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "an out-of-memory",
-    "--deterministic refuses", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
-    "cuDNN", "checkpoints of DataParallel",
-]  # fmt: skip
+NEEDS_GPU = [check.name for check in CHECKS if check.needs]
 
 
 def named(start: str) -> DeviceCheck:
@@ -85,15 +81,6 @@ def test_what_needs_a_gpu_is_not_possible_without_one(name: str, tmp_path: Path)
     result = run_check(named(name), CPU, tmp_path / "check")
     assert result.status == "not possible here"
     assert re.fullmatch(r"needs [12] GPUs?, but this machine has 0", result.why)
-
-
-def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
-    """nccl with one process is no check of nccl."""
-    result = run_check(named("S25 DDP with nccl"), GpuMachine(1, "one"), tmp_path / "check")
-    assert (result.status, result.why) == (
-        "not possible here",
-        "needs 2 GPUs, but this machine has 1",
-    )
 
 
 @pytest.mark.parametrize("name", ["S02 S10", "S02 seconds", "S03", "S18"])
@@ -225,12 +212,6 @@ def test_switches_are_restored_after_a_failure(tmp_path: Path) -> None:
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.backends.cudnn.benchmark
-
-
-def test_a_run_restores_the_switches(tmp_path: Path) -> None:
-    config = replace(SMALL, devices=("cpu",), epochs=1, deterministic=True)
-    loop.train(config, tmp_path / "run.pth", log=loop.silent)
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def is_alive(process: int) -> bool:

@@ -205,18 +205,7 @@ def test_shards_that_cannot_be_written_are_an_error(
 def torchrun(folder: Path, out: str, kind: str, *options: str) -> str:
     """Two processes train together, by the command of the manual; what they print."""
     _, *words = shlex.split(ROWS["S25"].replace("run.pth", out).replace("ddp", kind))
-    small = [
-        "--data",
-        "random",
-        "--width",
-        "0.5",
-        "--devices",
-        "cpu",
-        "--batch-size",
-        "40",
-        "--epochs",
-        "2",
-    ]
+    small = shlex.split("--data random --width 0.5 --devices cpu --batch-size 40 --epochs 2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
     done = subprocess.run(
         [*command, *small, *options], cwd=folder, env=ENVIRONMENT, capture_output=True,
