@@ -95,15 +95,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import (
-    NAMES,
-    and_more,
-    flatten,
-    merge_all,
-    shell_word,
-    some,
-    without,
-)
+from ckptkit.core.text import NAMES, and_more, flatten, merge_all, shell_word, some, without
 from ckptkit.core.tree import Node, OrderedMapping, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import table, whats_inside

@@ -49,17 +49,11 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import flatten, merge_all, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
+from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked
 from ckptkit.formats.distributed.meshes import REPLICATE, ShardPiece, view
 from ckptkit.formats.distributed.reading import Fields, FlatRow, is_flat, own, reader_of, shared_out
-from ckptkit.formats.distributed.table import (
-    TP,
-    ParallelLayout,
-    RankFile,
-    check_grid,
-    known_rows,
-    merge,
-)
+from ckptkit.formats.distributed.table import TP, RankFile
 from ckptkit.formats.format import Probe
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
@@ -282,14 +276,14 @@ def read(probe: Probe) -> Checkpoint:
         for name, found in named.items()
     ]
     axes = {axis: 1 + max(each.at[axis] for each in files) for axis in (TP, SHARD)}
-    check_grid(files, axes, {TP: "model part"})
+    table.check_grid(files, axes, {TP: "model part"})
     parts = []
     for number in range(axes[TP]):
         shards = [each for each in files if each.at[TP] == number]
         shards.sort(key=lambda each: each.at[SHARD])
         whole = _whole([reader.fields(each.file) for each in shards])
         parts.append(RankFile(shards[0].file, {TP: number}, whole))
-    made = merge(parts, axes[TP], ParallelLayout(known_rows("fairscale")), joiner)
+    made = table.merge(parts, axes[TP], table.ParallelLayout(table.known_rows("fairscale")), joiner)
     joiner.notes.append("dropped the optimizer, and other state of each rank")
     detail = f"{axes[TP]} model parts in {axes[SHARD]} shards each"
     return joiner.checkpoint({"model": made}, reader, f"fairscale: {detail}", key="model")

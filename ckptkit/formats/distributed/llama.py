@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
@@ -28,19 +27,10 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import strict_json
+from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.reading import reader_of
-from ckptkit.formats.distributed.table import (
-    TP,
-    ParallelLayout,
-    check_grid,
-    cut_all,
-    file,
-    known_rows,
-    merge,
-    ranks_of,
-    read_parts,
-)
+from ckptkit.formats.distributed.table import TP
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import LLAMA_PARTS
 
@@ -51,7 +41,7 @@ EMBEDDING = "llama.embedding_cut"
 _BYTES = 1 << 20  # maximum size of params.json
 
 
-def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
+def layout_of(params: Mapping[str, Any], *, by_rows: bool) -> table.ParallelLayout:
     """Return the layout of all versions of Llama.
 
     Set `by_rows` if the embedding is split along its first dimension (since Llama 3).
@@ -65,7 +55,9 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
         ratio = f"{heads // unit}|{groups // unit}|{groups // unit}"
         fused = f"[(p n o) ...] -> [(p tp n o) ...] with p=3 n={ratio}"
     embedding = 0 if by_rows else 1
-    return ParallelLayout(known_rows("llama", embedding=embedding, fused=fused, experts=experts))
+    return table.ParallelLayout(
+        table.known_rows("llama", embedding=embedding, fused=fused, experts=experts)
+    )
 
 
 def matches(probe: Probe) -> bool:
@@ -79,36 +71,37 @@ def read(probe: Probe) -> Checkpoint:
 
     Raises CorruptError if the shards do not match.
     """
-    folder, reader = probe.folder, reader_of(probe)
-    text = params_text(folder)
+    folder, reader, joiner = probe.folder, reader_of(probe), Joiner(probe)
+    text = b""
+    if PARAMS in folder:
+        source = folder.open(PARAMS)
+        text = source.read(0, min(source.size, _BYTES))
     params = read_params(text)
-    joiner = Joiner(probe)
-    parts = read_parts(reader, NAME)
-    first = parts[0].entries
-    dim = _width(first, params)
-    count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))
-    check_grid(parts, {TP: count}, {TP: "consolidated"})
-    embedding = as_tensor(first.get("tok_embeddings.weight"))
+    parts = table.read_parts(reader, NAME)
+    names = "norm", "tok_embeddings", "layers.0.attention.wq", "layers.0.attention.wo"
+    tensors = (as_tensor(parts[0].entries.get(f"{name}.weight")) for name in names)
+    norm, embedding, query, output = tensors
+    dim = integer(params, "dim")
+    width = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+    if dim and width and dim != width:
+        raise CorruptError(f"{PARAMS} has dim {dim:,}, but the norms have {width:,} elements")
+    dim = dim or width
+    count = 1 + max(part.at[TP] for part in parts)
+    if dim and output is not None and len(output.shape) == 2:
+        # The shards of a query projection together have `dim` rows.
+        held = query.shape[0] if query is not None and query.shape else output.shape[1]
+        count = max(count, dim // held if held and dim % held == 0 else 0)
+    table.check_grid(parts, {TP: count}, {TP: "consolidated"})
     # If a shard of the embedding has `dim` columns, the embedding is split along its first
     # dimension.
-    by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
-    merged = merge(parts, count, table(params, by_rows=by_rows), joiner)
+    by_rows = embedding is None or dim is None or dim in embedding.shape[-1:]
+    merged = table.merge(parts, count, layout_of(params, by_rows=by_rows), joiner)
     _check_totals(merged, params)
     kept = {PARAMS: text.decode()} if text else {}
     if text and count > 1:
         kept[EMBEDDING] = "0" if by_rows else "1"
     about = f"Llama release of Meta: {count} of {count} shards"
     return joiner.checkpoint(merged, reader, about, extras=kept)
-
-
-def params_text(folder: Folder) -> bytes:
-    """Return the bytes of ``params.json``. Return b"" if the file is missing."""
-    if PARAMS not in folder:
-        return b""
-    source = folder.open(PARAMS)
-    if source.size > _BYTES:
-        raise FormatError(f"has {source.size:,} bytes", where=source.name)
-    return source.read(0, source.size)
 
 
 def read_params(text: bytes) -> dict[str, Any]:
@@ -124,32 +117,6 @@ def integer(params: Mapping[str, Any], key: str) -> int | None:
     """Return the value of `key` if the value is a positive integer, otherwise None."""
     found = params.get(key)
     return found if type(found) is int and found > 0 else None
-
-
-def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """Return ``dim`` from ``params.json``, or from the size of the last norm.
-
-    Each shard contains the complete norm.
-    """
-    norm = as_tensor(entries.get("norm.weight"))
-    dim = integer(params, "dim")
-    held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
-    if dim and held and dim != held:
-        raise CorruptError(f"{PARAMS} has dim {dim:,}, but the norms have {held:,} elements")
-    return dim or held
-
-
-def _count_of(entries: Mapping[str, Node], dim: int | None) -> int:
-    """Return the number of shards, according to the size of a query projection.
-
-    Return 0 if the number is unknown.
-    """
-    query = as_tensor(entries.get("layers.0.attention.wq.weight"))
-    output = as_tensor(entries.get("layers.0.attention.wo.weight"))
-    if dim is None or output is None or len(output.shape) != 2:
-        return 0
-    held = query.shape[0] if query is not None else output.shape[1]
-    return dim // held if held and dim % held == 0 else 0
 
 
 def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> None:
@@ -183,7 +150,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     Raises UnsupportedError if a tensor does not have one of Meta's names. Raises UsageError if
     ckptkit does not know along which dimension to split the embedding.
     """
-    count = ranks_of(options, LLAMA_PARTS.name)
+    count = table.ranks_of(options, LLAMA_PARTS.name)
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
@@ -201,8 +168,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
                 "0 since Llama 3",
                 hint="convert from the folder of the release, or from a file that ckptkit wrote",
             )
-    parts = cut_all(tensors, table(params, by_rows=by_rows), count)
-    files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
+    parts = table.cut_all(tensors, layout_of(params, by_rows=by_rows), count)
+    files = [
+        table.file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)
+    ]
     if text:
         return Plan((*files, OutputFile(PARAMS, (text.encode(),))), (), len(tensors))
     note = f"no {PARAMS} was written, because the input has none: Meta's code needs this file"

@@ -21,7 +21,7 @@ checkpoint_version 2). The function :func:`layout` splits a model for tensor par
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit.core.bytesource import Folder
@@ -30,24 +30,14 @@ from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, Usa
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import without
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import RankReader
-from ckptkit.formats.distributed.table import (
-    TP,
-    Offset,
-    ParallelLayout,
-    RankFile,
-    check_grid,
-    cut_all,
-    file,
-    flattened,
-    known_rows,
-    merge,
-    ranks_of,
-)
+from ckptkit.formats.distributed.table import TP, RankFile
 from ckptkit.formats.folder import TRACKER
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import MEGATRON_PARTS
@@ -122,7 +112,7 @@ def arguments_of(root: Mapping[Node, Node]) -> Arguments:
     return Arguments(attributes(root.get("args")), number)
 
 
-def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
+def layout_of(arguments: Arguments, *, legacy: bool) -> table.ParallelLayout:
     """Return the layout of a model that was trained with these arguments."""
     gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
     experts = arguments.number("num_experts")
@@ -133,16 +123,16 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
             f"{arguments.sizes[TP]}; ckptkit cannot merge such a checkpoint",
             hint="save it with expert_tensor_parallel_size equal to tensor_model_parallel_size",
         )
-    layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
+    layers = table.Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
     if legacy:
         twice = ("word_embeddings_for_head.weight", "word_embeddings.weight")
         copies = tuple((name, LEGACY + WORD) for name in twice)
-        rows = known_rows("megatron-legacy", gated=gated, fused=arguments.fused)
-        return ParallelLayout(rows, (layers,), copies)
+        rows = table.known_rows("megatron-legacy", gated=gated, fused=arguments.fused)
+        return table.ParallelLayout(rows, (layers,), copies)
     tied = not arguments.flag("untie_embeddings_and_output_weights")
-    numbers = layers, Offset(_EXPERTS, (EP,), experts, "experts")
+    numbers = layers, table.Offset(_EXPERTS, (EP,), experts, "experts")
     copies = (("output_layer.weight", WORD),) if tied else ()
-    return ParallelLayout(known_rows("megatron", gated=gated), numbers, copies)
+    return table.ParallelLayout(table.known_rows("megatron", gated=gated), numbers, copies)
 
 
 def matches(probe: Probe) -> bool:
@@ -168,25 +158,19 @@ def read(probe: Probe) -> Checkpoint:
     sizes = arguments.sizes
     parts: list[RankFile] = []
     for name, root in roots.items():
-        if arguments_of(root).sizes != sizes:
-            raise CorruptError(
-                f"{name} has the parallel sizes {arguments_of(root).sizes}, but {names[0]} has "
-                f"{sizes}",
-                hint="the files are from two runs: move the files of one run to another folder",
-            )
-        for key in ("iteration", "checkpoint_version"):
-            if repr(root.get(key)) != repr(first.get(key)):
+        for (what, value), (_, expected) in zip(_facts(root), _facts(first), strict=True):
+            if value != expected:
                 raise CorruptError(
-                    f"{key} is {_text(root.get(key))} in {name}, but {_text(first.get(key))} in "
-                    f"{names[0]}",
-                    hint="the files are from two saves",
+                    f"{what} is {value} in {name}, but {expected} in {names[0]}",
+                    hint="the files are from two runs or two saves: move the files of each save to "
+                    "a folder of its own",
                 )
         parts += _parts(name, root, sizes)
     sizes[VP] = 1 + max(part.at[VP] for part in parts)
-    check_grid(parts, sizes, AXES)
+    table.check_grid(parts, sizes, AXES)
     joiner = Joiner(probe)
     legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
-    merged = merge(parts, sizes[TP], table(arguments, legacy=legacy), joiner)
+    merged = table.merge(parts, sizes[TP], layout_of(arguments, legacy=legacy), joiner)
     words = as_tensor(merged.get(LEGACY + WORD if legacy else WORD))
     padded = arguments.number("padded_vocab_size")
     if words is not None and padded and words.shape[0] != padded:
@@ -205,6 +189,14 @@ def read(probe: Probe) -> Checkpoint:
         f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}",
         key="model",
     )
+
+
+def _facts(root: Mapping[Node, Node]) -> Iterator[tuple[str, str]]:
+    """Yield facts that must be equal in the files of all ranks."""
+    sizes = arguments_of(root).sizes
+    yield "the number of ranks", " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
+    yield "iteration", _text(root.get("iteration"))
+    yield "checkpoint_version", _text(root.get("checkpoint_version"))
 
 
 def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
@@ -233,7 +225,7 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
         )
     at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
     return [
-        RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, dict(flattened(node)))
+        RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, dict(table.flattened(node)))
         for key, node in root.items()
         if (number := _MODEL.fullmatch(str(key))) and isinstance(node, dict)
     ]
@@ -244,18 +236,18 @@ def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str,
 
     Replace `args` by a dict with the arguments of the merged model.
     """
-    kept = {
-        key: node
-        for key, node in root.items()
-        if key not in (*_OF_PROCESS, "args") and not _MODEL.fullmatch(str(key))
-    }
+    kept = {key: node for key, node in root.items() if not _MODEL.fullmatch(str(key))}
     values: dict[str, Node] = dict.fromkeys(_SIZES, 1)
     for key, value in arguments.values.items():
         if key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
             values[key] = None
         elif key not in (*_SIZES, "model_parallel_size") and _is_plain(value):
             values[key] = value
-    return {**kept, "args": values, "checkpoint_version": max(arguments.version, 3.0)}
+    return {
+        **without(kept, (*_OF_PROCESS, "args")),
+        "args": values,
+        "checkpoint_version": max(arguments.version, 3.0),
+    }
 
 
 def _is_plain(node: Node) -> bool:
@@ -279,7 +271,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
     Raises UsageError if the checkpoint lacks the training arguments of Megatron-LM.
     """
-    count = ranks_of(options, MEGATRON_PARTS.name)
+    count = table.ranks_of(options, MEGATRON_PARTS.name)
     root = checkpoint.root
     if not isinstance(root, dict) or not isinstance(root.get("args"), dict):
         raise UsageError(
@@ -290,17 +282,17 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     trained = arguments_of(root)
     values = {**trained.values, "tensor_model_parallel_size": count}
     legacy = any(name.startswith(LEGACY) for name in tensors)
-    layout = table(Arguments(values, max(trained.version, 3.0)), legacy=legacy)
+    tables = layout_of(Arguments(values, max(trained.version, 3.0)), legacy=legacy)
     others = {key: node for key, node in root.items() if key not in ("args", "model")}
     iteration = root.get("iteration")
     number = iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
     files = []
-    for rank, part in enumerate(cut_all(tensors, layout, count)):
+    for rank, part in enumerate(table.cut_all(tensors, tables, count)):
         namespace = Object(Global("argparse", "Namespace"), (), new=True)
         namespace.steps.append(("build", dict(values)))
         model = _nested(part) if legacy else part
         name = f"iter_{number:07d}/mp_rank_{rank:02d}/{FILE}"
-        files.append(file(name, {"args": namespace, **others, "model": model}, options))
+        files.append(table.file(name, {"args": namespace, **others, "model": model}, options))
     tracker = OutputFile(TRACKER, (str(number).encode(),))
     return Plan((*files, tracker), (), len(tensors))
 

@@ -39,16 +39,8 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, join, rebuild
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.distributed.meshes import (
-    CLASSES,
-    FSDP,
-    Mesh,
-    Piece,
-    attributes,
-    parallelism,
-    piece_of,
-    pieces_in,
-)
+from ckptkit.formats.distributed import meshes
+from ckptkit.formats.distributed.meshes import CLASSES, FSDP, Mesh, Piece, piece_of, pieces_in
 from ckptkit.formats.format import Probe
 
 _OF_FSDP = "an FSDP checkpoint"
@@ -95,10 +87,10 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
     if not any(each.name in CLASSES for each in checkpoint.globals):
         return checkpoint
     swap: dict[int, Node] = {}
-    meshes: dict[int, Mesh] = {}
+    known: dict[int, Mesh] = {}
     nodes = [node for _, node in pieces_in(checkpoint.root)]
     for node in nodes:
-        piece = piece_of(node, meshes)
+        piece = piece_of(node, known)
         assert piece is not None
         shape = (0, *piece.shape[1:])
         empty = Storage(Range(Memory(b""), 0, 0))
@@ -151,11 +143,11 @@ def _pieces(root: Node, path: str) -> PartOf | None:
 
     Return None if all tensors are complete.
     """
-    meshes: dict[int, Mesh] = {}
+    known: dict[int, Mesh] = {}
     found: list[tuple[str, Piece]] = []
     for place, node in pieces_in(root):
         try:
-            piece = piece_of(node, meshes)
+            piece = piece_of(node, known)
         except CkptkitError:  # torch does not write this form
             continue
         if piece is not None:
@@ -174,7 +166,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
         worlds.append(int(named[1]))
     rank = ranks[0] if ranks else None
     who = f"rank {'?' if rank is None else f'{rank:,}'} of {max(worlds):,}"
-    what = parallelism(piece for _, piece in found)
+    what = meshes.parallelism(piece for _, piece in found)
     whole = _OF_FSDP if what == FSDP else f"a checkpoint of {what}"
     spans = {text for _, piece in cut if (text := extent(piece, rank))}
     if len(spans) == 1:
@@ -211,7 +203,7 @@ def extent(piece: Piece, rank: int | None = None) -> str:
 
 
 def _megatron(root: Mapping[Node, Node], path: str) -> PartOf | None:
-    values = attributes(root.get("args"))
+    values = meshes.attributes(root.get("args"))
     arguments = {key.replace("-", "_"): n for key, n in values.items() if isinstance(key, str)}
     sizes = {name: arguments[key] for key, name in _SIZES.items() if key in arguments}
     grid = {name: n for name, n in sizes.items() if type(n) is int and 1 < n < 1 << 31}

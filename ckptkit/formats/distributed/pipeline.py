@@ -24,24 +24,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.text import flatten, some, without
 from ckptkit.core.tree import Node
-from ckptkit.formats.distributed import deepspeed
+from ckptkit.formats.distributed import deepspeed, table
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import RankReader
-from ckptkit.formats.distributed.table import (
-    MEAN,
-    SAME,
-    SUM,
-    TP,
-    LayoutRow,
-    ParallelLayout,
-    check_grid,
-    cut,
-    known_rows,
-    merge,
-    parse,
-    read_parts,
-)
+from ckptkit.formats.distributed.table import MEAN, SAME, SUM, TP, LayoutRow, cut
 from ckptkit.formats.format import Probe
 
 INFO = "universal_checkpoint_info"
@@ -87,12 +74,12 @@ def _read(probe: Probe, folder: Folder) -> Checkpoint:
     models = [reader.fields(name).node for name in filter(MODEL.fullmatch, names)]
     first = models[0] if models else {}
     layers = any(map(LAYER.fullmatch, names))
-    parts = read_parts(reader, LAYER if layers else MODEL, "" if layers else "module")
+    parts = table.read_parts(reader, LAYER if layers else MODEL, "" if layers else "module")
     axes = {TP: 1 + max(part.at[TP] for part in parts)}
     numbers = {part.at.get(_LAYER, 0) for part in parts}
     for number in sorted(numbers):
         held = [part for part in parts if part.at.get(_LAYER, 0) == number]
-        check_grid(held, axes, {TP: "tensor rank"})
+        table.check_grid(held, axes, {TP: "tensor rank"})
     if layers:
         parts = [
             replace(
@@ -110,7 +97,7 @@ def _read(probe: Probe, folder: Folder) -> Checkpoint:
         configs = _configs(folder, probe.folder)
         known = {"gpt_j_residual": False} if configs else {}
         rows = _neox_rows({**known, **args, **configs})
-    merged = merge(parts, axes[TP], ParallelLayout(rows), joiner)
+    merged = table.merge(parts, axes[TP], table.ParallelLayout(rows), joiner)
     left = [name for name in names if _ZERO.fullmatch(name)]
     if left:
         joiner.notes.append(f"dropped the optimizer and its fp32 weights: {some(left)}")
@@ -150,7 +137,7 @@ def _configs(*places: Folder) -> dict[str, Any]:
         for name in inner.list():
             if name.endswith((".yml", ".yaml", ".json")):
                 source = inner.open(name)
-                content = parse(source.read(0, min(source.size, 2 << 20)), source.name)
+                content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
                 found |= content if isinstance(content, dict) else {}
     return _underscored(found)
 
@@ -168,7 +155,7 @@ def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
         biases = (
             "refuse configs/*.yml must set gpt_j_residual, which tells whether biases are summed"
         )
-    return known_rows("gpt-neox", gated=2 if is_gated else 1, biases=biases)
+    return table.known_rows("gpt-neox", gated=2 if is_gated else 1, biases=biases)
 
 
 def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:

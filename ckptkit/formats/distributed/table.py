@@ -527,13 +527,16 @@ def _is_constant(tensor: Tensor) -> bool:
     return data == unit * (len(data) // len(unit))
 
 
-def read_parts(reader: RankReader, files: re.Pattern[str], key: str = "") -> list[RankFile]:
+def read_parts(
+    reader: RankReader, files: re.Pattern[str], key: str = "", *, below: bool = False
+) -> list[RankFile]:
     """Read the files whose paths match `files`. The named groups of `files` are the axes.
 
-    `key` is the key of the state_dict in each file, or "".
+    `key` is the key of the state_dict in each file, or "". If `below` is true, also read files in
+    subfolders.
     """
     parts = []
-    for place, folder, name in _files(reader.folder):
+    for place, folder, name in _files(reader.folder, below=below):
         if not (found := files.fullmatch(place)):
             continue
         try:
@@ -551,14 +554,18 @@ def read_parts(reader: RankReader, files: re.Pattern[str], key: str = "") -> lis
     return parts
 
 
-def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
-    """Yield (path, folder, name in the folder) of each file in `folder` and its subfolders."""
-    below = sorted(folder.folders())
-    yield from ((name, folder, name) for name in folder.list() if name not in below)
-    for each in below:
-        inner = folder.sub(each)
-        deeper = set(inner.folders())
-        yield from ((f"{each}/{name}", inner, name) for name in inner.list() if name not in deeper)
+def _files(folder: Folder, *, below: bool) -> Iterator[tuple[str, Folder, str]]:
+    """Yield (path, folder, name in the folder) of each file in `folder`.
+
+    If `below` is true, also yield the files in its subfolders.
+    """
+    folders = folder.folders()
+    yield from ((name, folder, name) for name in folder.list() if name not in folders)
+    for each in folders if below else ():
+        yield from (
+            (f"{each}/{name}", inner, name)
+            for _, inner, name in _files(folder.sub(each), below=False)
+        )
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
@@ -654,16 +661,11 @@ def parse(data: bytes, where: str) -> Any:
         raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error
 
 
-class OwnTable(NamedTuple):
-    """The content of a user's table."""
+def _own_table(content: Any) -> tuple[re.Pattern[str], ParallelLayout]:
+    """Return the entry `files` and the layout of a user's table.
 
-    files: re.Pattern[str]
-    root: str | None
-    table: ParallelLayout
-
-
-def _own_table(content: Any) -> OwnTable:
-    """Check the parsed content of a user's table. Raises UsageError for invalid content."""
+    Raises UsageError for invalid content.
+    """
     if not isinstance(content, dict) or not {"files", "rules"} <= set(content) <= _ENTRIES:
         raise UsageError(
             "is not a table: the entry `files` or `rules` is missing, or an entry is unknown",
@@ -688,7 +690,7 @@ def _own_table(content: Any) -> OwnTable:
                 hint=_SEE,
             )
         offsets = (Offset(pattern, tuple(map(str, by or ()))),)
-    return OwnTable(files, content.get("root"), ParallelLayout(parse_rows(rules), offsets))
+    return files, ParallelLayout(parse_rows(rules), offsets)
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -697,17 +699,18 @@ def read(probe: Probe) -> Checkpoint:
     assert path is not None
     try:
         with open(path, "rb") as source:
-            own = _own_table(parse(source.read(_BYTES + 1), path))
+            content = parse(source.read(_BYTES + 1), path)
+        files, layout = _own_table(content)
     except OSError as error:
         raise PathError(f"cannot be read: {error.strerror}", where=path) from error
     except UsageError as error:
         raise error.at(path) from error.__cause__
     reader, joiner = RankReader(probe.folder), Joiner(probe)
-    parts = read_parts(reader, own.files, str(own.root or ""))
+    parts = read_parts(reader, files, str(content.get("root") or ""), below=True)
     if not parts:
-        raise UsageError(f"no file in {probe.name} matches {own.files.pattern!r}", where=path)
-    axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in own.files.groupindex}
+        raise UsageError(f"no file in {probe.name} matches {files.pattern!r}", where=path)
+    axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in files.groupindex}
     check_grid(parts, axes, {})
-    merged = merge(parts, axes[TP], own.table, joiner)
+    merged = merge(parts, axes[TP], layout, joiner)
     detail = " x ".join(f"{axis} {n}" for axis, n in axes.items())
     return joiner.checkpoint(merged, reader, f"{os.path.basename(path)}: {detail}")

@@ -191,7 +191,7 @@ def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
 
 def test_blocks_in_a_ratio_need_no_more_rows_than_it_takes() -> None:
     one, other = ({"n_heads": n, "n_kv_heads": m} for n, m in ((8, 2), (4, 1)))
-    assert llama.table(one, by_rows=True) == llama.table(other, by_rows=True)
+    assert llama.layout_of(one, by_rows=True) == llama.layout_of(other, by_rows=True)
 
 
 def test_parts_of_llama_4(tmp_path: Path) -> None:

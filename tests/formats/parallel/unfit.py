@@ -580,7 +580,6 @@ def averaged(folder: Path) -> Any:
 
 LLAMA = {
     "params.json is a list": Row(llama(params("[]")), FormatError, "JSON object"),
-    "params.json is large": Row(llama(params(" " * (1 << 20) + "{}")), FormatError, "bytes"),
     "a part is a list": Row(llama(lambda folder: torch.save([], folder / "consolidated.01.pth")), FormatError, "contains no state_dict"),
     "another width": Row(llama(params('{"dim": 32}')), CorruptError, "has dim 32"),
     "other layers": Row(llama(params('{"dim": 16, "n_layers": 2}')), CorruptError, "has 1 layers"),
