@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import encode, own_dtype
-from ckptkit.compute.operation import Pieces, Reader, ScratchBuffer, as_bytes, by_rows, stream
+from ckptkit.compute.operation import (
+    Pieces,
+    Reader,
+    ScratchBuffer,
+    as_bytes,
+    by_rows,
+    ends_after,
+    stream,
+    within,
+)
 from ckptkit.compute.packing import (
     TARGET,
     Blocks,
@@ -74,20 +83,18 @@ class Dequantize(Operation):
         readers = [Reader(each) for each in extent.inputs]
         make = kind(self.blocks, readers, [each.length for each in extent.inputs], last)
         for begin, span in spans(self.blocks, first, last):
-            at = begin * size
             with np.errstate(all="ignore"):  # the original libraries return infinities and NaN too
                 made = make(span)
-            yield made[max(start - at, 0) : min(stop - at, len(made))]
+            yield from within((made,), begin * size, start, stop)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield the end of each part of the output. A part has about `size` bytes.
+        """Return the end of each part of the output. A part has about `size` bytes.
 
         Parts do not split the small matrices of a batch.
         """
         matrix = extent.length // self.blocks.batches
         step = -(-size // matrix) * matrix if matrix <= 2 * size else size
-        yield from range(step, extent.length, step)
-        yield extent.length
+        return ends_after(extent, step)
 
 
 def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:

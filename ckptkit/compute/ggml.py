@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import encode
-from ckptkit.compute.operation import Pieces, aligned, stream_reusing_buffer
-from ckptkit.core.bytesource import Derived, Operation
+from ckptkit.compute.operation import Pieces, aligned, ends_after, stream_reusing_buffer, within
+from ckptkit.core.bytesource import Derived, Extent, Operation
 from ckptkit.core.dtypes import BY_NAME, GGML
 
 if TYPE_CHECKING:
@@ -63,16 +63,20 @@ class GgmlDequantize(Operation):
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        unit = TYPES[self.type].block * BY_NAME[self.target].itemsize
+        first = start // unit
+        made = self._floats(extent.inputs[0], first, -(-stop // unit))
+        return within(made, first * unit, start, stop)
+
+    def _floats(self, source: Extent, first: int, last: int) -> Pieces:
+        """Dequantize the blocks from `first` to `last`."""
         import numpy as np
 
-        dtype, target = TYPES[self.type], BY_NAME[self.target]
-        size, unit = dtype.itemsize, dtype.block * target.itemsize
-        at, first, last = start // unit * unit, start // unit * size, -(-stop // unit) * size
-        most = UNPACKED // dtype.block * size
+        dtype = TYPES[self.type]
+        size, most = dtype.itemsize, UNPACKED // dtype.block * dtype.itemsize
         values = np.empty(ELEMENTS, "<f4")
-        for piece in aligned(
-            stream_reusing_buffer(extent.inputs[0], first, last, most), size, most
-        ):
+        blocks_read = stream_reusing_buffer(source, first * size, last * size, most)
+        for piece in aligned(blocks_read, size, most):
             blocks = np.frombuffer(piece, "u1").reshape(-1, size)
             if self.big_endian:
                 blocks = _swapped(blocks, FIELDS[self.type])
@@ -82,15 +86,11 @@ class GgmlDequantize(Operation):
             for begin in range(0, codes.size, ELEMENTS):
                 with np.errstate(all="ignore"):
                     out = _computed(values, codes, begin, *numbers)
-                made = encode(out, target)
-                yield made[max(start - at, 0) : min(stop - at, len(made))]
-                at += len(made)
+                yield encode(out, BY_NAME[self.target])
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
         unit = TYPES[self.type].block * BY_NAME[self.target].itemsize
-        step = max(1, size // unit) * unit
-        yield from range(step, extent.length, step)
-        yield extent.length
+        return ends_after(extent, max(1, size // unit) * unit)
 
 
 def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:

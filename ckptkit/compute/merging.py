@@ -18,7 +18,7 @@ from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, in_step, read_into, stream_reusing_buffer
+from ckptkit.compute.operation import Pieces, in_step, read_into, stream_reusing_buffer, within
 from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
 
@@ -89,9 +89,7 @@ class Merge(Operation):
         with np.errstate(all="ignore"):
             merged = self._merged(extent)
             for values in merged:
-                made = encode(values, BY_NAME[self.dtype])
-                if start < at + len(made) and at < stop:
-                    yield made[max(start - at, 0) : min(stop - at, len(made))]
+                yield from within((encode(values, BY_NAME[self.dtype]),), at, start, stop)
                 at += len(values) * unit
                 if at >= stop:
                     return

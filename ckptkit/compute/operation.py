@@ -2,7 +2,7 @@
 
 ckptkit reads and computes bytes in blocks of a few MiB. Elements are little-endian. The names of
 dtypes are those of :mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`,
-:mod:`mixing`, :mod:`strided_read`, :mod:`dequantize`, :mod:`quantize` and :mod:`torch_bridge`.
+:mod:`strided_read`, :mod:`dequantize`, :mod:`quantize` and :mod:`torch_bridge`.
 """
 
 from __future__ import annotations
@@ -381,6 +381,22 @@ def _inflated(extent: Extent) -> Iterator[bytes]:
         raise CorruptError(f"compressed data {what}", where=name_of(extent))
 
 
+def within(pieces: Iterable[Piece], at: int, start: int, stop: int) -> Pieces:
+    """Yield the bytes from `start` to `stop` of consecutive pieces. The first is at byte `at`."""
+    for piece in pieces:
+        lower, upper = max(start - at, 0), min(stop - at, len(piece))
+        if lower < upper:
+            yield memoryview(piece)[lower:upper]
+        at += len(piece)
+        if at >= stop:
+            return
+
+
+def ends_after(extent: Extent, step: int) -> Iterable[int]:
+    """Return the ends of parts of `step` bytes. Only the last part may be smaller."""
+    return (*range(step, extent.length, step), extent.length)
+
+
 def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, stop: int) -> Pieces:
     """Yield the bytes from `start` to `stop` of the concatenation of `pieces`.
 
@@ -392,9 +408,7 @@ def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, sto
         if at + len(piece) > derived.length:
             at += len(piece)
             break
-        lower, upper = max(start - at, 0), min(stop - at, len(piece))
-        if lower < upper:
-            yield memoryview(piece)[lower:upper]
+        yield from within((piece,), at, start, stop)
         at += len(piece)
         if at >= stop and stop < derived.length:
             return
@@ -445,14 +459,11 @@ def by_rows(
     """
     first, last = start // unit, -(-stop // unit)
     streams = [
-        stream_reusing_buffer(each, first * n, last * n)
+        stream_reusing_buffer(each, first * n, last * n, at_once * n)
         for each, n in zip(inputs, units, strict=True)
     ]
-    at = first * unit
-    for pieces in in_step(streams, units, at_once):
-        made = function(*pieces)
-        yield made[max(start - at, 0) : min(stop - at, len(made))]
-        at += len(made)
+    made = (function(*pieces) for pieces in in_step(streams, units, at_once))
+    return within(made, first * unit, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, Reader, Rows
-from ckptkit.core.bytesource import Derived, Operation, Pending, Piece, Record
+from ckptkit.compute.operation import Rows, ends_after
+from ckptkit.core.bytesource import Derived, Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
 
@@ -26,115 +26,73 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 BLOCK = 128  # number of rows, and of columns, of a block of fp8-block
-GROUP = 32  # number of columns of a block of mxfp4
+GROUP = 32  # number of columns of a block of mxfp4 and Q8_0
 LARGEST = 448.0  # largest number of E4M3
-TILE = 1 << 18  # maximum number of elements per step
 # Midpoints between adjacent magnitudes of FP4. A midpoint is rounded to the even code.
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize(Operation):
+class Quantize(Rows):
     """Quantizes a floating-point matrix.
 
-    The output contains the codes or the scales of the matrix, as `part` selects. `name` is the name
-    of the weight for error messages.
+    The output contains the codes or the scales of the matrix, or its blocks (of Q8_0), as `part`
+    selects. `name` is the name of the weight for error messages.
     """
 
     kind: str
     part: str
     dtype: str
-    rows: int
     columns: int
-    name: str
-
-    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise TensorError for NaN and infinities, because codes cannot represent them."""
-        import numpy as np
-
-        dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns
-        read = Reader(extent.inputs[0])
-        unit = BLOCK if self.kind == "fp8-block" else 1
-        tall = max(unit, TILE // max(1, columns) // unit * unit)
-        size = extent.length * unit // rows  # number of output bytes for `unit` rows
-        top = start // size * unit
-        while (at := top // unit * size) < stop:
-            bottom = min(top + tall, rows)
-            step = columns * dtype.itemsize
-            data = read.copy(top * step, (bottom - top) * step)
-            with np.errstate(all="ignore"):
-                values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
-                if not np.isfinite(values).all():
-                    raise TensorError(
-                        f"{self.name!r} contains NaN, infinite or too large values, which "
-                        f"{self.kind} cannot represent",
-                        hint="`verify --values` counts NaN and infinities; --drop drops the weight",
-                    )
-                made = _KINDS[self.kind](values, self.part)
-            yield made[max(start - at, 0) : min(stop - at, len(made))]
-            top = bottom
-
-    def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        step = size if extent.length > 2 * size else extent.length
-        yield from range(step, extent.length, step)
-        yield extent.length
-
-
-def quantized_records(
-    record: Record, kind: str, source: DType, rows: int, columns: int, name: str
-) -> tuple[Record, Record]:
-    """Return the codes and the scales of a matrix of dtype `source`.
-
-    `name` is the name of the matrix for messages.
-    """
-    sizes = {
-        "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
-        "mxfp4": (rows * columns // 2, rows * columns // GROUP),
-    }[kind]
-    codes, scales = (
-        Pending(Quantize(kind, part, source.name, rows, columns, name), (record,), size)
-        for part, size in zip(("codes", "scales"), sizes, strict=True)
-    )
-    return codes, scales
-
-
-@dataclass(frozen=True, slots=True)
-class Q8_0(Rows):  # noqa: N801  # the name of the type
-    """Quantizes blocks of 32 floating-point elements to ggml's Q8_0.
-
-    `name` is the name of the weight for messages.
-    """
-
-    dtype: str
     name: str
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return 2 + GROUP, GROUP * BY_NAME[self.dtype].itemsize
+        height = BLOCK if self.kind == "fp8-block" else 1
+        size = {
+            ("fp8-block", "codes"): BLOCK * self.columns,
+            ("fp8-block", "scales"): 4 * (self.columns // BLOCK),
+            ("mxfp4", "codes"): self.columns // 2,
+            ("mxfp4", "scales"): self.columns // GROUP,
+            ("Q8_0", "blocks"): self.columns // GROUP * (2 + GROUP),
+        }[self.kind, self.part]
+        return size, height * self.columns * BY_NAME[self.dtype].itemsize
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Raise TensorError for NaN, infinities, and values whose scale exceeds float16."""
+        """Raise TensorError for NaN, infinities and values that exceed the scales of Q8_0."""
         import numpy as np
 
         with np.errstate(all="ignore"):
-            groups = decode(pieces[0], BY_NAME[self.dtype]).astype("<f4").reshape(-1, GROUP)
-            scales = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
-            stored = scales.astype("<f2")
-            if not np.isfinite(stored).all():
-                what = "contains NaN, infinite or too large values, which Q8_0 cannot represent"
-                hint = "`verify --values` counts NaN and infinities"
-                raise TensorError(f"{self.name!r} {what}", hint=hint)
-            inverse = np.float32(1) / scales
-            # If the scale is 0, or so small that its inverse is infinite, all codes are 0.
-            groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
-            # Round to the nearest integer. Round a midpoint away from zero.
-            sizes = np.abs(groups)
-            whole = np.floor(sizes)
-            codes = np.copysign(whole + (sizes - whole >= 0.5), groups)
-        made = np.empty((len(groups), 2 + GROUP), "u1")
-        made[:, :2] = stored.view("u1")
-        made[:, 2:] = codes.astype("i1").view("u1")
-        return made.reshape(-1).data
+            values = decode(pieces[0], BY_NAME[self.dtype]).astype("<f4").reshape(-1, self.columns)
+            largest = np.maximum(values.max(), -values.min())
+            if self.kind == "Q8_0":
+                largest = (largest / np.float32(127)).astype("<f2")
+            if not np.isfinite(largest):
+                raise TensorError(
+                    f"{self.name!r} contains NaN, infinite or too large values, which {self.kind} "
+                    "cannot represent",
+                    hint="`verify --values` counts NaN and infinities; --drop drops the weight",
+                )
+            return _KINDS[self.kind](values, self.part)
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        return ends_after(extent, size if extent.length > 2 * size else extent.length)
+
+
+def quantized_records(
+    record: Record, kind: str, source: DType, rows: int, columns: int, name: str
+) -> tuple[Record, ...]:
+    """Return the codes and the scales of a matrix of dtype `source`, or its blocks of Q8_0.
+
+    `name` is the name of the matrix for messages.
+    """
+    found = []
+    for part in ("blocks",) if kind == "Q8_0" else ("codes", "scales"):
+        operation = Quantize(kind, part, source.name, columns, name)
+        size, read = operation.rows
+        length = rows * columns * source.itemsize // read * size
+        found.append(Pending(operation, (record,), length))
+    return tuple(found)
 
 
 def q8_0_record(record: Record, source: DType, name: str) -> Record:
@@ -142,8 +100,8 @@ def q8_0_record(record: Record, source: DType, name: str) -> Record:
 
     The number of elements must be divisible by 32. `name` is the name of the weight for messages.
     """
-    blocks = record.length // (GROUP * source.itemsize)
-    return Pending(Q8_0(source.name, name), (record,), blocks * (2 + GROUP))
+    groups = record.length // (GROUP * source.itemsize)
+    return quantized_records(record, "Q8_0", source, groups, GROUP, name)[0]
 
 
 def _bytes(values: Array) -> memoryview:
@@ -195,4 +153,23 @@ def _mxfp4(values: Array, part: str) -> memoryview:
     return _bytes(code[0::2] | (code[1::2] << 4))
 
 
-_KINDS = {"fp8-block": _fp8_block, "mxfp4": _mxfp4}
+def _q8_0(values: Array, part: str) -> memoryview:
+    """Return the blocks of groups of 32 elements: a float16 scale and 32 codes."""
+    import numpy as np
+
+    groups = values.reshape(-1, GROUP)
+    scales = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
+    inverse = np.float32(1) / scales
+    # If the scale is 0, or so small that its inverse is infinite, all codes are 0.
+    groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
+    # Round to the nearest integer. Round a midpoint away from zero.
+    sizes = np.abs(groups)
+    whole = np.floor(sizes)
+    codes = np.copysign(whole + (sizes - whole >= 0.5), groups)
+    made = np.empty((len(groups), 2 + GROUP), "u1")
+    made[:, :2] = scales.astype("<f2").view("u1")
+    made[:, 2:] = codes.astype("i1").view("u1")
+    return _bytes(made)
+
+
+_KINDS = {"fp8-block": _fp8_block, "mxfp4": _mxfp4, "Q8_0": _q8_0}
