@@ -25,7 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.operation import Pieces, Reader, ScratchBuffer
-from ckptkit.compute.strided import Box, StridedCopy, normal, on_axes, row_major
+from ckptkit.compute.strided import Box, StridedCopy, corners, normal, on_axes, row_major
 from ckptkit.core.bytesource import Derived, Extent, Operation, reading
 from ckptkit.core.tensor import Shape
 
@@ -167,12 +167,9 @@ def _tiles(
     while at < stop:
         outer, rest = divmod(at, shape[axis] * row)
         first = rest // row // width * width
-        low = (
-            *map(int, np.unravel_index(outer, shape[:axis])),
-            first,
-            *(0 for _ in shape[axis + 1 :]),
-        )
-        sizes = (*(1 for _ in shape[:axis]), min(width, shape[axis] - first), *shape[axis + 1 :])
+        outside, inner = shape[:axis], shape[axis + 1 :]
+        low = (*map(int, np.unravel_index(outer, outside)), first, *(0 for _ in inner))
+        sizes = (*(1 for _ in outside), min(width, shape[axis] - first), *inner)
         tile = room[: prod(sizes)].reshape(sizes) if len(boxes) > 1 else np.empty(sizes, unit)
         for read, box, origin in boxes:
             _read_region(read, tile, low, box, origin)
@@ -186,18 +183,15 @@ def _tiles(
 
 def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, start: int) -> None:
     """Read the intersection of a box and a tile. `low` are the first indices of the tile."""
-    ends = zip(low, tile.shape, strict=True)
-    spans = [
-        (max(a, b.offset), min(a + n, b.offset + b.size))
-        for (a, n), b in zip(ends, box, strict=True)
-    ]
-    if any(first >= last for first, last in spans):
-        return
-    part = tile[
-        tuple(slice(first - a, last - a) for (first, last), a in zip(spans, low, strict=True))
-    ]
-    first = start + sum((a - b.offset) * b.stride for (a, _), b in zip(spans, box, strict=True))
-    fill(part, read, first * tile.itemsize, tuple(b.stride * tile.itemsize for b in box))
+    inside = []
+    for begin, n, (offset, size, stride) in zip(low, tile.shape, box, strict=True):
+        first, last = max(begin, offset), min(begin + n, offset + size)
+        if first >= last:
+            return
+        inside.append(slice(first - begin, last - begin))
+        start += (first - offset) * stride
+    strides = tuple(each.stride * tile.itemsize for each in box)
+    fill(tile[tuple(inside)], read, start * tile.itemsize, strides)
 
 
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
@@ -423,20 +417,36 @@ def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matr
     columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)
     if rows is None or columns is None or columns[0] * columns[2] * itemsize < LEAST:
         return  # a tile contains all columns, so ckptkit reads each row once
-    outer = [dim for dim in dims if dim not in (rows, columns)]
-    for index in product(*(range(n) for n, _, _ in outer)):
-        read = sum(i * dim[1] for i, dim in zip(index, outer, strict=True))
-        written = sum(i * dim[2] for i, dim in zip(index, outer, strict=True))
-        start, at = (copy.start + read) * itemsize, (copy.place + written) * itemsize
-        pitch, step = rows[1] * itemsize, columns[2] * itemsize
-        yield Matrix(source, start, at, rows[0], columns[0], pitch, step, itemsize)
+    pitch, step = rows[1] * itemsize, columns[2] * itemsize
+    for start, place in corners(copy, [dim for dim in dims if dim not in (rows, columns)]):
+        sizes = (rows[0], columns[0], pitch, step, itemsize)
+        yield Matrix(source, start * itemsize, place * itemsize, *sizes)
 
 
 def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
-    """Split a matrix into blocks of equal size. See `blocks` for `at`."""
-    height, width = _block_shape(matrix)
-    size = matrix.itemsize
-    for row, end in pairwise(_ends(matrix, height, at)):
+    """Split a matrix into blocks of equal size. See `blocks` for `at`.
+
+    If a block spans complete columns, one write call writes many columns. If a block spans complete
+    rows, one read call reads many rows. A write takes about twice as long as a read (measured).
+    Therefore, blocks of a large matrix have twice as many rows as columns.
+
+    If possible, blocks begin at page boundaries of the file. If two blocks share a page, the
+    operating system must read the page before it writes the page. This takes 12 % more time
+    (measured).
+    """
+    size, elements = matrix.itemsize, BLOCK // matrix.itemsize
+    # The number of elements of a column that fill a page, or 1 if columns start inside pages.
+    unit = 1 if matrix.step % PAGE else PAGE // size
+    side = math.isqrt(2 * elements)
+    height = max(side, elements // min(matrix.columns, COLUMNS))
+    if matrix.rows <= 2 * side:
+        height = matrix.rows
+    height = -(-matrix.rows // -(-matrix.rows // height))
+    height = min(matrix.rows, height + -height % unit)
+    width = max(1, min(matrix.columns, COLUMNS, elements // height))
+    is_whole = height == matrix.rows or height % unit
+    over = 0 if is_whole else (at + matrix.place) // size % unit
+    for row, end in pairwise([0, *range(height - over, matrix.rows, height), matrix.rows]):
         for column in range(0, matrix.columns, width):
             yield matrix._replace(
                 start=matrix.start + row * matrix.pitch + column * size,
@@ -444,56 +454,6 @@ def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
                 rows=end - row,
                 columns=min(width, matrix.columns - column),
             )
-
-
-def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
-    """Return the rows at which blocks begin and end.
-
-    If possible, these rows are at page boundaries of the file. If two blocks share a page, the
-    operating system must read the page before it writes the page. This takes 12 % more time
-    (measured).
-    """
-    unit = _rows_of_page(matrix)
-    is_whole = height == matrix.rows or height % unit
-    over = 0 if is_whole else (at + matrix.place) // matrix.itemsize % unit
-    return [0, *range(height - over, matrix.rows, height), matrix.rows]
-
-
-def _rows_of_page(matrix: Matrix) -> int:
-    """Return the number of elements of a column that fill a page.
-
-    Return 1 if columns do not start at page boundaries.
-    """
-    return 1 if matrix.step % PAGE else PAGE // matrix.itemsize
-
-
-def _block_shape(matrix: Matrix) -> tuple[int, int]:
-    """Return the number of rows and columns for which blocks need the fewest read and write calls.
-
-    If a block spans complete rows, one read call reads many rows. If a block spans complete
-    columns, one write call writes many columns. A write takes about twice as long as a read
-    (measured).
-    """
-    elements = max(1, BLOCK // matrix.itemsize)
-    heights = (matrix.rows, elements // min(matrix.columns, COLUMNS), math.isqrt(2 * elements))
-    shapes = [_fitting(matrix, height, elements) for height in heights]
-    return min(shapes, key=lambda shape: _cost(matrix, *shape))
-
-
-def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
-    """Return the shape of equal blocks of about `height` rows and at most `elements` elements."""
-    height = max(1, min(matrix.rows, height, elements))
-    height = -(-matrix.rows // -(-matrix.rows // height))
-    # Round up to whole pages.
-    height = min(matrix.rows, height + -height % _rows_of_page(matrix))
-    return height, max(1, min(matrix.columns, COLUMNS, elements // height))
-
-
-def _cost(matrix: Matrix, height: int, width: int) -> float:
-    """Estimate the number of calls per element."""
-    is_whole = width == matrix.columns and matrix.pitch == width * matrix.itemsize
-    reads = 0 if is_whole else 1 / width
-    return reads + (0 if height == matrix.rows else 2 / height)
 
 
 class BlockTransposer:

@@ -6,6 +6,7 @@ memory-mapped file, from which the operating system reads a byte on first access
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from ckptkit.compute.arranged import contiguous, refusal
 from ckptkit.compute.numbers import NUMBERS, own_dtype, torch_dtype
 from ckptkit.compute.operation import PIECE, Pieces, Swap, read_into
-from ckptkit.compute.workers import BATCH, in_any_order
+from ckptkit.compute.workers import BATCH, ordered
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Pending, Range, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
@@ -232,7 +233,7 @@ def _parts(extent: Extent, dtype: torch.dtype, target: torch.Tensor) -> Iterator
 
 
 def _fill_all(parts: list[_Part]) -> None:
-    in_any_order(_fill, parts, lambda part: part.stop - part.start)
+    deque(ordered(_fill, parts, lambda part: part.stop - part.start), maxlen=0)
 
 
 def _fill(part: _Part) -> None:

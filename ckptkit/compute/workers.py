@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import islice
@@ -67,38 +67,6 @@ def ordered(
             yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def in_any_order(
-    function: Callable[[T], object], items: Sequence[T], nbytes: Callable[[T], int]
-) -> None:
-    """Call `function` for all items, in one thread per processor.
-
-    `in_any_order` discards the results and has less overhead than `ordered`. The calling thread is
-    one of the threads. If there is little work, only the calling thread works. If a call fails, no
-    other call starts, and `in_any_order` waits until the running calls end.
-    """
-    waiting = iter(items)  # all threads take their next item from this iterator
-
-    def work() -> None:
-        try:
-            for item in waiting:
-                function(item)
-        except BaseException:
-            deque(waiting, maxlen=0)
-            raise
-
-    threads = min(THREADS, processors(), len(items))
-    if threads < 2 or sum(map(nbytes, items)) < BATCH:
-        work()
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(threads - 1) as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        work()
-    for other in others:
-        other.result()
 
 
 def _all(function: Callable[[T], R], batch: list[T]) -> list[R]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckptkit.compute import tallies
 from ckptkit.compute.tallies import BINS, Histogram, Tally, bin_exponent, parts, tally
-from ckptkit.compute.workers import in_any_order, ordered
+from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
@@ -286,35 +286,6 @@ def test_little_work_needs_no_thread() -> None:
         threading.main_thread()
     }
     assert list(ordered(str, [], len)) == []
-
-
-@pytest.mark.parametrize("processors", [1, 2, 5])
-def test_each_item_once_in_any_order(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 10)
-    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: processors)
-    done: list[int] = []
-    in_any_order(done.append, range(1000), lambda n: 1)
-    assert sorted(done) == list(range(1000))
-
-
-@pytest.mark.parametrize("processors", [1, 4])
-def test_no_item_begins_after_a_failure(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 10)
-    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: processors)
-    begun: list[int] = []
-    failed = threading.Event()
-
-    def work(n: int) -> None:
-        begun.append(n)
-        if n == 3:
-            failed.set()
-            raise TensorError("the third")
-        if n > 3:
-            failed.wait(60)
-
-    with pytest.raises(TensorError, match="the third"):
-        in_any_order(work, range(1000), lambda n: 1)
-    assert len(begun) < 100
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 64, 4097])
