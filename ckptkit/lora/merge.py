@@ -628,8 +628,8 @@ class MergePlan:
         if made.ndim == 2 and _LABELS.fullmatch(name) and (old is None or old.shape != made.shape):
             # Remove the names of the labels, because the adapter has no names for new labels.
             labels, count = self.config.get("id2label"), made.shape[0]
-            known = len(labels) if isinstance(labels, dict) else self.config.get("num_labels", 2)
-            if count != known:
+            before = len(labels) if isinstance(labels, dict) else self.config.get("num_labels", 2)
+            if count != before:
                 words = ("id2label", "label2id")
                 self.new_config |= {word: None for word in words if word in self.config}
                 self.new_config["num_labels"] = count
