@@ -26,7 +26,7 @@ from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike, parse
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import matcher, plural, quoted, shell_word, shown, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
@@ -279,6 +279,11 @@ class _Merged:
         if how.name == PASSTHROUGH and scale == 1 and dtype == old.dtype:
             self.tensors[name] = old
             return
+        if any(each.dtype.kind == "complex" for each in inputs):
+            raise UnsupportedError(
+                f"{shown(name)} is complex: {how.name} computes with real numbers",
+                hint="only `ckptkit average` combines complex tensors",
+            )
         others = numbers if how.base is None else numbers[1:]
         operation = Merge(
             how.name, dtype.name, tuple(each.dtype.name for each in inputs),

@@ -327,3 +327,10 @@ def test_what_has_no_mean_and_what_is_tied(tmp_path: Path, run: Run) -> None:
     assert found["w"].data_ptr() == found["tied"].data_ptr()
     assert found["w"].unique().tolist() == [0.75] and found["steps"] == 0
     assert found["none"].shape == (0,)
+
+
+def test_complex_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({"c": torch.ones(2, dtype=torch.complex64)}, tmp_path / "a.pth")
+    with pytest.raises(CkptkitError, match="'c' is complex: linear computes with real numbers"):
+        ckptkit.merge([tmp_path / "a.pth"] * 2, method="linear")
+    assert ckptkit.merge([tmp_path / "a.pth"], method="passthrough").weights["c"].shape == (2,)
