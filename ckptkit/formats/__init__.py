@@ -141,8 +141,8 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
     If the format has no `check` function, yield nothing.
     """
-    format = identify(probe)
-    return iter(()) if format.check is None else format.check(probe)
+    check_format = identify(probe).check
+    return iter(()) if check_format is None else check_format(probe)
 
 
 # `recoverable` tests a command only on a damaged file of at most this size in bytes.
@@ -245,20 +245,41 @@ def for_writing(
     If `shards` is true, the format must write a folder of shards (by default safetensors). Raises
     UsageError if ckptkit cannot write the format.
     """
-    if name is not None:
-        return _writer(name, shards)
-    by_suffix = of_suffix(path)
-    only_read = suffixed(path)
+    name = _chosen(path, keep, shards) if name is None else name
+    format = by_name(name)
+    if format is None or format.layout is None:
+        names = ", ".join(each.name for each in writable())
+        known = "cannot be written" if format is not None else "is not a format of ckptkit"
+        instead = "" if format is None or not format.unwritten else f"{format.unwritten}; "
+        hint = f"{instead}formats that can be written: {names}"
+        raise UsageError(f"{name!r} {known}", hint=hint)
+    if shards and not format.shards:
+        able = ", ".join(each.name for each in writable() if each.shards)
+        raise UsageError(
+            f"{name} writes a single file; {typed('--shard-size', 'shard_size')} needs a folder",
+            hint=f"formats of folders: {able}",
+        )
+    return format
+
+
+def _chosen(path: str | os.PathLike[str], keep: str | None, shards: bool) -> str:
+    """Return the name of the format of the output `path`, as `for_writing` describes."""
+    by_suffix, only_read, kept = of_suffix(path), suffixed(path), BY_NAME.get(keep or "")
     if only_read is not None and only_read.layout is None:
-        return _writer(only_read.name)
-    kept = BY_NAME.get(keep or "")
+        return only_read.name
+    if shards and by_suffix is not None and not by_suffix.shards:
+        raise UsageError(
+            f"is the name of a {by_suffix.name} file; shards need a folder",
+            where=shown_url(os.fspath(path)),
+            hint=f"name a folder, or omit {typed('--shard-size', 'shard_size')}",
+        )
     if shards:
-        return _sharding(path, by_suffix, kept)
+        return kept.name if kept is not None and kept.shards else SHARDED.name
     if by_suffix is not None:
-        return by_suffix
-    if kept is not None:
-        return kept if kept.layout is not None else _writer(kept.rewrite_as or TORCH_ZIP.name)
-    raise unknown_suffix(path)
+        return by_suffix.name
+    if kept is None:
+        raise unknown_suffix(path)
+    return kept.name if kept.layout is not None else kept.rewrite_as or TORCH_ZIP.name
 
 
 def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
@@ -311,35 +332,6 @@ def _stem(name: str, suffixes: Iterable[str]) -> str:
     return name if not stem or stem.endswith("/") else stem
 
 
-def _sharding(
-    path: str | os.PathLike[str], by_suffix: Format | None, kept: Format | None
-) -> Format:
-    if by_suffix is not None and not by_suffix.shards:
-        raise UsageError(
-            f"is the name of a {by_suffix.name} file; shards need a folder",
-            where=shown_url(os.fspath(path)),
-            hint=f"name a folder, or omit {typed('--shard-size', 'shard_size')}",
-        )
-    return kept if kept is not None and kept.shards else _writer(SHARDED.name)
-
-
-def _writer(name: str, shards: bool = False) -> Format:
-    format = by_name(name)
-    if format is None or format.layout is None:
-        names = ", ".join(each.name for each in writable())
-        known = "cannot be written" if format is not None else "is not a format of ckptkit"
-        instead = "" if format is None or not format.unwritten else f"{format.unwritten}; "
-        hint = f"{instead}formats that can be written: {names}"
-        raise UsageError(f"{name!r} {known}", hint=hint)
-    if shards and not format.shards:
-        able = ", ".join(each.name for each in writable() if each.shards)
-        raise UsageError(
-            f"{name} writes a single file; {typed('--shard-size', 'shard_size')} needs a folder",
-            hint=f"formats of folders: {able}",
-        )
-    return format
-
-
 def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
     """Plan the output of `checkpoint` in `format`. Every error names the checkpoint."""
     assert format.layout is not None
@@ -367,20 +359,24 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
                 from ckptkit.formats.distributed.parts import plain
 
                 checkpoint = plain(checkpoint)
-        if holds_program(checkpoint):
-            return _layout_weights(checkpoint, format, options)
-        return format.layout(checkpoint, options)
+        if not holds_program(checkpoint):
+            return format.layout(checkpoint, options)
+        from ckptkit.formats.whats_inside import notes, without_program
+
+        plain_weights = without_program(checkpoint)
+        plan = format.layout(plain_weights, options)
+        return replace(plan, notes=(*notes(checkpoint, plain_weights), *plan.notes))
     except CkptkitError as error:
         if isinstance(error, UnsafeGlobalError) and checkpoint.name and _is_module(checkpoint):
-            stem = os.path.splitext(os.path.basename(checkpoint.name.rstrip("/")))[0]
-            words = (
-                "ckptkit",
-                "convert",
-                *argument(checkpoint.name),
-                f"{stem}-weights.safetensors",
-            )
+            words = _converting(checkpoint.name, "-weights")
             error.hint = f"to write only the weights: {shell_command(words)}"
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def _converting(name: str, ending: str = "") -> list[str]:
+    """Return the command that converts the file `name` to safetensors."""
+    stem = os.path.splitext(os.path.basename(name.rstrip("/")))[0]
+    return ["ckptkit", "convert", *argument(name), f"{stem}{ending}.safetensors"]
 
 
 def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
@@ -395,9 +391,7 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     unread = quantized.find(checkpoint).unread
     if not blocks and not unread:
         return
-    name = checkpoint.name or "model.gguf"
-    out = f"{os.path.splitext(os.path.basename(name.rstrip('/')))[0]}.safetensors"
-    command = ["ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"]
+    command = [*_converting(checkpoint.name or "model.gguf"), "--dequantize", "bfloat16"]
     command += ["--part-only"] * checkpoint.part_only
     if not unread:
         raise UnsupportedError(
@@ -448,12 +442,3 @@ def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Option
 def holds_program(checkpoint: Checkpoint) -> bool:
     """Return whether the file contains a program. ckptkit writes only the weights of a program."""
     return BY_NAME.get(checkpoint.format, NONE).program
-
-
-def _layout_weights(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
-    from ckptkit.formats.whats_inside import notes, without_program
-
-    assert format.layout is not None
-    plain = without_program(checkpoint)
-    plan = format.layout(plain, options)
-    return replace(plan, notes=(*notes(checkpoint, plain), *plan.notes))

@@ -99,8 +99,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
 
 def _tracked(probe: Probe) -> Folder:
     """Return the folder of the latest save, or the only checkpoint folder inside that folder."""
-    source = probe.folder.open(TRACKER)
-    word = source.read(0, min(source.size, 64)).decode("utf-8", "replace").strip()
+    word = _word(probe.folder, TRACKER) or ""
     there = probe.folder.folders()
     found = [name for each in _TRACKED if (name := each.format(word)) in there]
     if not found or not word.isalnum():
@@ -132,7 +131,7 @@ def _snapshot(probe: Probe) -> Folder:
     """Return the folder of the revision that ``refs/main`` names, or of the only revision."""
     snapshots = Folder(os.path.join(probe.folder.name, "snapshots"))
     revisions = snapshots.list()
-    revision = _main(probe)
+    revision = _word(Folder(os.path.join(probe.folder.name, "refs")), _REVISION)
     if revision is None and len(revisions) != 1:
         raise AmbiguousError(
             f"contains {len(revisions)} revisions, none called {_REVISION}: {some(revisions)}",
@@ -150,17 +149,12 @@ def _snapshot(probe: Probe) -> Folder:
     return inner
 
 
-def _main(probe: Probe) -> str | None:
-    if "refs" not in probe.names:
+def _word(folder: Folder, name: str) -> str | None:
+    """Return the beginning of a text file. Return None if there is no such file."""
+    if name not in folder:
         return None
-    refs = Folder(os.path.join(probe.folder.name, "refs"))
-    if _REVISION not in refs:
-        return None
-    source = refs.open(_REVISION)
-    try:
-        return source.read(0, min(source.size, 256)).decode("utf-8", "replace").strip()
-    finally:
-        refs.close()
+    source = folder.open(name)
+    return source.read(0, min(source.size, 256)).decode("utf-8", "replace").strip()
 
 
 # Names of files
@@ -192,9 +186,17 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
     """Return the checkpoints in a folder, recognized by their file names."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for name in sorted(names):
-        kind = _kind(name)
-        if kind is not None:
-            groups.setdefault(kind, []).append(name)
+        base = name.removesuffix(INDEX)
+        suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
+        if suffix is None or (base != name and suffix not in (SAFE, BIN)):
+            continue
+        stem = base.removesuffix(suffix)
+        kind = ("index" if base != name else "file", stem, suffix, "")
+        if base == name and (numbered := _NUMBERED.fullmatch(stem)):
+            kind = ("shards", numbered[1], suffix, numbered[2])
+        elif _PARALLEL.fullmatch(name):
+            kind = ("parallel", "consolidated", suffix, "")
+        groups.setdefault(kind, []).append(name)
     found = [Candidate(*kind, tuple(files)) for kind, files in groups.items()]
     found = [
         each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each
@@ -210,28 +212,6 @@ def is_state(name: str) -> bool:
     return _STATE.fullmatch(name) is not None
 
 
-def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return the form, stem, suffix and number of shards in the file name of a checkpoint.
-
-    Return None for other names.
-    """
-    base = name.removesuffix(INDEX)
-    suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
-    if suffix is None:
-        return None
-    stem = base.removesuffix(suffix)
-    if base != name:
-        return ("index", stem, suffix, "") if suffix in (SAFE, BIN) else None
-    numbered = _NUMBERED.fullmatch(stem)
-    if numbered:
-        return "shards", numbered[1], suffix, numbered[2]
-    return (
-        ("parallel", "consolidated", suffix, "")
-        if _PARALLEL.fullmatch(name)
-        else ("file", stem, suffix, "")
-    )
-
-
 def best(names: Iterable[str]) -> Candidate | None:
     """Return the preferred candidate. Return None unless exactly one candidate is preferred."""
     found = preferred(names)
@@ -240,15 +220,15 @@ def best(names: Iterable[str]) -> Candidate | None:
 
 def preferred(names: Iterable[str]) -> list[Candidate]:
     found = candidates(names)
-    safe = {_model(each.stem) for each in found if each.suffix == SAFE}
-    found = [each for each in found if each.suffix == SAFE or _model(each.stem) not in safe]
+    safe = {each.stem.removeprefix("pytorch_") for each in found if each.suffix == SAFE}
+    found = [
+        each
+        for each in found
+        if each.suffix == SAFE or each.stem.removeprefix("pytorch_") not in safe
+    ]
     # A GGUF file beside other weights is usually converted from these weights.
     found = [each for each in found if each.suffix != GGUF] or found
     return [each for each in found if each.form == "index"] or found
-
-
-def _model(stem: str) -> str:
-    return stem.removeprefix("pytorch_")
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:

@@ -93,27 +93,23 @@ def restore(
         fields = _parse(metadata)
         if fields is None:
             return restore_ties(tensors, metadata, index=index)
-        if "tree" in fields:
-            return _whole(fields, tensors, metadata)
-        known = _typed(fields, "values", dict)
-        root, ties = _state_dict(fields, tensors, metadata)
-        return Restored(root, _rest(known, ties, metadata))
+        values = _typed(fields, "values", dict)
+        globals_: tuple[Global, ...] = ()
+        ties: Iterable[str]
+        is_whole = "tree" in fields
+        if is_whole:
+            from ckptkit.formats import safetensors_tree  # imported only for complete checkpoints
+
+            ties = _names(fields, "ties", ())
+            root, globals_ = safetensors_tree.restore(fields, tensors)
+        else:
+            root, ties = _state_dict(fields, tensors, metadata)
+        rest = {**without(metadata, {RESERVED, *ties}), **of_values(values)}
+        return Restored(root, rest, (), globals_, is_whole)
     except CkptkitError as error:
         plain = restore_ties(tensors, metadata, index=index)
         why = f"the metadata entry {RESERVED!r} cannot be read: {error.message}"
         return plain._replace(warnings=(why, *plain.warnings))
-
-
-def _whole(
-    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Restored:
-    from ckptkit.formats import safetensors_tree  # imported only for complete checkpoints
-
-    ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
-    if not all(isinstance(name, str) for name in ties):
-        raise FormatError("its list of ties contains values that are not names")
-    root, globals_ = safetensors_tree.restore(fields, tensors)
-    return Restored(root, _rest(known, ties, metadata), (), globals_, True)
 
 
 def restore_ties(
@@ -126,7 +122,11 @@ def restore_ties(
     single file, an entry is a tie only if both names look like parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
-    ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
+    ties = [
+        name
+        for name in possible
+        if index or (name.rpartition(".")[0] and _last(name) == _last(metadata[name]))
+    ]
     root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
     warnings = []
@@ -161,10 +161,8 @@ def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
     )
 
 
-def _is_parameter(name: str, kept: str) -> bool:
-    """Return whether `name` looks like a parameter that may be tied to the parameter `kept`."""
-    module, dot, attribute = name.rpartition(".")
-    return bool(module and dot) and attribute == kept.rpartition(".")[2]
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
@@ -229,12 +227,6 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
     return frozenset(named)
 
 
-def _rest(
-    values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]
-) -> dict[str, str]:
-    return {**without(metadata, {RESERVED, *ties}), **of_values(values)}
-
-
 # Writing
 
 
@@ -250,9 +242,15 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
         "ordered": isinstance(weights.node, OrderedMapping),
         "state_dict_metadata": None if paths is None else encode(paths),
         "ties": {name: place[name] for name in ties},
-        **({} if weights.is_module else _marks(weights.tensors)),
-        "values": dict(values),
     }
+    if not weights.is_module:
+        tensors = weights.tensors
+        for key, names in (
+            ("parameters", [name for name, each in tensors.items() if each.kind == "parameter"]),
+            ("requires_grad", [name for name, each in tensors.items() if each.requires_grad]),
+        ):
+            fields[key] = names if len(names) < len(tensors) else bool(names)
+    fields["values"] = dict(values)
     if not any(fields.values()):
         return None
     return dump({"version": VERSION, **{key: value for key, value in fields.items() if value}})
@@ -277,16 +275,6 @@ def _metadata(node: Node) -> dict[Node, Node] | None:
         return None
     plain = dict(paths)
     return plain if is_plain(plain, LIMITS.safetensors_header_bytes) else None
-
-
-def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    marks = {
-        "parameters": [name for name, each in tensors.items() if each.kind == "parameter"],
-        "requires_grad": [name for name, each in tensors.items() if each.requires_grad],
-    }
-    return {
-        key: names if len(names) < len(tensors) else bool(names) for key, names in marks.items()
-    }
 
 
 # Values that the output drops
@@ -317,23 +305,18 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
             left.append(f"dropped: {join(path) or '(no name)'} ({_size(node)})")
     if states:
         left.append(f"dropped: {states:,} entries called {_EXTRA_STATE} in the weights")
-    left += _more_than_elements(weights)
+    objects = [
+        name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
+    ]
+    if objects:
+        named = some(map(shown, objects))
+        left.append(f"dropped: the Python class or attributes of tensors: {named}")
     if isinstance(weights.node, Object):
         left.append(
             f"dropped: the module itself ({type_name(weights.node)}); written as its state_dict"
         )
         left += weights.module.unread if weights.module is not None else ()
     return values, left
-
-
-def _more_than_elements(weights: Weights) -> Iterator[str]:
-    """Yield a note that names the tensors whose Python class or attributes are dropped."""
-    names = [
-        name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
-    ]
-    if names:
-        named = some(map(shown, names))
-        yield f"dropped: the Python class or attributes of tensors: {named}"
 
 
 def _has_more(node: Object) -> bool:
@@ -390,8 +373,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
         return
     from ckptkit.formats.distributed.meshes import is_piece  # imported only if there are objects
 
-    names = [name for name, node in made if is_piece(node)]
-    if names:
+    if names := [name for name, node in made if is_piece(node)]:
         more = and_more(len(names) - 1)
         raise UnsupportedError(
             f"{names[0][:80]!r}{more} is one rank's shard of a DTensor or ShardedTensor",
@@ -407,8 +389,7 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
     count = 0
     for sharing in by_storage.values():
         reached = 0
-        extents = sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else []
-        for start, length in extents:
+        for start, length in sorted(each.extent for each in sharing) if len(sharing) > 1 else ():
             count += start < reached
             reached = max(reached, start + length)
     note = f"tensors that share memory with other tensors: {count:,}; each is written in full"

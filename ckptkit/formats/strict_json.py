@@ -171,6 +171,7 @@ def _constant(text: str) -> float:
 
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
+_PLAIN = _SCALARS | {dict, list, tuple}
 _DEPTH = 32
 _ROOM = 250_000
 _INT = 10**19
@@ -186,8 +187,16 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
     while waiting:
         node, depth = waiting.pop()
         node = _unwrapped(node)
-        room -= 1 + (len(node) if isinstance(node, str) else 0)
-        if room < 0 or depth > _DEPTH or not _is_plain_node(node):
+        kind = node.__class__
+        room -= 1 + (len(node) if kind is str else 0)
+        if (
+            room < 0
+            or depth > _DEPTH
+            or kind not in _PLAIN
+            or (kind is dict and not all(key.__class__ in _SCALARS for key in node))
+            or (kind is int and not -_INT < node < _INT)
+            or (kind is str and not is_utf8(node))
+        ):
             return False
         for pair in children(node):
             waiting.extend((child, depth + 1) for child in pair)
@@ -202,17 +211,6 @@ def _unwrapped(node: Node) -> Node:
     if node.__class__ is StoredList and len(node) < _ROOM:
         return list(node)
     return node.value if isinstance(node, Object) and node.value is not None else node
-
-
-def _is_plain_node(node: Node) -> bool:
-    kind = node.__class__
-    if kind is dict:
-        return all(key.__class__ in _SCALARS for key in node)
-    if kind is int:
-        return bool(-_INT < node < _INT)
-    if kind is str:
-        return is_utf8(node)
-    return kind is list or kind is tuple or kind in _SCALARS
 
 
 def is_utf8(text: str) -> bool:
@@ -258,32 +256,15 @@ def decode(value: Any) -> Node:
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {key: decode(each) for key, each in value.items()}
-    if len(value) != 1 or tag not in _TAGS:
-        raise FormatError(f"unknown kind of value {tag[:40]!r}")
-    return _TAGS[tag](value[tag])
-
-
-def _float(text: Any) -> float:
-    if text not in ("nan", "inf", "-inf"):
-        raise FormatError("not a float")
-    return float(text)
-
-
-def _tuple(items: Any) -> tuple[Node, ...]:
-    return tuple(decode(each) for each in _list(items))
-
-
-def _dict(items: Any) -> dict[Node, Node]:
-    pairs = [_tuple(each) for each in _list(items)]
-    if not all(len(pair) == 2 and pair[0].__class__ in _SCALARS for pair in pairs):
-        raise FormatError("not a list of keys and values")
-    return dict(pairs)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise FormatError("not a list")
-    return value
-
-
-_TAGS: dict[str, Callable[[Any], Node]] = {"$float": _float, "$tuple": _tuple, "$dict": _dict}
+    match [*value.items()]:
+        case [("$float", "nan" | "inf" | "-inf" as text)]:
+            return float(text)
+        case [("$tuple", list(items))]:
+            return tuple(decode(each) for each in items)
+        case [("$dict", list(items))]:
+            pairs = [decode(each) for each in items]
+            if all(isinstance(each, list) and len(each) == 2 for each in pairs) and all(
+                key.__class__ in _SCALARS for key, _ in pairs
+            ):
+                return dict(pairs)
+    raise FormatError(f"{tag[:40]!r} is not a kind of value that ckptkit stores")
