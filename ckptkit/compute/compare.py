@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.arranged import contiguous, once, place, refusal, repeated, times
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, is_decoded
 from ckptkit.compute.operation import (
     BUFFER,
     aligned,
-    import_numpy,
     in_step,
     keep_memory,
     stream_reusing_buffer,
@@ -20,11 +19,6 @@ from ckptkit.core.bytesource import Extent, Piece, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 # Number of elements per step; with fewer elements, threads wait for the interpreter lock.
 WIDE = 1 << 17
@@ -91,9 +85,6 @@ def compare(
     if exact and (_same(*extents) or (a.nbytes <= BUFFER and equal(*extents))):
         return None  # small equal tensors do not need numpy
     keep_memory()
-    import_numpy()
-    import numpy as np
-
     with np.errstate(all="ignore"):  # differences of infinities are NaN, and squares may overflow
         if exact:
             found = _compare_bytes(extents, a.dtype, measure)
@@ -122,8 +113,6 @@ class _Measure:
         `y`. The sums have the dtype of the elements. If the squares overflow or underflow in
         float32, the sums are float64. The largest difference is exact.
         """
-        import numpy as np
-
         if x.dtype.kind in "iu":
             x, y = x.astype("f8"), (x if x is y else y).astype("f8")
         if x is y:
@@ -196,8 +185,6 @@ def equal(left: Extent, right: Extent) -> bool:
 def _compare_bytes(
     extents: tuple[Extent, Extent], dtype: DType, measure: _Measure | None
 ) -> Difference | None:
-    import numpy as np
-
     count, first, at, begin = 0, -1, 0, 0  # `begin` is the start of the first block that differs
     for left, right in _in_step(extents, (dtype, dtype)):
         is_equal = bytearray(left) == right  # Python compares two memoryviews slowly
@@ -228,8 +215,6 @@ def _compare_bytes(
 
 def _codes(piece: Piece, dtype: DType) -> Array:
     """Return elements as integers or as rows of bytes. `==` on the result compares bytes."""
-    import numpy as np
-
     if dtype.itemsize in (1, 2, 4, 8):
         return np.frombuffer(piece, f"<u{dtype.itemsize}")
     return np.frombuffer(piece, np.uint8).reshape(-1, dtype.itemsize)
@@ -242,8 +227,6 @@ def _compare_values(
     measure: _Measure | None,
 ) -> Difference | None:
     """Compare values as ``torch.isclose`` does. `tolerance` is a pair (absolute, relative)."""
-    import numpy as np
-
     atol, rtol = tolerance
     count, first, at, largest = 0, -1, 0, 0.0
     alike = types[0] == types[1]
@@ -276,8 +259,6 @@ def _distances(x: Array, y: Array) -> Array:
 
     The difference of two NaN is 0. The difference of a NaN and a number is infinite.
     """
-    import numpy as np
-
     distance: Array = np.subtract(x, y)
     distance = np.abs(distance, out=distance if distance.dtype.kind == "f" else None)
     if not np.isfinite(distance.max()):

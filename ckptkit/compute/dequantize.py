@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, encode, own_dtype
 from ckptkit.compute.operation import (
     Pieces,
@@ -31,11 +32,6 @@ from ckptkit.core.bytesource import Derived, Operation, Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CorruptError, TensorError
 from ckptkit.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 # Codes
 
@@ -78,8 +74,6 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
 
     A row starts at the low bits of its first byte, and has no gaps between codes.
     """
-    import numpy as np
-
     if bits == 8:
         return data[:, :count]
     if bits == 4:  # unpack both codes of a byte at once, as one 16-bit number
@@ -153,16 +147,12 @@ class Codes:
         return self._bytes(start, -(-last * bits // 8) - start), first * bits % 8 // bits
 
     def _bytes(self, start: int, length: int) -> Array:
-        import numpy as np
-
         memory = self._room.of(length)
         self._read.into(start, memory)
         return np.frombuffer(memory, "u1")
 
     def _parts(self, span: Span) -> Array:
         """Read codes in the layout ``parts``."""
-        import numpy as np
-
         bits, itemsize, top = self.packing.bits, 1, 8
         if bits == 3:  # a 32-bit word contains ten codes
             itemsize, top = 4, 30
@@ -181,8 +171,6 @@ class Codes:
 
     def _columns(self, span: Span) -> Array:
         """Read codes in the layout ``columns`` of GPTQ."""
-        import numpy as np
-
         bits = self.packing.bits
         words = self.band(span.batch, span.top, span.bottom)
         skip = 0
@@ -195,8 +183,6 @@ class Codes:
 
     def _interleaved(self, span: Span) -> Array:
         """Read codes in the layout ``interleaved`` of AWQ."""
-        import numpy as np
-
         words = self.band(span.batch, span.top // 8, -(-span.bottom // 8))
         turned = np.ascontiguousarray(words[span.left : span.right].T)
         made = np.empty((len(turned), 8, turned.shape[1]), "u1")
@@ -221,8 +207,6 @@ class Band:
 
     def __call__(self, matrix: int, first: int, end: int) -> Array:
         """Return the columns of a matrix from `first` to `end`."""
-        import numpy as np
-
         held, start, stop = self._held
         if held != matrix or first < start or end > stop:
             size, height = self._itemsize, self._height
@@ -240,8 +224,6 @@ class Band:
 
 def _fields(words: Array, bits: int) -> Array:
     """Return the 32 // bits codes of each word. The result has an additional last dimension."""
-    import numpy as np
-
     shifts = np.arange(0, 32 - bits + 1, bits, dtype="<u4")
     return (words[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype("u1")
 
@@ -259,8 +241,6 @@ def is_byte(dtype: str) -> bool:
 @lru_cache
 def table_of(name: str) -> Array:
     """Return a read-only array with the float32 number of each code of the table `name`."""
-    import numpy as np
-
     if name in ("e2m1", "e2m1+0"):
         positive = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "<f4")
         values = np.concatenate([positive, -positive])
@@ -283,8 +263,6 @@ class Scale:
     def __init__(
         self, numbers: Numbers, reads: Sequence[Reader], sizes: Sequence[int], whole: bool
     ) -> None:
-        import numpy as np
-
         self.numbers, self.grid, self._whole = numbers, numbers.grid, whole
         self._read, self._size = reads[numbers.input], sizes[numbers.input]
         self._table: Array | None = None
@@ -309,8 +287,6 @@ class Scale:
 
     def decoded(self, raw: Array) -> Array:
         """Convert scales from their dtype in the file to float32."""
-        import numpy as np
-
         data = np.ascontiguousarray(raw).reshape(-1).view("u1")
         if self._table is not None:
             made = np.take(self._table, data, mode="clip")
@@ -329,8 +305,6 @@ class Scale:
 
     def raw(self, span: Span) -> Array:
         """Return the same scales as `part`, but not converted to float32."""
-        import numpy as np
-
         grid, size = self.grid, self._itemsize
         batch, top, bottom, left, right = self._blocks(span)
         if grid.order != "rows":
@@ -349,8 +323,6 @@ class Scale:
 
         The scales are not converted to float32.
         """
-        import numpy as np
-
         rows, columns, size = self.grid.rows, self.grid.columns, self._itemsize
         if self.grid.order == "columns":
             length = rows * columns * size
@@ -365,8 +337,6 @@ class PackedZero:
     """Reads packed zero points of a few bits. All zero points are in memory, as float32."""
 
     def __init__(self, zero: ZeroPoint, read: Reader, size: int, whole: bool) -> None:
-        import numpy as np
-
         self.grid, self._whole = zero.grid, whole
         data = np.frombuffer(read.copy(0, size), "u1")
         rows, columns = zero.grid.rows, zero.grid.columns
@@ -418,8 +388,6 @@ def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
 
 def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
     """Return the product or the quotient of two arrays of scales."""
-    import numpy as np
-
     made = scale / part if how.combine == "divide" else scale * part
     if how.add:
         made = made + np.float32(how.add)
@@ -432,8 +400,6 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
     The range is from element `start` to `stop`. The first large block of the range has the index 0.
     A small block has `fine` elements, and a large block has `coarse` elements.
     """
-    import numpy as np
-
     first = np.arange(start // fine, -(-stop // fine)) * fine  # elements
     made: Array = first // coarse - start // coarse
     return made
@@ -446,8 +412,6 @@ def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, ind
     overlap the rectangle, or their zero points or biases. If `index` maps columns to blocks, `part`
     contains the scales of all columns of blocks.
     """
-    import numpy as np
-
     (rows, columns), left, width, height = span.shape, span.left, grid.width, grid.height
     if part.size == 1:
         how(values, part[0, 0], out=values)
@@ -490,8 +454,6 @@ class Dequantize(Operation):
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        import numpy as np
-
         size = BY_NAME[self.blocks.target].itemsize
         first, last = start // size, -(-stop // size)
         kind = TabledDequantizer if is_tabled(self.blocks) else Dequantizer
@@ -544,8 +506,6 @@ class Dequantizer:
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reader], sizes: Sequence[int], last: int
     ) -> None:
-        import numpy as np
-
         self.index: Array | None = None
         if blocks.index:
             blocks, self.index = _indexed(blocks, reads[blocks.index].copy(0, sizes[blocks.index]))
@@ -582,8 +542,6 @@ class Dequantizer:
 
     def __call__(self, span: Span) -> memoryview:
         """Return the bytes of the elements of a rectangle."""
-        import numpy as np
-
         rows, columns = span.shape
         made = np.empty(span.shape, self.unit)
         step = max(1, TILE // rows // 512) * 512 if self.blocks.packing.kind in TALL else columns
@@ -597,8 +555,6 @@ class Dequantizer:
 
         An item of `made` has the size of an element of the target dtype.
         """
-        import numpy as np
-
         blocks = self.blocks
         is_direct = self.target.name == "float32" and made.flags.c_contiguous
         if is_direct:
@@ -642,8 +598,6 @@ class Dequantizer:
 
     def _round(self, values: Array) -> None:
         """Round float32 numbers to `product_dtype`, in place."""
-        import numpy as np
-
         if self.product_dtype != "float32":
             np.copyto(values, rounded(values, self.product_dtype))
 
@@ -654,8 +608,6 @@ class Dequantizer:
         bfloat16 numbers. If the result is True, the caller can round a product to bfloat16 by an
         addition to the bits of the product.
         """
-        import numpy as np
-
         blocks, bits = self.blocks, self.blocks.packing.bits
         if self.table is None:
             codes, is_signed = self.codes(span), blocks.signed
@@ -700,8 +652,6 @@ class Dequantizer:
         bits of the codes would be slower. Its intermediate results are subnormal for the smallest
         codes, and many processors take 100x as long for subnormal numbers.
         """
-        import numpy as np
-
         if self._pairs is None:
             assert self.table is not None
             pairs = np.arange(1 << 2 * bits)
@@ -717,8 +667,6 @@ def _has_ties(scale: Array) -> bool:
     A code has 8 bits and at most four significant bits. Therefore it is sufficient to test the
     products of the scales with the integers from 8 to 15.
     """
-    import numpy as np
-
     sizes = np.abs(scale)
     if not ((sizes >= _LEAST) & (sizes <= _LARGEST)).all():
         return True
@@ -732,8 +680,6 @@ def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
     If the groups are in order and have equal widths, set the width in the layout, and return None
     instead of the group numbers. Raise CorruptError if a group has no scale.
     """
-    import numpy as np
-
     index = np.frombuffer(data, "<i4")
     groups = blocks.scales[0].grid.columns
     if len(index) != blocks.columns or ((index < 0) | (index >= groups)).any():
@@ -790,8 +736,6 @@ class TabledDequantizer(Dequantizer):
 
         Each scale applies to the same number of bytes.
         """
-        import numpy as np
-
         index = np.frombuffer(self._memory.of(2 * data.size), "<u2").reshape(*scale.shape, -1)
         np.bitwise_or(scale.astype("<u2")[..., None] << 8, data.reshape(index.shape), out=index)
         found = np.empty(index.shape, self._results.dtype)
@@ -803,8 +747,6 @@ class TabledDequantizer(Dequantizer):
 
         The input contains the transposed rectangle.
         """
-        import numpy as np
-
         data = self.codes.band(span.batch, span.top // 2, span.bottom // 2)[span.left : span.right]
         found = self._taken(self.scales[0].raw(span).T, np.ascontiguousarray(data))
         transposed_copy(made, found.view(self.unit).reshape(len(data), -1).T)
@@ -815,8 +757,6 @@ class TabledDequantizer(Dequantizer):
         Item ``scale * 256 + byte`` is the element for a scale and the code in a byte. If a byte
         contains two codes, an item contains two elements.
         """
-        import numpy as np
-
         first, *others = self.scales
         assert self.table is not None
         if first.numbers.dtype == "ldexp":
@@ -868,8 +808,6 @@ class TorchDequantize(Operation):
     parameters: tuple[Any, ...]
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        import numpy as np
-
         data, *tables = extent.inputs
         dtype = BY_NAME[self.dtype]
         several = max(1, 8 // dtype.bits)  # number of elements per byte of the input

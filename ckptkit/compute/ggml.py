@@ -22,19 +22,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import encode
 from ckptkit.compute.operation import Pieces, aligned, ends_after, stream_reusing_buffer, within
 from ckptkit.core.bytesource import Derived, Extent, Operation
 from ckptkit.core.dtypes import BY_NAME, GGML
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-    # Codes, the scale of each group and, for some types, the minimum of each group.
-    Parts = tuple[Array, ...]
+# Codes, the scale of each group and, for some types, the minimum of each group.
+Parts = tuple[Array, ...]
 
 # Number of elements that are unpacked at once. For fewer elements, numpy calls take most of the
 # time.
@@ -70,8 +67,6 @@ class GgmlDequantize(Operation):
 
     def _floats(self, source: Extent, first: int, last: int) -> Pieces:
         """Dequantize the blocks from `first` to `last`."""
-        import numpy as np
-
         dtype = TYPES[self.type]
         size, most = dtype.itemsize, UNPACKED // dtype.block * dtype.itemsize
         values = np.empty(ELEMENTS, "<f4")
@@ -109,8 +104,6 @@ def _computed(
     `scale` and `minimum` contain one number for each group of codes. The result is stored in
     `values`.
     """
-    import numpy as np
-
     out = values[: codes.size - begin]
     np.copyto(out, codes[begin : begin + out.size])
     for how, numbers in ((np.multiply, scale), (np.subtract, minimum)):
@@ -140,8 +133,6 @@ def _field(blocks: Array, at: int, size: int) -> Array:
 
     The function copies each field as one element, because numpy copies short rows slowly.
     """
-    import numpy as np
-
     copied = np.ascontiguousarray(blocks[:, at : at + size].view(f"V{size}"))
     found: Array = copied.view("u1")
     return found
@@ -157,8 +148,6 @@ def _planes(
     Each block contains `runs` fields of `width` bytes, from byte `at` on. `mask` selects the bits
     of each shifted byte. The mask also clears bits that the shift moved from an adjacent byte.
     """
-    import numpy as np
-
     fields = blocks[:, at : at + runs * width].view(f"V{width}").T
     words = np.ascontiguousarray(fields).view("<u8")
     made: Array = words[:, None] >> np.array(shifts, "<u8")[:, None]
@@ -171,8 +160,6 @@ def _in_turns(planes: Array, width: int) -> Array:
 
     The result contains the first unit of each plane, then the second unit of each plane, and so on.
     """
-    import numpy as np
-
     runs = planes.reshape(-1, planes.shape[-1]).view(f"V{width}")
     made = np.empty(runs.shape[::-1], runs.dtype)
     for number, plane in enumerate(runs):
@@ -190,15 +177,11 @@ def _nibbles(blocks: Array, at: int, runs: int, width: int) -> Array:
 
 def _split(field: Array) -> Array:
     """Return an array [block, half byte]: the low half of each byte, then its high half."""
-    import numpy as np
-
     return np.stack((field & 15, field >> 4), axis=-1).reshape(len(field), -1)
 
 
 def _less(codes: Array, number: int) -> Array:
     """Subtract `number` from the codes, in place, and return the codes."""
-    import numpy as np
-
     codes = codes.reshape(-1).view("i1")
     codes -= np.int8(number)
     return codes
@@ -210,8 +193,6 @@ def _bits() -> Array:
 
     Byte number i of the word is bit number i of the input byte: 0 or 1.
     """
-    import numpy as np
-
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
     return bits.astype("u1").view("<u8").reshape(-1)
 
@@ -224,8 +205,6 @@ def _table(name: str) -> Array:
     * "ternary" maps a byte with four 2-bit codes to four bytes.
     * "E4M3" maps a byte to half of the absolute value of its E4M3 number.
     """
-    import numpy as np
-
     if name in ("IQ4", "FP4"):
         values = np.zeros(16, "i1")
         values[:] = {
@@ -247,16 +226,12 @@ def _table(name: str) -> Array:
 
 def _looked_up(name: str, nibbles: Array) -> Array:
     """Return the values of 4-bit codes, one value per byte. One lookup returns two values."""
-    import numpy as np
-
     return np.take(_table(name), nibbles.view("<u2"), mode="clip")
 
 
 @cache
 def _grid(name: str) -> Array:
     """Return the vectors of a grid in ascending order. Each vector is stored as one integer."""
-    import numpy as np
-
     lines = Path(__file__).with_name("ggml_grids.txt").read_text().splitlines()
     rows = dict(line.split(" ", 1) for line in lines if not line.startswith("#"))
     count, levels, members = rows[name].split()
@@ -274,16 +249,12 @@ def _signs() -> tuple[Array, Array]:
     To negate the codes whose sign bits are set, xor a word of eight codes with the first word, and
     add the second word.
     """
-    import numpy as np
-
     return _bits() * np.uint64(255), _bits()
 
 
 @cache
 def _parity() -> Array:
     """Return a table that maps seven sign bits to eight sign bits, with an even number of ones."""
-    import numpy as np
-
     seven = np.arange(128)
     ones = sum((seven >> bit & 1 for bit in range(7)), np.zeros(128, int))
     return (seven | (ones & 1) << 7).astype("u1")
@@ -291,8 +262,6 @@ def _parity() -> Array:
 
 def _signed(words: Array, signs: Array) -> Array:
     """Negate each code, in place, if its bit in `signs` is set. No code is 0."""
-    import numpy as np
-
     flip, add = (np.take(each, signs, mode="clip") for each in _signs())
     words ^= flip
     words += add
@@ -312,8 +281,6 @@ def _q4_1(b: Array) -> Parts:
 
 def _q5(b: Array, at: int) -> Array:
     """Return codes of 5 bits. The fifth bits are in a word at byte `at`, before the low 4 bits."""
-    import numpy as np
-
     codes = _nibbles(b, at + 4, 1, 16)
     codes |= np.unpackbits(_field(b, at, 4), bitorder="little").view("<u8") << np.uint64(4)
     return codes
@@ -336,31 +303,23 @@ def _iq4_nl(b: Array) -> Parts:
 
 
 def _mxfp4(b: Array) -> Parts:
-    import numpy as np
-
     scale = np.ldexp(np.float32(1), b[:, 0].astype("i4") - 128)
     return _looked_up("FP4", _nibbles(b, 1, 1, 16)), scale
 
 
 def _nvfp4(b: Array) -> Parts:
-    import numpy as np
-
     scale = np.take(_table("E4M3"), b[:, :4] & 0x7F)
     scale[b[:, :4] == 0xFF] = 240
     return _looked_up("FP4", _nibbles(b, 4, 4, 8)), scale
 
 
 def _q1_0(b: Array) -> Parts:
-    import numpy as np
-
     bits = np.unpackbits(_field(b, 2, 16), bitorder="little")
     bits <<= np.uint8(1)
     return _less(bits, 1), _half(b, 0)
 
 
 def _q2_0(b: Array) -> Parts:
-    import numpy as np
-
     return _less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)
 
 
@@ -375,8 +334,6 @@ def _q2_k(b: Array) -> Parts:
 
 
 def _q3_k(b: Array) -> Parts:
-    import numpy as np
-
     # Bit k of each byte of the field belongs to the k-th group of 32 elements.
     codes = _planes(b, 0, 1, 32, range(8), 1).reshape(2, 4, -1) << np.uint64(2)
     codes |= _planes(b, 32, 2, 32, PAIRS, 3)
@@ -395,8 +352,6 @@ def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
 
     A block stores the scales and minimums in 12 bytes.
     """
-    import numpy as np
-
     first, second, third = np.ascontiguousarray(b.view("<u4")[:, 1:4].T)
     six, four, two = (np.uint32(each * 0x01010101) for each in (0x3F, 0x0F, 0x30))
     found = np.empty((2, len(b), 2), "<u4")
@@ -412,16 +367,12 @@ def _q4_k(b: Array) -> Parts:
 
 
 def _q5_k(b: Array) -> Parts:
-    import numpy as np
-
     codes = _planes(b, 16, 1, 32, range(8), 1).reshape(4, 2, -1) << np.uint64(4)
     codes |= _planes(b, 48, 4, 32, (0, 4), 15)
     return _in_turns(codes, 32), *_scales_of_6_bits(b)
 
 
 def _q6_k(b: Array) -> Parts:
-    import numpy as np
-
     # The dimensions are [half of the block, field and half byte, word].
     codes = _planes(b, 128, 2, 32, PAIRS, 3) << np.uint64(4)
     # The dimensions are [half of the block, field, half byte, word].
@@ -434,8 +385,6 @@ def _q6_k(b: Array) -> Parts:
 
 
 def _iq2_xxs(b: Array) -> Parts:
-    import numpy as np
-
     pairs = _field(b, 2, 64).view("<u4").reshape(-1, 8, 2)
     words = np.take(_grid("iq2_xxs"), np.ascontiguousarray(pairs[..., 0]).view("u1"), mode="clip")
     codes, scale = _with_seven(words, pairs[..., 1], 4)
@@ -448,8 +397,6 @@ def _with_seven(words: Array, field: Array, count: int) -> tuple[Array, Array]:
     Each number in `field` contains `count` groups of 7 sign bits. The top 4 bits of the number are
     the scale.
     """
-    import numpy as np
-
     shifts = np.arange(0, 7 * count, 7, dtype="<u4")
     signs = np.take(_parity(), field[..., None] >> shifts & 127, mode="clip")
     codes = _signed(words.reshape(-1), signs.reshape(-1))
@@ -457,8 +404,6 @@ def _with_seven(words: Array, field: Array, count: int) -> tuple[Array, Array]:
 
 
 def _iq2_xs(b: Array) -> Parts:
-    import numpy as np
-
     field = _field(b, 2, 64).view("<u2")
     words = np.take(_grid("iq2_xs"), field & 511, mode="clip")
     codes = _signed(words, np.take(_parity(), field >> 9, mode="clip"))
@@ -466,30 +411,22 @@ def _iq2_xs(b: Array) -> Parts:
 
 
 def _half_steps(b: Array, steps: Array) -> Array:
-    import numpy as np
-
     return (_half(b, 0) * (np.float32(0.5) + steps.astype("<f4"))) * np.float32(0.25)
 
 
 def _iq2_s(b: Array) -> Parts:
-    import numpy as np
-
     high = (b[:, 66:74, None] >> np.arange(0, 8, 2, dtype="u1") & 3).reshape(-1, 32)
     words = np.take(_grid("iq2_s"), b[:, 2:34] | high.astype("<u2") << 8, mode="clip")
     return _signed(words, b[:, 34:66]), _half_steps(b, _split(b[:, 74:82]))
 
 
 def _iq3_xxs(b: Array) -> Parts:
-    import numpy as np
-
     words = np.take(_grid("iq3_xxs"), b[:, 2:66], mode="clip").view("<u8")
     codes, scale = _with_seven(words, _field(b, 66, 32).view("<u4"), 4)
     return codes, (_half(b, 0) * scale) * np.float32(0.5)
 
 
 def _iq3_s(b: Array) -> Parts:
-    import numpy as np
-
     high = np.take(_bits(), b[:, 66:74], mode="clip").view("u1")
     words = np.take(_grid("iq3_s"), b[:, 2:66] | high.astype("<u2") << 8, mode="clip")
     scale = _half(b, 0) * (1 + 2 * _split(b[:, 106:110]).astype("<f4"))
@@ -502,15 +439,11 @@ def _shifted_grid() -> Array:
 
     The offsets of IQ1 are 0.125 and -0.125.
     """
-    import numpy as np
-
     eights = _grid("iq1").view("i1") * np.int8(8)
     return np.concatenate((eights + np.int8(1), eights - np.int8(1))).view("<u8")
 
 
 def _iq1_s(b: Array) -> Parts:
-    import numpy as np
-
     field = _field(b, 34, 16).view("<u2")
     high = field[..., None] >> np.arange(0, 12, 3, dtype="<u2") & 7 | (field >> 15 << 3)[..., None]
     words = np.take(_shifted_grid(), b[:, 2:34] | high.reshape(-1, 32) << 8, mode="clip")
@@ -519,8 +452,6 @@ def _iq1_s(b: Array) -> Parts:
 
 
 def _iq1_m(b: Array) -> Parts:
-    import numpy as np
-
     field = _field(b, 48, 8).view("<u2")
     bits = sum((field[:, k] >> 12 << 4 * k for k in range(1, 4)), field[:, 0] >> 12)
     half = bits.astype("<u2").view("<f2").astype("<f4")[:, None]
@@ -532,8 +463,6 @@ def _iq1_m(b: Array) -> Parts:
 
 
 def _iq4_xs(b: Array) -> Parts:
-    import numpy as np
-
     codes = _looked_up("IQ4", _nibbles(b, 8, 8, 16))
     high = _field(b, 2, 2).view("<u2") >> np.arange(0, 16, 2, dtype="<u2") & 3
     scale = (_split(b[:, 4:8]) | high.astype("u1") << 4).astype("i1") - np.int8(32)
@@ -544,8 +473,6 @@ def _iq4_xs(b: Array) -> Parts:
 
 
 def _tq1_0(b: Array) -> Parts:
-    import numpy as np
-
     # The ternary digit of a byte n in `powers` is ``3 * n >> 8``: 0 for n up to 85, 1 for n from 86
     # to 170, and 2 for larger n.
     powers = b.reshape(-1) * np.array((1, 3, 9, 27, 81), "u1")[:, None]

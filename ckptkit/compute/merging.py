@@ -15,17 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import acos, inf, sin
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, encode
 from ckptkit.compute.operation import Pieces, in_step, read_into, stream_reusing_buffer, within
 from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 # The names of mergekit's methods in ckptkit. If a method adds differences, the first input is the
 # base.
@@ -83,8 +79,6 @@ class Merge(Operation):
     seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        import numpy as np
-
         unit, at = BY_NAME[self.dtype].itemsize, 0
         with np.errstate(all="ignore"):
             merged = self._merged(extent)
@@ -138,15 +132,11 @@ class Merge(Operation):
 
     def _number(self, value: float) -> Any:
         """Round a number to `dtype`. Return a float32 number, or float64 if `dtype` is float64."""
-        import numpy as np
-
         values = np.array([value], "f8" if self.dtype == "float64" else "f4")
         self._round(values)
         return values[0]
 
     def _merged(self, extent: Derived) -> Iterator[Array]:
-        import numpy as np
-
         if self.method == SLERP:
             shares = self._shares(extent)
             for base, other in self._inputs(extent):
@@ -167,8 +157,6 @@ class Merge(Operation):
 
     def _shares(self, extent: Derived) -> tuple[Any, Any]:
         """Return the factors of the two inputs of slerp."""
-        import numpy as np
-
         ours = theirs = product = 0.0
         for base, other in self._inputs(extent):
             ours += float(np.dot(base, base))
@@ -194,8 +182,6 @@ class Merge(Operation):
         The differences are an array of shape (inputs, elements). The array has one row for each
         input except the base. Each array of differences overwrites the previous array.
         """
-        import numpy as np
-
         memory: Array | None = None
         for base, *others in self._inputs(extent):
             if memory is None:
@@ -258,8 +244,6 @@ class Merge(Operation):
         Return also the sum of the weights of these changes, or 1 if this sum is 0. This function
         overwrites `changes`.
         """
-        import numpy as np
-
         # If a value has the majority sign, the product of value and sign is positive. In numpy, xor
         # of sign bits is 20x as fast as np.where.
         total = _total(changes)
@@ -294,8 +278,6 @@ class Merge(Operation):
         A tie is a difference whose magnitude is exactly ``keep.least``. `taken` is the number of
         ties that earlier calls kept. Return the number of ties that this call keeps.
         """
-        import numpy as np
-
         count = 0
         if keep.least > 0:
             sizes = np.abs(change)
@@ -317,8 +299,6 @@ class Merge(Operation):
 
         Return None for an input whose differences need neither a minimum magnitude nor a scale.
         """
-        import numpy as np
-
         if self.method == TIES:
             return self._by_magnitude(extent)
         kept: list[_Kept | None] = [None] * len(self.weights)
@@ -350,8 +330,6 @@ class Merge(Operation):
 
     def _sample(self, extent: Derived, length: int, spots: int) -> Array:
         """Return rounded differences of each input, from `spots` equally spaced places."""
-        import numpy as np
-
         pieces = []
         for each, name in zip(extent.inputs, self.dtypes, strict=True):
             unit = BY_NAME[name].itemsize
@@ -368,8 +346,6 @@ class Merge(Operation):
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
         """For each input, find the lowest magnitude at which differences are kept."""
-        import numpy as np
-
         length = extent.length // BY_NAME[self.dtype].itemsize
         kept: list[_Kept | None] = [
             None if density >= 1 or not length else _Kept(inf, 0, 1.0) for density in self.densities
@@ -408,16 +384,12 @@ class _Chances:
     """Random numbers that select the differences to keep."""
 
     def __init__(self, density: float, seed: Sequence[int]) -> None:
-        import numpy as np
-
         self.limit = int(density * 2.0**16)
         self.generator = np.random.SFC64(seed)
         self.rest: Array = np.empty(0, "<u2")  # random numbers for the next elements
 
     def kept(self, count: int) -> Array:
         """Return a bool for each of the next `count` elements. True means "keep the element"."""
-        import numpy as np
-
         if missing := max(count - len(self.rest), 0):
             drawn = self.generator.random_raw(-(-missing // 4)).view("<u2")
             self.rest = np.concatenate([self.rest, drawn]) if len(self.rest) else drawn
@@ -445,8 +417,6 @@ class _MagnitudeSearch:
         self._begin()
 
     def _begin(self) -> None:
-        import numpy as np
-
         low, high = self.interval
         self.above = 0  # number of codes above the interval
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
@@ -463,8 +433,6 @@ class _MagnitudeSearch:
             self.candidates = first, last
 
     def _magnitude(self, code: int) -> float:
-        import numpy as np
-
         return float(np.array(code, self.kind).view(self.kind.replace("i", "f")))
 
     @property
@@ -487,8 +455,6 @@ class _MagnitudeSearch:
         `length` is the number of all elements. If the narrowed interval does not contain the
         magnitude to find, the search needs another pass.
         """
-        import numpy as np
-
         codes = self._codes(sampled)
         place = int(len(codes) * (1 - self.goal / length))
         # `place` estimates how many codes in the sample are below the code to find. The margin is
@@ -501,8 +467,6 @@ class _MagnitudeSearch:
 
     def count(self, values: Array) -> None:
         """Count the elements whose rounded codes are above the interval or in the interval."""
-        import numpy as np
-
         if self.is_done:
             return
         low, high = self.interval
@@ -520,8 +484,6 @@ class _MagnitudeSearch:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        import numpy as np
-
         if self.waiting:
             bins = np.concatenate(self.waiting) >> self.shift
             self.counts += np.bincount(bins, minlength=len(self.counts))
@@ -529,8 +491,6 @@ class _MagnitudeSearch:
 
     def narrow(self) -> None:
         """Narrow the interval to the bin that contains the code to find."""
-        import numpy as np
-
         if self.is_done:
             return
         self._count_waiting()

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import ceil, frexp, fsum, inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.operation import (
     BUFFER,
     Pieces,
@@ -36,10 +37,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError, UnsupportedError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-
-    Array = np.ndarray[Any, Any]
 
 
 # The code of NaN for each 8-bit type that ckptkit casts without torch.
@@ -62,8 +60,6 @@ def decode(data: Piece, dtype: DType) -> Array:
     Raise UnsupportedError for elements that are not numbers: quantized elements, packed elements,
     and elements smaller than a byte.
     """
-    import numpy as np
-
     name = dtype.name
     if name in ("float16", "complex32"):
         single = _halves(np.frombuffer(data, "<u2"))
@@ -91,8 +87,6 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
     If `values` already has this dtype, return a view of its bytes.
     """
-    import numpy as np
-
     # An overflow results in infinity, or in the value that the dtype has in place of infinity.
     with np.errstate(all="ignore"):
         if dtype.name in ("float64", "float32"):
@@ -115,7 +109,6 @@ def encode(values: Array, dtype: DType) -> memoryview:
 def own_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype `name` from ml_dtypes, because numpy has no such dtype."""
     import ml_dtypes
-    import numpy as np
 
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return found
@@ -128,8 +121,6 @@ def _float16(values: Array) -> Array:
     the low bits. For a tie, the function adds slightly less if the even number is below. All other
     numbers are converted by numpy: zeros, NaN, very small and very large numbers.
     """
-    import numpy as np
-
     bits = values.view("<u4")
     others = bits & 0x7FFFFFFF
     others -= _LEAST
@@ -156,8 +147,6 @@ def _halves(codes: Array) -> Array:
 
     The function shifts the bits of normal numbers, and looks up all other numbers in a table.
     """
-    import numpy as np
-
     others = (codes & 0x7FFF) - 0x400  # the subtraction wraps around for zeros and subnormals
     odd = np.flatnonzero(others >= 0x7800)
     if len(odd) > len(codes) // 4:
@@ -178,8 +167,6 @@ def _between_halves(codes: Array, target: DType, table: Array) -> Array:
     If a number is normal in both dtypes, the function shifts its mantissa. All other numbers are
     looked up in `table`, which contains the result for every code.
     """
-    import numpy as np
-
     sizes = codes & 0x7FFF
     if target.name == "bfloat16":
         # The subtraction wraps around for smaller numbers.
@@ -205,8 +192,6 @@ def _between_halves(codes: Array, target: DType, table: Array) -> Array:
 @lru_cache
 def _half_values() -> Array:
     """Return a table with the float32 value of each float16 code."""
-    import numpy as np
-
     with np.errstate(invalid="ignore"):  # for signaling NaNs
         return np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4")
 
@@ -214,8 +199,6 @@ def _half_values() -> Array:
 @lru_cache
 def _values(name: str) -> Array:
     """Return a table with the float32 value of each of the 256 codes of the dtype `name`."""
-    import numpy as np
-
     values = np.arange(256, dtype="u1").view(own_dtype(name)).astype("<f4")
     values[np.isnan(values)] = np.nan
     found: Array = values
@@ -228,8 +211,6 @@ def _codes(name: str) -> Array:
 
     The code is the nearest code, ties to even.
     """
-    import numpy as np
-
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
     with np.errstate(all="ignore"):
         codes = values.astype(own_dtype(name)).view("u1")
@@ -258,8 +239,6 @@ class Cast(Rows):
         return BY_NAME[self.target].itemsize, BY_NAME[self.source].itemsize
 
     def of(self, *pieces: Piece) -> memoryview:
-        import numpy as np
-
         (data,) = pieces
         source, target = BY_NAME[self.source], BY_NAME[self.target]
         is_plain = source.kind in ("int", "bool") and source.numpy is not None
@@ -277,8 +256,6 @@ class Cast(Rows):
 @lru_cache(8)
 def _table(source: DType, target: DType) -> Array:
     """Return a lookup table for 16 bits of input: one 16-bit element, or two 8-bit elements."""
-    import numpy as np
-
     codes = np.arange(1 << 16, dtype="<u2")
     made = np.frombuffer(encode(decode(codes.data.cast("B"), source), target), "u1")
     found: Array = made.view(f"<u{len(made) >> 16}")
@@ -334,8 +311,6 @@ class Compute(Rows):
 
     def of(self, *pieces: Piece) -> memoryview:
         """Compute the expression. Raise TensorError if a finite number has a non-finite result."""
-        import numpy as np
-
         dtype = BY_NAME[self.dtype]
         wide = "<f8" if dtype.name == "float64" else "<f4"
         with np.errstate(all="ignore"):
@@ -412,8 +387,6 @@ class WeightedSum(Rows):
 
     def of(self, *pieces: Piece) -> memoryview:
         """Return the weighted sum of the pieces. Infinities and NaN propagate."""
-        import numpy as np
-
         total: np.ndarray[Any, Any] | None = None
         with np.errstate(all="ignore"):
             for piece, name, weight in zip(pieces, self.dtypes, self.weights, strict=True):
@@ -480,8 +453,6 @@ class MoreRows(Operation):
     seed: int
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        import numpy as np
-
         dtype = BY_NAME[self.dtype]
         unit = self.columns * dtype.itemsize
         center = spread = np.zeros(self.columns)
@@ -500,8 +471,6 @@ class MoreRows(Operation):
 
     def _moments(self, extent: Derived) -> tuple[Array, Array]:
         """Return the mean and the standard deviation of each column, in float64."""
-        import numpy as np
-
         dtype = BY_NAME[self.dtype]
         unit = self.columns * dtype.itemsize
         total, squares, count = np.zeros(self.columns), np.zeros(self.columns), 0

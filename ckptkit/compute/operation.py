@@ -7,14 +7,13 @@ dtypes are those of :mod:`ckptkit.core.dtypes`. More operations are in :mod:`num
 
 from __future__ import annotations
 
-import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from ckptkit.compute.lazy import import_numpy, np
 from ckptkit.core.bytesource import (
     READING,
     Derived,
@@ -31,9 +30,6 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CorruptError, TensorError
 from ckptkit.core.text import mismatch, shown
 
-if TYPE_CHECKING:
-    import numpy as np
-
 Pieces = Iterator[Piece]
 
 # Maximum number of bytes of an output that stays in memory, if its operation is not seekable.
@@ -43,7 +39,6 @@ PIECE = 4 << 20  # number of bytes per block; divisible by every element size
 # must be long enough that threads rarely wait for the interpreter lock.
 BUFFER = 1 << 20
 KEPT = 16 << 20  # number of bytes of freed memory that the C library keeps
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 # Bytes of extents
@@ -112,23 +107,6 @@ def keep_memory() -> None:
     bytes(KEPT)
 
 
-@cache
-def import_numpy() -> None:
-    """Import numpy. In a command, disable the threads of numpy's linear algebra library.
-
-    Otherwise, the threads of the library would busy-wait at first, and take processor time from the
-    threads of ckptkit. If another program imports ckptkit, do not disable the threads of the
-    library, because the program may need these threads.
-    """
-    is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
-    if is_command and _BLAS_THREADS not in os.environ:
-        os.environ[_BLAS_THREADS] = "1"  # read when numpy loads the library
-        try:
-            import numpy  # noqa: F401
-        finally:
-            del os.environ[_BLAS_THREADS]
-
-
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
     """Split bytes into blocks of at most `size` bytes, with lengths that are divisible by `unit`.
 
@@ -177,8 +155,6 @@ class ScratchBuffer:
 
     def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
         """Return an uninitialized array with the shape of `array` and the dtype `dtype`."""
-        import numpy as np
-
         view = self.of(array.size * np.dtype(dtype).itemsize)
         return np.frombuffer(view, dtype).reshape(array.shape)
 
@@ -477,8 +453,6 @@ class Swap(Rows):
         return self.component, self.component
 
     def of(self, *pieces: Piece) -> memoryview:
-        import numpy as np
-
         return as_bytes(np.frombuffer(pieces[0], f"u{self.component}").byteswap())
 
 
@@ -507,8 +481,6 @@ class Flip(Rows):
         return Rows.read(self, extent, start, stop)
 
     def of(self, *pieces: Piece) -> memoryview:
-        import numpy as np
-
         dtype = BY_NAME[self.dtype]
         values = np.frombuffer(pieces[0], f"<u{dtype.component}")
         if dtype.kind == "int":
@@ -521,6 +493,4 @@ class Flip(Rows):
 
 def as_bytes(values: np.ndarray[Any, Any]) -> memoryview:
     """Return the bytes of a contiguous 1-D array."""
-    import numpy as np
-
     return values.view(np.uint8).data

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, encode
 from ckptkit.compute.operation import Rows, ends_after
 from ckptkit.core.bytesource import Derived, Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 BLOCK = 128  # number of rows, and of columns, of a block of fp8-block
 GROUP = 32  # number of columns of a block of mxfp4 and Q8_0
@@ -60,8 +55,6 @@ class Quantize(Rows):
 
     def of(self, *pieces: Piece) -> memoryview:
         """Raise TensorError for NaN, infinities and values that exceed the scales of Q8_0."""
-        import numpy as np
-
         with np.errstate(all="ignore"):
             values = decode(pieces[0], BY_NAME[self.dtype]).astype("<f4").reshape(-1, self.columns)
             largest = np.maximum(values.max(), -values.min())
@@ -105,8 +98,6 @@ def q8_0_record(record: Record, source: DType, name: str) -> Record:
 
 
 def _bytes(values: Array) -> memoryview:
-    import numpy as np
-
     return np.ascontiguousarray(values).reshape(-1).view("u1").data
 
 
@@ -115,8 +106,6 @@ def _fp8_block(values: Array, part: str) -> memoryview:
 
     The largest magnitude of a scaled block is 448.
     """
-    import numpy as np
-
     rows, columns = values.shape
     blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=(1, 3))
@@ -136,8 +125,6 @@ def _mxfp4(values: Array, part: str) -> memoryview:
     A byte contains two codes. The scale of a group is the largest magnitude, rounded to a power of
     two and divided by 4. For example, 1.74 is rounded to 1, and 1.75 to 2.
     """
-    import numpy as np
-
     groups = values.reshape(len(values), -1, GROUP)
     bits = np.abs(groups).max(axis=2).view("<u4") + np.uint32(1 << 21)
     exponents = np.clip((bits >> 23).astype("<i4") - 2, 0, 255)
@@ -155,8 +142,6 @@ def _mxfp4(values: Array, part: str) -> memoryview:
 
 def _q8_0(values: Array, part: str) -> memoryview:
     """Return the blocks of groups of 32 elements: a float16 scale and 32 codes."""
-    import numpy as np
-
     groups = values.reshape(-1, GROUP)
     scales = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
     inverse = np.float32(1) / scales

@@ -15,14 +15,14 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, once, refusal, repeated, times
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, is_decoded
 from ckptkit.compute.operation import (
     BUFFER,
     aligned,
-    import_numpy,
     keep_memory,
     stream_reusing_buffer,
 )
@@ -30,11 +30,6 @@ from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 MOST = sys.float_info.max  # absolute values of complex numbers are clipped to this maximum
 BINS = 64  # maximum number of bins of a histogram
@@ -285,8 +280,6 @@ def numbers(tensor: Tensor) -> Array:
 
     The caller ensures that the elements fit in memory. Raise TensorError as `parts` does.
     """
-    import numpy as np
-
     each = once(tensor, repeated(tensor))
     made: list[Array] = []
     for part in parts(each):
@@ -304,9 +297,6 @@ def _pieces(part: ElementRange) -> Iterator[memoryview]:
 def tally(part: ElementRange) -> Tally:
     """Return the statistics of the elements in `part`."""
     keep_memory()
-    import_numpy()
-    import numpy as np
-
     small = part.dtype.itemsize <= 2 and part.nbytes >= COUNTED
     found = Tally()
     with np.errstate(all="ignore"):  # absolute values of complex numbers may be infinite
@@ -319,8 +309,6 @@ def tally(part: ElementRange) -> Tally:
 
 def _of_codes(part: ElementRange) -> Tally:
     """Count each code of 8- or 16-bit elements, and return the statistics of the elements."""
-    import numpy as np
-
     unit = np.dtype(f"<u{part.dtype.itemsize}")
     counts = np.zeros(256**unit.itemsize, np.int64)
     for piece in _pieces(part):
@@ -331,8 +319,6 @@ def _of_codes(part: ElementRange) -> Tally:
 
 def _counted(values: Array, counts: Array) -> Tally:
     """Return the statistics of `values`. Value i occurs `counts[i]` times."""
-    import numpy as np
-
     made = Tally(int(counts.sum()), whole=values.dtype.kind != "f")
     made.nan = int(counts[np.isnan(values)].sum())
     finite = np.isfinite(values)
@@ -353,8 +339,6 @@ def _counted(values: Array, counts: Array) -> Tally:
 
 def _block(values: Array) -> Tally:
     """Return the statistics of the numbers in an array."""
-    import numpy as np
-
     values = values.astype("c16") if values.dtype.kind == "c" else values
     made = Tally(len(values), whole=values.dtype.kind not in "fc")
     low, high = _range(values)
@@ -399,8 +383,6 @@ def _squares(wide: Array, mean: float | complex) -> float:
 
 def _dot(values: Array) -> float:
     """Return the sum of squares."""
-    import numpy as np
-
     whole = len(values) // DOT * DOT
     rows, rest = values[:whole].reshape(-1, 1, DOT), values[whole:]
     sums = np.matmul(rows, rows.reshape(-1, DOT, 1)).reshape(-1)
@@ -411,8 +393,6 @@ def _dot(values: Array) -> float:
 
 def _range(values: Array) -> tuple[float | int, float | int]:
     """Return the smallest and the largest number. For complex numbers, use absolute values."""
-    import numpy as np
-
     sizes = np.abs(values) if values.dtype.kind == "c" else values
     return sizes.min().item(), sizes.max().item()
 
@@ -428,8 +408,6 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
     The computation is exact in float32: a product with a power of two is exact, and bin numbers are
     small integers.
     """
-    import numpy as np
-
     sizes = np.minimum(np.abs(values), MOST) if values.dtype.kind == "c" else values
     # For smaller exponents, the power of two could exceed the largest float.
     scale = 2.0**-exponent if exponent > -1_000 else 0.0
@@ -450,8 +428,6 @@ def _count(bins: Array) -> Array:
     table. With one table, equal bins would be slow, because each increment would wait for the
     previous increment.
     """
-    import numpy as np
-
     whole = len(bins) // 4 * 4
     pairs = bins[:whole].view("<u2")
     joined = pairs >> np.uint16(2)
@@ -475,8 +451,6 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
     without NaN and infinities, return (0, 0). Raise TensorError for a tensor whose elements cannot
     be read.
     """
-    import numpy as np
-
     nan = infinite = 0
     axes = repeated(tensor)
     for values in _floats(once(tensor, axes)):
@@ -489,8 +463,6 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
 
 def zeros(tensor: Tensor) -> int:
     """Return the number of elements that are 0 or -0."""
-    import numpy as np
-
     return sum(values.size - int(np.count_nonzero(values)) for values in _values(tensor))
 
 
@@ -500,8 +472,6 @@ def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], st
     A complex number is non-finite if its real or imaginary part is non-finite. Raise TensorError as
     `nonfinite` does.
     """
-    import numpy as np
-
     found: list[tuple[tuple[int, ...], str]] = []
     start = 0
     for values in _floats(tensor):

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, refusal
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import NUMBERS, own_dtype, torch_dtype
 from ckptkit.compute.operation import PIECE, Pieces, Swap, read_into
 from ckptkit.compute.workers import BATCH, ordered
@@ -31,10 +32,7 @@ from ckptkit.core.text import shape as shape_text
 if TYPE_CHECKING:
     from mmap import mmap
 
-    import numpy as np
     import torch
-
-    Array = np.ndarray[Any, Any]
 
 # numpy
 
@@ -51,8 +49,6 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
     Raise TensorError if both packages lack the dtype.
     """
-    import numpy as np
-
     if dtype.numpy is not None:
         return np.dtype(dtype.numpy)
     if dtype.name in _ML_DTYPES:
@@ -64,8 +60,6 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 def numpy(tensor: Tensor) -> Array:
     """Read all elements of a tensor into a new array."""
-    import numpy as np
-
     dtype = numpy_dtype(tensor.dtype)
     if (error := refusal(tensor)) is not None:
         raise error
@@ -79,8 +73,6 @@ def numpy(tensor: Tensor) -> Array:
 
 def elements(tensor: Tensor, index: object) -> Any:
     """Read the elements that `index` selects. Return an array, or a number for a single element."""
-    import numpy as np
-
     if tensor.layout != "strided":
         raise TensorError(
             f"cannot index the elements of a {tensor.layout} tensor",
@@ -371,7 +363,6 @@ def called(function: Function, given: torch.Tensor) -> torch.Tensor:
 
     Raise ArgumentError if the result is neither a strided tensor of numbers nor a numpy array.
     """
-    import numpy as np
     import torch
 
     with torch.no_grad():

@@ -16,8 +16,8 @@ from math import hypot, sqrt
 from typing import Any
 
 from ckptkit.compute.compare import compare
+from ckptkit.compute.lazy import import_numpy
 from ckptkit.compute.numbers import FLOATS
-from ckptkit.compute.operation import import_numpy
 from ckptkit.compute.tallies import nonfinite, parts, tally, zeros
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import formats
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.lazy import import_numpy
 from ckptkit.compute.numbers import WeightedSum, encode
-from ckptkit.compute.operation import import_numpy
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, count, texts
 from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory, Pending, Range

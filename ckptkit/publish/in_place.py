@@ -59,6 +59,7 @@ from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptkit.compute.lazy import np
 from ckptkit.core.bytesource import JOURNAL, LocalFile, file_of, identity_of, journal_path
 from ckptkit.core.errors import (
     CkptkitError,
@@ -276,8 +277,6 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 def _scattered(old: bytes, edit: Edit) -> bytes:
     """Return a copy of `old` that has the bytes of a scattered edit at the edit's positions."""
-    import numpy as np
-
     made = np.frombuffer(old, np.uint8).copy()
     made[np.frombuffer(edit.places, "<u4")] = np.frombuffer(edit.data, np.uint8)
     return made.tobytes()
@@ -288,8 +287,6 @@ def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
     which are relative to `offset`. At the end of the file, return fewer bytes."""
     if not places:
         return _read(fd, offset, length)
-    import numpy as np
-
     found = np.frombuffer(_read(fd, offset, int.from_bytes(places[-4:], "little") + 1), np.uint8)
     wanted = np.frombuffer(places, "<u4")
     held: bytes = found[wanted[wanted < len(found)]].tobytes()

@@ -858,7 +858,7 @@ def test_commands_import_numpy_without_threads_that_wait_for_work() -> None:
     program = """
 import os
 import ckptkit.cli
-from ckptkit.compute.operation import import_numpy
+from ckptkit.compute.lazy import import_numpy
 import_numpy()
 import numpy
 assert "OPENBLAS_NUM_THREADS" not in os.environ
