@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch can read the file
@@ -328,11 +329,7 @@ class Notice(str):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.code, str(self), self.facts)
-
-
-def _made(code: str, text: str, facts: dict[str, Any]) -> Notice:
-    return Notice(code, text, **facts)
+        return partial(Notice, self.code, str(self), **self.facts), ()
 
 
 def within(place: str, warning: str) -> str:

@@ -712,11 +712,8 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
             return Judged(UNSURE, OBJECT)
         given += [value for _, value in named]
     # Some classes, such as those of sympy, evaluate a string argument as code.
-    return Judged(UNSURE if any(_may_be_code(view, each) for each in given) else CLASS, OBJECT)
-
-
-def _may_be_code(view: View, value: Node) -> bool:
-    return not deep(ANY & ~(TEXT | BYTES), view, value)
+    is_plain = all(deep(ANY & ~(TEXT | BYTES), view, each) for each in given)
+    return Judged(CLASS if is_plain else UNSURE, OBJECT)
 
 
 def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:

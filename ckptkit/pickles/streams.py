@@ -204,14 +204,21 @@ def holds_calls(value: Node) -> bool:
     Strings are checked because Python 2 pickled byte strings as strings.
     """
     if isinstance(value, str):
-        return (value[-1:] == "." or value[:1] == "\x80") and _text_holds_calls(value)
-    if isinstance(value, (bytes, bytearray)):
-        return _source_holds_calls(Memory(bytes(value)))
-    if isinstance(value, ByteString):
-        return _source_holds_calls(Memory(value.data))
-    if isinstance(value, StoredBytes) and isinstance(value.extent, Range):  # not computed bytes
-        return _source_holds_calls(Section(*value.extent))
-    return False
+        if value[-1:] != "." and value[:1] != "\x80":
+            return False
+        try:
+            source: ByteSource = Memory(value.encode("latin-1"))
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, (bytes, bytearray)):
+        source = Memory(bytes(value))
+    elif isinstance(value, ByteString):
+        source = Memory(value.data)
+    elif isinstance(value, StoredBytes) and isinstance(value.extent, Range):  # not computed bytes
+        source = Section(*value.extent)
+    else:
+        return False
+    return looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source)
 
 
 def check_no_calls(value: Node) -> None:
@@ -222,17 +229,6 @@ def check_no_calls(value: Node) -> None:
             hint="`ckptkit scan {where}` lists the calls; "
             f"{typed_value('objects', 'drop')} drops the byte string",
         )
-
-
-def _text_holds_calls(text: str) -> bool:
-    try:
-        return _source_holds_calls(Memory(text.encode("latin-1")))
-    except UnicodeEncodeError:
-        return False
-
-
-def _source_holds_calls(source: ByteSource) -> bool:
-    return looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source)
 
 
 def _is_proved(source: ByteSource) -> bool:

@@ -302,7 +302,7 @@ class KeyCheck:
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
         if isinstance(key, (int, float, complex)) or (
-            isinstance(key, tuple) and not _all_text(key)
+            isinstance(key, tuple) and not all(each.__class__ is str for each in key)
         ):
             self._odd += 1
             check("odd_keys", self._odd, "dict keys that are floats, tuples or large integers")
@@ -319,7 +319,3 @@ class KeyCheck:
 
 def _is_frozen(node: Node) -> bool:
     return isinstance(node, SetNode) and node.frozen
-
-
-def _all_text(key: tuple[Node, ...]) -> bool:
-    return all(each.__class__ is str for each in key)

@@ -183,12 +183,7 @@ class RemoteFolder(Folder):
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
         """Map the name of each file and subfolder to fsspec's information about it."""
-        if is_web(self._fs):
-            raise PathError(
-                "HTTP servers do not list folders",
-                where=self.name,
-                hint="use the URL of the index file, such as model.safetensors.index.json",
-            )
+        _check_listable(self._fs, self.name)
         if self._listed is None:
             with translated(self.path):
                 self._fs.invalidate_cache(self._place)
@@ -327,10 +322,7 @@ def look(url: str) -> RemoteEntry:
 
     The `name` of the result is "". Raises PathError if the URL does not exist.
     """
-    fs, path = filesystem(url)
-    with translated(url):
-        fs.invalidate_cache(path)
-        info = fs.info(path)
+    info = information(*filesystem(url), url)
     folder = info["type"] == "directory"
     return RemoteEntry("", merged(below(url)) if folder else _mark(info), folder)
 
@@ -375,14 +367,18 @@ def make_folders(base: str, names: Iterable[str]) -> None:
 
 def _listable(folder: str) -> tuple[Any, str]:
     fs, path = filesystem(folder)
+    _check_listable(fs, shown_url(folder))
+    fs.invalidate_cache()
+    return fs, path
+
+
+def _check_listable(fs: Any, where: str) -> None:
     if is_web(fs):
         raise PathError(
             "HTTP servers do not list folders",
-            where=shown_url(folder),
-            hint="use the URL of each file",
+            where=where,
+            hint="use the URL of a file, such as model.safetensors.index.json",
         )
-    fs.invalidate_cache()
-    return fs, path
 
 
 def _entries(found: Mapping[str, Mapping[str, Any]], path: str) -> list[RemoteEntry]:

@@ -193,22 +193,20 @@ def _walked(path: str) -> Iterator[str | Failure]:
 
     For a link to a folder, yield a Failure.
     """
-    unlisted: list[OSError] = []
-    for folder, folders, names in os.walk(path, onerror=unlisted.append):
-        for error in unlisted:
-            yield Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
-        unlisted.clear()
+    failures: list[Failure] = []
+
+    def fail(error: OSError) -> None:
+        why = InputError(f"cannot be listed: {error.strerror}")
+        failures.append(Failure(str(error.filename), why))
+
+    for folder, folders, names in os.walk(path, onerror=fail):
         folders.sort()
         yield from (os.path.join(folder, name) for name in sorted(names))
-        for name in folders:
-            if os.path.islink(place := os.path.join(folder, name)):
-                yield Failure(
-                    place, InputError("is a link to a folder: ckptkit does not follow it")
-                )
-    yield from (
-        Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
-        for error in unlisted
-    )
+        for place in (os.path.join(folder, name) for name in folders):
+            if os.path.islink(place):
+                why = InputError("is a link to a folder: ckptkit does not follow it")
+                yield Failure(place, why)
+    yield from failures
 
 
 def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:

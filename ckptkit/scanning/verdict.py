@@ -149,7 +149,10 @@ def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
         unknown = [name for name in unknown if judge.top_of(name) != "__torch__"]
     held = tuple(name for name in unknown if name in trace.values and judge.is_own(name))
     needs = tuple(name for name in unknown if name not in held and judge.is_own(name))
-    refused = found.no_weights_only or trace.refused or _refused_name(trace.globals)
+    rejected = [str(name) for name in trace.globals if judge.refused_by_weights_only(name)]
+    refused = found.no_weights_only or trace.refused
+    if refused is None and rejected:
+        refused = f"torch.load(weights_only=True) rejects {some(rejected, SHOWN)}"
     reasons = tuple(_reasons(found, trusted))
     if runs:
         verdict = CODE
@@ -161,11 +164,6 @@ def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
         verdict = HARMLESS if refused is not None else SAFE
     disagree = () if refused is not None else tuple(differences(trace.globals))
     return PickleVerdict(found, verdict, needs, held, runs, reasons, refused, disagree)
-
-
-def _refused_name(names: Iterable[Global]) -> str | None:
-    refused = [str(name) for name in names if judge.refused_by_weights_only(name)]
-    return f"torch.load(weights_only=True) rejects {some(refused, SHOWN)}" if refused else None
 
 
 def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:

@@ -65,12 +65,12 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
         options["foreach"] = False
     if config.weight_decay is not None:
         options["weight_decay"] = config.weight_decay
-    optimizer: Optimizer
     if config.optimizer == "sgd":
-        optimizer = SGD(model.parameters(), momentum=config.momentum, **options)
+        options["momentum"] = config.momentum
     else:
-        kind = Adam if config.optimizer == "adam" else AdamW
-        optimizer = kind(model.parameters(), betas=(config.momentum, 0.999), **options)
+        options["betas"] = config.momentum, 0.999
+    kinds: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+    optimizer: Optimizer = kinds[config.optimizer](model.parameters(), **options)
     scheduler = StepLR(optimizer, config.epochs_per_lr or sys.maxsize, config.lr_gamma)
     loss, scaler = parallel.split_loss(task.loss), grad_scaler(config, group.device)
     run = Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler, scaler)

@@ -46,7 +46,6 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.policy import Policy
 from ckptkit.pickles.writer import write_pickle
-from tests.formats.torch_zip.archives import text
 from tests.pickles.making import (
     Written,
     emit,
@@ -55,7 +54,6 @@ from tests.pickles.making import (
     read_file,
     read_saved,
     same,
-    to_python,
 )
 from tests.pickles.test_machine import (
     Outer,
@@ -613,11 +611,6 @@ def test_a_copy_of_a_tree_is_written_the_same(tmp_path: Path) -> None:
     assert Written(rebuild(root), tmp_path / "a").pickled == Written(root, tmp_path / "b").pickled
 
 
-def test_to_python_is_what_pickle_reads() -> None:
-    value = {"a": [1, (2,)], "b": {1}}
-    assert to_python(machine(emit(machine(pickle.dumps(value))).data)) == value
-
-
 F32 = BY_NAME["float32"]
 
 
@@ -658,13 +651,6 @@ def test_long_bytes_made_by_a_call(kind: str) -> None:
     data = b"B" + struct.pack("<I", 1 << 17) + bytes(1 << 17)
     made = machine(b"\x80\x03cbuiltins\n" + kind.encode() + b"\n" + data + b"\x85R.")
     assert made.kind == kind and made.extent.length == 1 << 17
-
-
-def test_bytes_spelled_as_text() -> None:
-    assert (
-        machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.")
-        == b"\xff\0"
-    )
 
 
 def test_pieces_are_joined_in_between(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,22 @@ from torch import nn
 from ckptkit.trainer.config import Config
 from ckptkit.trainer.models.cnn import Cnn
 from ckptkit.trainer.models.crnn import Crnn
-from ckptkit.trainer.models.recomputing import DenseNet, Generator, Mlp
+from ckptkit.trainer.models.recomputing import DenseNet, Generator, Mlp, Recomputing
 
 __all__ = ["Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
 
 
 def build(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """Build the model of a config, for inputs of `shape` (without the batch)."""
-    width, preserve_rng = config.width, config.preserve_rng
-    if config.model == "mlp":
-        return Mlp(shape, classes, width, config.segments, preserve_rng)
+    model: nn.Module
     if config.model == "generator":
-        return Generator(shape, width, config.segments, preserve_rng)
-    if config.model == "densenet":
-        return DenseNet(
-            shape, classes, width, config.dropout, config.memory_efficient, preserve_rng
-        )
-    return (Cnn if config.model == "cnn" else Crnn)(shape, classes, width)
+        model = Generator(shape, config.width)
+    elif config.model == "densenet":
+        model = DenseNet(shape, classes, config.width, config.dropout)
+    else:
+        model = {"cnn": Cnn, "crnn": Crnn, "mlp": Mlp}[config.model](shape, classes, config.width)
+    for each in model.modules():
+        if isinstance(each, Recomputing):
+            each.segments, each.preserve_rng = config.segments, config.preserve_rng
+            each.memory_efficient = config.memory_efficient
+    return model

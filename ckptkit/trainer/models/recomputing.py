@@ -6,7 +6,7 @@ segment if its inputs need no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from math import prod
@@ -21,26 +21,41 @@ from ckptkit.trainer.models.cnn import scaled
 
 LAYERS, UNITS = 72, 1000  # Mlp: number of layers, number of units in each layer
 BLOCKS = 4  # Generator: number of residual blocks
-GROWTH, DENSE = (
-    12,
-    (4, 4, 4),
-)  # DenseNet: number of new channels per layer, number of layers of each block
+GROWTH = 12  # DenseNet: number of new channels per layer
+DENSE = 4, 4, 4  # DenseNet: number of layers of each block
 BOTTLENECK = 4  # DenseNet: number of channels between the two convolutions, divided by GROWTH
 
 
-def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
-    """Run the layers in segments.
+class Recomputing(nn.Module):
+    """A model or layer that can recompute activations.
 
-    Each segment except the last keeps only its inputs for the backward pass. The last segment keeps
-    all activations, because its backward pass comes first.
+    ``segments`` is the number of segments, 0 for none. ``memory_efficient`` recomputes bottlenecks.
+    ``preserve_rng`` restores the random state before recomputing. Only training recomputes.
     """
-    outputs: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
-        layers, segments, inputs, use_reentrant=False, preserve_rng_state=rng
-    )
-    return outputs
+
+    segments = 0
+    memory_efficient = False
+    preserve_rng = True
+
+    def checkpointed(self, function: Callable[..., Tensor], *inputs: Tensor, **how: Any) -> Tensor:
+        """Call a function that keeps only its inputs for the backward pass."""
+        how |= {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
+        outputs: Tensor = checkpoint(function, *inputs, **how)
+        return outputs
+
+    def in_segments(self, layers: nn.Sequential, inputs: Tensor) -> Tensor:
+        """Run the layers in segments.
+
+        Each segment except the last keeps only its inputs for the backward pass. The last segment
+        keeps all activations, because its backward pass comes first.
+        """
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
+        run: Any = checkpoint_sequential  # has no type annotations
+        outputs: Tensor = run(layers, self.segments, inputs, **how)
+        return outputs
 
 
-class Mlp(nn.Module):
+class Mlp(Recomputing):
     """Map inputs [batch, ...] to scores [batch, classes] by 72 linear layers of 1000 units.
 
     There are no activation functions, so the model is a very deep linear classifier. With torch's
@@ -48,26 +63,18 @@ class Mlp(nn.Module):
     first layer. If layers are initialized as identities, the model trains.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        classes: int,
-        width: float = 1.0,
-        segments: int = 0,
-        preserve_rng: bool = True,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], classes: int, width: float = 1.0) -> None:
         super().__init__()
         sizes = [prod(shape), *[scaled(UNITS, width)] * (LAYERS - 1), classes]
         self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
         for layer in list(self.layers)[1:-1]:
             nn.init.eye_(layer.get_parameter("weight"))
             nn.init.zeros_(layer.get_parameter("bias"))
-        self.segments, self.preserve_rng = segments, preserve_rng
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs.flatten(1)
         if self.segments and self.training:
-            return _in_segments(self.layers, self.segments, inputs, self.preserve_rng)
+            return self.in_segments(self.layers, inputs)
         scores: Tensor = self.layers(inputs)
         return scores
 
@@ -99,7 +106,7 @@ class Residual(nn.Module):
         return changed
 
 
-class Generator(nn.Module):
+class Generator(Recomputing):
     """Map images [batch, channels, height, width] from -1 to 1 to images of the same shape.
 
     The model downsamples, runs residual blocks, and upsamples. Height and width must be divisible
@@ -108,13 +115,7 @@ class Generator(nn.Module):
     pass.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        width: float = 1.0,
-        segments: int = 0,
-        preserve_rng: bool = True,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], width: float = 1.0) -> None:
         super().__init__()
         channels = shape[0]
         first, second, third = (scaled(n, width) for n in (16, 32, 64))
@@ -132,43 +133,33 @@ class Generator(nn.Module):
             nn.Conv2d(first, channels, 7),
             nn.Tanh(),
         )
-        self.segments, self.preserve_rng = segments, preserve_rng
 
     def forward(self, images: Tensor) -> Tensor:
         painted: Tensor
         if self.segments and self.training:
-            rng = self.preserve_rng
-            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng}
-            features = checkpoint(self.initial, images, **how)
-            features = _in_segments(self.residual, self.segments, features, rng)
-            painted = checkpoint(self.upsampling, features, **how)
+            features = self.checkpointed(self.initial, images)
+            features = self.in_segments(self.residual, features)
+            painted = self.checkpointed(self.upsampling, features)
         else:
             painted = self.upsampling(self.residual(self.initial(images)))
         return painted
 
 
-class DenseLayer(nn.Module):
+class DenseLayer(Recomputing):
     """Map a list of earlier outputs [batch, channels, height, width] to `growth` new channels."""
 
-    def __init__(
-        self, inputs: int, growth: int, dropout: float, memory_efficient: bool, preserve_rng: bool
-    ) -> None:
+    def __init__(self, inputs: int, growth: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(inputs)
         self.conv1 = nn.Conv2d(inputs, BOTTLENECK * growth, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(BOTTLENECK * growth)
         self.conv2 = nn.Conv2d(BOTTLENECK * growth, growth, 3, padding=1, bias=False)
         self.dropout = dropout
-        self.memory_efficient, self.preserve_rng = memory_efficient, preserve_rng
 
     def forward(self, before: list[Tensor]) -> Tensor:
         if self.memory_efficient and self.training:
-            middle = checkpoint(
-                self._bottleneck,
-                *before,
-                use_reentrant=False,
-                preserve_rng_state=self.preserve_rng,
-                context_fn=lambda: (nullcontext(), self._again()),
+            middle = self.checkpointed(
+                self._bottleneck, *before, context_fn=lambda: (nullcontext(), self._again())
             )
         else:
             middle = self._bottleneck(*before)
@@ -202,23 +193,16 @@ class DenseNet(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        classes: int,
-        width: float = 1.0,
-        dropout: float = 0.0,
-        memory_efficient: bool = False,
-        preserve_rng: bool = True,
+        self, shape: tuple[int, ...], classes: int, width: float = 1.0, dropout: float = 0.0
     ) -> None:
         super().__init__()
         growth = scaled(GROWTH, width)
         channels = 2 * growth
-        how = dropout, memory_efficient, preserve_rng
         self.stem = nn.Conv2d(shape[0], channels, 3, stride=2, padding=1, bias=False)
         self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
         for number in DENSE:
             starts = range(channels, channels + number * growth, growth)
-            self.blocks.append(nn.ModuleList(DenseLayer(n, growth, *how) for n in starts))
+            self.blocks.append(nn.ModuleList(DenseLayer(n, growth, dropout) for n in starts))
             channels += number * growth
             self.transitions.append(
                 nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.AvgPool2d(2))
