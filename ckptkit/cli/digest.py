@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, reading, render
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import InputError
 from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ def command(
         raise click.UsageError("--output cannot be combined with --check or --json")
     matches = render.matcher(globs) if globs else None
 
-    def look(file: str) -> tuple[Checkpoint, Digests]:
+    code = 0
+
+    def look(file: str) -> dict[str, Any] | None:
+        nonlocal code
         name = shown_url(file)
         with (
             api.reading(file, read) as checkpoint,
@@ -67,27 +70,12 @@ def command(
             render.warn(f"{name}: no digest of {left}: {why}")
         if not found.tensors and matches is not None:
             render.warn(f"{name}: no tensor name matches --keys")
-        return checkpoint, found
-
-    def facts(file: str, found: tuple[Checkpoint, Digests] | CkptkitError) -> dict[str, Any]:
-        if isinstance(found, CkptkitError):
-            return json_facts.failure(found, file)
-        checkpoint, digests = found
-        return json_facts.digests(checkpoint.name or "", checkpoint.format, digests)
-
-    failures: list[CkptkitError] = []
-    walks = output is None and expected is None  # a manifest describes a single file
-    results = reading.each_of(files, look, failures, walks=walks)
-    if as_json and expected is None:
-        render.emit_json({"schema": SCHEMA, "files": (facts(*each) for each in results)})
-        return InputError.exit_code if failures else 0
-    for file, each in results:
-        if isinstance(each, CkptkitError):
-            continue
-        path, found = each[0].name or "", each[1]
+        path = checkpoint.name or ""
         if expected is not None:
-            return _compare(path, found, expected, matches, as_json, quiet)
-        if output is not None:
+            code = _compare(path, found, expected, matches, as_json, quiet)
+        elif as_json:
+            return json_facts.digests(path, checkpoint.format, found)
+        elif output is not None:
             data = "".join(f"{line}\n" for line in _lines(found)).encode()
             render.publish(data, output, force)
             count = render.plural(len(found.ids), "tensor")
@@ -95,7 +83,12 @@ def command(
         else:
             lines = _lines(found, None if files == (file,) else path)
             render.write(f"{line}\n" for line in lines)
-    return InputError.exit_code if failures else 0
+        return None
+
+    walks = output is None and expected is None  # a manifest describes a single file
+    schema = SCHEMA if as_json and walks else ""
+    failures = reading.each_of(files, look, schema=schema, walks=walks)
+    return InputError.exit_code if failures else code
 
 
 def _seen(checkpoint: Checkpoint, dtype: str | None, name: str) -> Checkpoint:

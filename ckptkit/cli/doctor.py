@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ckptkit.cli import options, reading, render, request
-from ckptkit.core.errors import CkptkitError, InputError, UsageError
+from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.text import argument, shell_command, shell_word
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ def command(
     """
     from json import dumps
 
+    from ckptkit.analysis.advice import fixed
+    from ckptkit.diagnosis.cause import at_least
+    from ckptkit.diagnosis.diagnose import apply_fixes, examine, report
+
     if destination is not None and len(files) > 1:
         raise click.UsageError("--fix takes one FILE")
     if args and spec is None:
@@ -74,64 +78,35 @@ def command(
     codes: list[int] = []
 
     def look(file: str) -> None:
-        codes.append(
-            _one(file, model, words, read, level, as_json, destination, force, spaced=bool(codes))
-        )
+        """Examine one file and print the results. If a destination is given, write a fixed copy."""
+        exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
+        if destination is not None and exist and os.path.samefile(file, destination):
+            what = "is FILE itself, and --fix writes a new file"
+            hint = f"use --fix {shell_word(fixed(file))}"
+            raise UsageError(what, where=destination, hint=hint)
+        chosen = () if read.key is None else ("--key", read.key)
+        found = left = examine(file, read, model=model, words=(*words, *chosen))
+        done = None
+        if destination is not None and found.checkpoint is not None:
+            found.checkpoint.require_complete()
+            if found.fix is not None:
+                with render.Progress("writing") as progress:
+                    done = apply_fixes(found, destination, force=force, progress=progress)
+                left = examine(done.path, model=model, words=tuple(words))
+        if as_json:
+            render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
+        else:
+            render.emit(*([""] if codes else []), *_lines(found, done, left, destination))
+            if done is not None:
+                request.print_messages(found.lost, done.warnings, done.plan.notes)
+            if spec is None and left.readable and left.checkpoint is not None:
+                render.emit("", *map(render.labelled, render.wrapped(UNCHECKED)))
+        causes = left.causes if done is None else (*left.causes, *found.unfixed)
+        fails = level != "never" and (at_least(causes, level) or (done and found.lost))
+        codes.append(FOUND * bool(fails) if left.readable else InputError.exit_code)
 
-    failures: list[CkptkitError] = []
-    for _ in reading.each_of(files, look, failures, walks=destination is None):
-        pass
+    failures = reading.each_of(files, look, walks=destination is None)
     return max(codes + [error.exit_code for error in failures])
-
-
-def _one(
-    file: str,
-    model: Any,
-    words: list[str],
-    read: Options,
-    level: str,
-    as_json: bool,
-    destination: str | None,
-    force: bool,
-    *,
-    spaced: bool,
-) -> int:
-    """Examine one file and print the results. If a destination is given, write a fixed copy.
-
-    Return the exit code.
-    """
-    from ckptkit.analysis.advice import fixed
-    from ckptkit.diagnosis.cause import at_least
-    from ckptkit.diagnosis.diagnose import apply_fixes, examine, report
-
-    exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
-    if destination is not None and exist and os.path.samefile(file, destination):
-        what = "is FILE itself, and --fix writes a new file"
-        raise UsageError(what, where=destination, hint=f"use --fix {shell_word(fixed(file))}")
-    spec = words[1] if words else None
-    chosen = () if read.key is None else ("--key", read.key)
-    found = left = examine(file, read, model=model, words=(*words, *chosen))
-    done = None
-    if destination is not None and found.checkpoint is not None:
-        found.checkpoint.require_complete()
-        if found.fix is not None:
-            with render.Progress("writing") as progress:
-                done = apply_fixes(found, destination, force=force, progress=progress)
-            left = examine(done.path, model=model, words=tuple(words))
-    if as_json:
-        render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
-    else:
-        render.emit(*([""] if spaced else []), *_lines(found, done, left, destination))
-        if done is not None:
-            request.print_messages(found.lost, done.warnings, done.plan.notes)
-        if spec is None and left.readable and left.checkpoint is not None:
-            render.emit("", *map(render.labelled, render.wrapped(UNCHECKED)))
-    if not left.readable:
-        return InputError.exit_code
-    if level == "never":
-        return 0
-    remains = done is not None and (at_least(found.unfixed, level) or found.lost)
-    return FOUND if at_least(left.causes, level) or remains else 0
 
 
 def _lines(
@@ -148,16 +123,27 @@ def _lines(
     yield from render.wrapped(f"{render.escape(found.path)}: {title}", whole=True)
     yield from _causes(found)
     if done is not None:
-        yield ""
-        yield from _done(found, done, left)
+        name = render.escape(done.path)
+        count = render.plural(request.tensors(done.checkpoint, done.plan), "tensor")
+        what = "; ".join((f"{count}, {render.size(done.plan.size)}", *done.notes))
+        yield from ("", f"wrote {name}: {render.escape(what)}")
+        if left.causes:
+            yield f"remaining problems in {name}: {_counted(left.causes)}"
+            yield from _causes(left)
+        elif found.lost:
+            lost = render.plural(len(found.lost), "entry")
+            yield f"{name} loads, but {lost} could not be recovered"
+        elif found.unfixed:
+            numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unfixed)
+            yield f"not fixed: problem {', '.join(numbers)}"
+        else:
+            yield f"no problems left: {name} loads{' into the model' if left.words else ''}"
     elif destination is not None and found.causes:
-        yield ""
-        yield "--fix cannot fix any of these problems; it wrote nothing"
+        yield from ("", "--fix cannot fix any of these problems; it wrote nothing")
     elif len(found.causes) > 1 and found.fix is not None:
-        yield ""
-        yield "to fix everything fixable:"
         words = ("doctor", *found.words, "--fix", fixed(found.path), *argument(found.path))
-        yield f"  {render.escape(shell_command(('ckptkit', *words)))}"
+        command = render.escape(shell_command(("ckptkit", *words)))
+        yield from ("", "to fix everything fixable:", f"  {command}")
 
 
 def _counted(causes: Sequence[Cause]) -> str:
@@ -183,21 +169,3 @@ def _causes(found: Diagnosis) -> Iterator[str]:
         elif cause.command is not None:
             numbers[cause.command] = number
             yield f"     {render.escape(cause.command)}"
-
-
-def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
-    name = render.escape(done.path)
-    count = render.plural(request.tensors(done.checkpoint, done.plan), "tensor")
-    what = "; ".join((f"{count}, {render.size(done.plan.size)}", *done.notes))
-    yield f"wrote {name}: {render.escape(what)}"
-    if left.causes:
-        yield f"remaining problems in {name}: {_counted(left.causes)}"
-        yield from _causes(left)
-    elif found.lost:
-        lost = render.plural(len(found.lost), "entry")
-        yield f"{name} loads, but {lost} could not be recovered"
-    elif found.unfixed:
-        numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unfixed)
-        yield f"not fixed: problem {', '.join(numbers)}"
-    else:
-        yield f"no problems left: {name} loads{' into the model' if left.words else ''}"

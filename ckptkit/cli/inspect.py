@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, reading, render
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import InputError
 from ckptkit.core.text import flatten, shell_word
 
 if TYPE_CHECKING:
@@ -65,33 +65,25 @@ def command(
 
     summaries: list[Summary] = []
 
-    def look(file: str) -> Any:
+    def look(file: str) -> dict[str, Any] | None:
         from ckptkit.api import reading
 
         with reading(file, read) as checkpoint:
             if as_json:
                 return _facts(checkpoint, want)
             seen = checkpoint if want.stored else dequantized_view(checkpoint)
-            summary = summarize(seen)
-            summaries.append(summary)
-            return view_model.brief(summary) if want.brief else _lines(seen, summary, want)
+            summaries.append(summarize(seen))
+            lines = iter(()) if want.brief else _lines(seen, summaries[-1], want)
+        if not want.brief and len(summaries) > 1:
+            render.emit("")
+        render.write(f"{line}\n" for line in lines)
+        return None
 
-    failures: list[CkptkitError] = []
-    found = reading.each_of(files, look, failures)
-    if as_json:
-        from ckptkit.analysis.json_facts import failure
-
-        facts = (failure(each) if isinstance(each, CkptkitError) else each for _, each in found)
-        render.emit_json({"schema": SCHEMA, "files": facts})
-        return InputError.exit_code if failures else 0
-    shown = (each for _, each in found if not isinstance(each, CkptkitError))
+    failures = reading.each_of(files, look, schema=SCHEMA if as_json else "")
     if want.brief:
         numbers = view_model.BRIEF[2:5]
-        render.emit(*render.table(view_model.BRIEF, list(shown), right=numbers))
-    else:
-        for number, lines in enumerate(shown):
-            render.emit(*[""] * bool(number))
-            render.write(f"{line}\n" for line in lines)
+        rows = list(map(view_model.brief, summaries))
+        render.emit(*render.table(view_model.BRIEF, rows, right=numbers))
     if len(summaries) == 2 and not want.names:
         render.emit("", *render.wrapped(view_model.larger(*summaries)))
     return InputError.exit_code if failures else 0

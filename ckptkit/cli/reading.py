@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from ckptkit.cli.options import Command, expanded, table
 from ckptkit.core.errors import CkptkitError, MissingFileError, SeveralError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
-
-T = TypeVar("T")
-
 
 files = click.argument("files", metavar="FILE...", nargs=-1, required=True, callback=expanded)
 
@@ -48,29 +45,33 @@ class Reader(Command):
 
 def each_of(
     files: Sequence[str],
-    work: Callable[[str], T],
-    failures: list[CkptkitError],
+    look: Callable[[str], Any],
     *,
+    schema: str = "",
     alone: bool | None = None,
     stops: type[CkptkitError] | tuple[()] = (),
     walks: bool = True,
-) -> Iterator[tuple[str, T | CkptkitError]]:
-    """Yield each file with the result of `work`.
+) -> list[CkptkitError]:
+    """Call ``look(file)`` for each file. Print the errors of failed files, and return the errors.
 
-    If there are several files, print the error of a failed file, and yield the error instead of a
-    result. If there is a single file (`alone`), raise the error before anything is printed. If the
-    class of an error is in `stops`, always raise the error. If `walks` is true, yield each
-    checkpoint of a folder.
+    `look` prints its results. If `schema` is given, `look` returns JSON facts, and this function
+    prints one object of the schema with the facts and the errors.
+
+    If there is a single file (`alone`), raise its error before anything is printed. If the class of
+    an error is in `stops`, always raise the error. If `walks` is true, look at each checkpoint of a
+    folder.
     """
-    raises = len(files) == 1 if alone is None else alone
-    waiting = list(files)
+    from ckptkit.analysis.json_facts import failure
 
-    def results() -> Iterator[tuple[str, T | CkptkitError]]:
+    raises = len(files) == 1 if alone is None else alone
+    waiting, failures = list(files), list[CkptkitError]()
+
+    def results() -> Iterator[Any]:
         nonlocal raises
         while waiting:
             file = waiting.pop(0)
             try:
-                done = work(file)
+                done = look(file)
             except CkptkitError as error:
                 if walks and isinstance(error, SeveralError) and os.path.isdir(file):
                     waiting[:0] = [os.path.join(file, name) for name in error.files]
@@ -81,11 +82,17 @@ def each_of(
                 if isinstance(error, MissingFileError):
                     root: Any = click.get_current_context().find_root().command
                     root.improve(error)
-                render.error(str(error.at(shown_url(file))), error.hint)
+                error = error.at(shown_url(file))
+                render.error(str(error), error.hint)
                 failures.append(error)
-                yield file, error
+                yield failure(error) if schema else None
             else:
-                yield file, done
+                yield done
 
     found = results()
-    return chain(list(islice(found, 1)), found)
+    found = chain(list(islice(found, 1)), found)
+    if schema:
+        render.emit_json({"schema": schema, "files": found})
+    for _ in found:
+        pass
+    return failures

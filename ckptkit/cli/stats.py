@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +12,6 @@ from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
-    from ckptkit.core.errors import CkptkitError
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.stats/1"
@@ -49,6 +48,11 @@ def command(
              ckptkit stats run.pth --flat --sort norm
              ckptkit stats run.pth --depth 2 --csv
     """
+    from ckptkit import api
+    from ckptkit.analysis import json_facts, stats, view_model
+    from ckptkit.core.text import family
+    from ckptkit.quantized import dequantized_view
+
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError(
             "--json and --csv cannot be combined; --depth and --fold cannot be combined"
@@ -57,77 +61,48 @@ def command(
         raise click.UsageError("--csv takes one FILE")
     if fold is None:  # JSON and CSV have a row for each tensor
         fold = not (as_json or as_csv or depth is not None)
-    kinds = {"json": as_json, "csv": as_csv}
-    format = next((kind for kind, is_given in kinds.items() if is_given), "text")
+    label = family if fold else None if depth is None else stats.depth(depth)
 
     def look(file: str) -> None:
-        title = len(files) > 1 or file not in files  # files of a folder are not in `files`
-        _one(file, globs, everything, depth, fold, sort, format, stored, read, title=title)
+        with api.reading(file, read) as opened:
+            checkpoint = opened if stored else dequantized_view(opened)
+            modules = stats.modules(checkpoint) if fold else None
+            sources = stats.chosen(checkpoint, globs, everything)
+            found = stats.Statistics(sources, label, modules)
+            with render.Progress("reading", sum(row.nbytes for row in sources)) as progress:
+                rows = found.rows(progress, fork=True)
+                if found.grouped:
+                    for _ in rows:
+                        pass
+                    rows = iter(found.groups)
+                rows = rows if sort == "file" else iter(_sorted(rows, sort))
+                if as_json:
+                    facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, rows)
+                    text = [*render.json_pieces({"schema": SCHEMA, **facts}), "\n"]
+                elif as_csv:
+                    text = [_csv(rows)]
+                else:
+                    shown = view_model.statistics_table(rows, found, render.bars)
+                    lines = list(render.table(shown.headers, shown.rows, right=shown.right))
+                    if len(files) > 1 or file not in files:  # files of a folder are not in `files`
+                        lines = [f"{render.escape(shown_url(file))}:", *lines, ""]
+                    text = [f"{line}\n" for line in lines]
+        render.write(text)
+        if not as_json:
+            _warn(found, globs, shown_url(file), read.key)
 
-    failures: list[CkptkitError] = []
-    for _ in reading.each_of(files, look, failures, walks=not as_csv):
-        pass
+    failures = reading.each_of(files, look, walks=not as_csv)
     return failures[0].exit_code if failures else 0
 
 
-def _one(
-    file: str,
-    globs: tuple[str, ...],
-    everything: bool,
-    depth: int | None,
-    fold: bool,
-    sort: str,
-    format: str,
-    stored: bool,
-    read: Options,
-    *,
-    title: bool,
-) -> None:
-    """Print the statistics of one file."""
-    from ckptkit import api
-    from ckptkit.analysis import json_facts, stats, view_model
-    from ckptkit.core.text import family
-    from ckptkit.quantized import dequantized_view
-
-    label = None if depth is None else stats.depth(depth)
-    with api.reading(file, read) as opened:
-        checkpoint = opened if stored else dequantized_view(opened)
-        modules = stats.modules(checkpoint) if fold else None
-        sources = stats.chosen(checkpoint, globs, everything)
-        found = stats.Statistics(sources, family if fold else label, modules)
-        with render.Progress("reading", sum(row.nbytes for row in sources)) as progress:
-            rows = found.rows(progress, fork=True)
-            if found.grouped:
-                for _ in rows:
-                    pass
-                rows = iter(found.groups)
-            if sort != "file":
-                rows = _sorted(rows, sort)
-            if format == "json":
-                facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, rows)
-                text = [*render.json_pieces({"schema": SCHEMA, **facts}), "\n"]
-            elif format == "csv":
-                text = [_csv(rows)]
-            else:
-                shown = view_model.statistics_table(rows, found, render.bars)
-                lines = render.table(shown.headers, shown.rows, right=shown.right)
-                head = [f"{render.escape(shown_url(file))}:\n"] if title else []
-                text = [*head, *(f"{line}\n" for line in lines), *("\n" for _ in head)]
-    render.write(text)
-    if format != "json":
-        _warn(found, globs, shown_url(file), read.key)
-
-
-def _sorted(rows: Iterable[TensorStats], sort: str) -> Iterator[TensorStats]:
+def _sorted(rows: Iterable[TensorStats], sort: str) -> list[TensorStats]:
     from ckptkit.analysis import view_model
 
     def order(row: TensorStats) -> float:
         number = view_model.numbers(row.tally, row.kind)[sort]
         return float("inf") if number is None else -abs(number)
 
-    if sort == "name":
-        return iter(sorted(rows, key=lambda row: row.label))
-    return iter(sorted(rows, key=order))
+    return sorted(rows, key=(lambda row: row.label) if sort == "name" else order)
 
 
 def _csv(rows: Iterable[TensorStats]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, reading, render
-from ckptkit.core.errors import CkptkitError, InputError, UsageError
+from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
@@ -55,31 +55,22 @@ def command(
     expected = None if manifest is None else read_manifest(manifest)
     matches = render.matcher(globs) if globs else None
 
-    def look(file: str) -> Verdict:
+    wrong: list[bool] = []
+
+    def look(file: str) -> dict[str, Any] | None:
         with render.Progress(f"verifying {shown_url(file)}") as progress:
-            return verify(
+            found = verify(
                 file, read, expected=expected, matches=matches, values=values, progress=progress
             )
-
-    def facts(found: Verdict | CkptkitError) -> dict[str, Any]:
-        if isinstance(found, CkptkitError):
-            return json_facts.failure(found)
         wrong.append(not found.ok)
-        return json_facts.verdict(found)
+        if as_json:
+            return json_facts.verdict(found)
+        if found.findings or not quiet:
+            render.emit_text(*_lines(found))
+        return None
 
-    alone = len(files) == 1 and not as_json
-    failures: list[CkptkitError] = []
-    wrong: list[bool] = []
-    verdicts = reading.each_of(files, look, failures, alone=alone, stops=UsageError)
-    if as_json:
-        render.emit_json({"schema": SCHEMA, "files": (facts(each) for _, each in verdicts)})
-    else:
-        for _, each in verdicts:
-            if not isinstance(each, CkptkitError):
-                wrong.append(not each.ok)
-                if each.findings or not quiet:
-                    render.emit_text(*_lines(each))
-    if failures:
+    schema, alone = SCHEMA if as_json else "", len(files) == 1 and not as_json
+    if reading.each_of(files, look, schema=schema, alone=alone, stops=UsageError):
         return InputError.exit_code
     return FINDINGS if any(wrong) else 0
 
