@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,7 +42,8 @@ FEWEST, MOST = 3, 17
 MARK = "*"  # marks a number that differs from the first table
 
 
-class Shown(NamedTuple):
+@dataclass
+class Shown:
     """A tensor of a file, the selected slice, and the printed corner of the slice.
 
     `cells` contains the printed numbers by row. A vector is one row, printed in lines of `columns`
@@ -53,7 +55,7 @@ class Shown(NamedTuple):
     tensor: Tensor
     picks: Picks
     corner: Picks = ()
-    cells: tuple[list[Any], ...] = ()
+    cells: Sequence[list[Any]] = ()
     columns: int = 0
 
     @property
@@ -62,33 +64,27 @@ class Shown(NamedTuple):
 
         return select(self.tensor, self.picks)
 
-    @property
-    def many(self) -> list[Pick]:
-        """The dimensions of the slice: two for a matrix, one for a vector, none for a single
-        number."""
-        return [pick for pick in self.picks if not pick.single]
+    def fit(self, rows: int, columns: int) -> None:
+        """Read the first rows and columns of a matrix, or the first elements of a vector.
 
-    def read(self, rows: int, columns: int) -> Shown:
-        """Read the first rows and columns of a matrix, or the first elements of a vector."""
+        If the cells were already read, keep only the first columns.
+        """
         from ckptkit.analysis.slices import plane, select
         from ckptkit.compute import tallies
 
-        width = rows * columns if len(self.many) == 1 else columns
-        picks = plane(self.picks, rows, width)
-        numbers = tallies.numbers(select(self.tensor, picks))
-        many = [pick for pick in picks if not pick.single]
-        height = many[0].size if len(many) > 1 else 1
-        cells = numbers.reshape(height, -1).tolist() if numbers.size else []
-        return self._replace(corner=picks, cells=tuple(cells), columns=columns)
+        is_vector = len(many(self.picks)) == 1
+        width = rows * columns if is_vector else columns
+        self.corner, self.columns = plane(self.picks, rows, width), columns
+        if not self.cells:
+            numbers = tallies.numbers(select(self.tensor, self.corner))
+            height = 1 if is_vector else next((pick.size for pick in many(self.corner)), 1)
+            self.cells = numbers.reshape(height, -1).tolist() if numbers.size else []
+        self.cells = [row[:width] for row in self.cells]
 
-    def cut(self, rows: int, columns: int) -> Shown:
-        """Return a copy with fewer rows or columns."""
-        from ckptkit.analysis.slices import plane
 
-        width = rows * columns if len(self.many) == 1 else columns
-        picks = plane(self.picks, rows, width)
-        cells = tuple(row[:width] for row in self.cells)
-        return self._replace(corner=picks, cells=cells, columns=columns)
+def many(picks: Picks) -> list[Pick]:
+    """Return the dimensions of a slice: two for a matrix, one for a vector, none for a number."""
+    return [pick for pick in picks if not pick.single]
 
 
 def _check(ctx: click.Context) -> None:
@@ -146,8 +142,8 @@ def command(
             text = [*render.json_pieces(facts), "\n"]
         else:
             if nonfinite:
-                seen = [list(_nonfinite(each)) for each in shown]
-                code = FOUND if any(len(each) > 1 for each in seen) else 0
+                seen = list(map(_nonfinite, shown))
+                code = FOUND * any(len(each) > 1 for each in seen)
                 lines = render.text_lines(flatten(seen))
             else:
                 lines = _values(shown, rows, columns, counted)
@@ -185,17 +181,18 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
     return Shown(file, name, found[0].tensor, parse(index, found[0].tensor.shape))
 
 
-def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield a line with the number of NaN and the number of infinities. For each of the first NaN
-    and infinities, yield a line with its position."""
+def _nonfinite(shown: Shown) -> list[str]:
+    """Return a line with the number of NaN and the number of infinities. For each of the first NaN
+    and infinities, add a line with its position."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)
-    yield f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite"
+    lines = [f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite"]
     for index, kind in tallies.first_nonfinite(shown.tensor, FIRST):
-        yield f"  {list(index)} {kind}"
+        lines.append(f"  {list(index)} {kind}")
     if nan + infinite > FIRST:
-        yield f"  and {nan + infinite - FIRST:,} more"
+        lines.append(f"  and {nan + infinite - FIRST:,} more")
+    return lines
 
 
 def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
@@ -214,10 +211,9 @@ def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
         ]
         with render.Progress(f"reading {name}", sum(row.nbytes for row in rows)) as progress:
             for row in rows:
-                lines = list(_nonfinite(Shown(name, row.label, row.tensor, ())))
+                found.append(_nonfinite(Shown(name, row.label, row.tensor, ())))
                 progress(row.nbytes)
-                if len(lines) > 1:
-                    found.append(lines)
+    found = [lines for lines in found if len(lines) > 1]
     what = f"{len(found):,} of {render.plural(len(rows), 'tensor')}" if found else "no tensor"
     render.emit_text(*flatten(found), f"{name}: {what} with NaN or infinities")
     return FOUND if found else 0
@@ -234,11 +230,11 @@ def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -
 
     across = ((render.terminal_width() or PLAIN) - LABEL) // len(shown)  # width of one table
     most = columns or max(1, across // CELL)
-    shown = [each.read(rows, most) for each in shown]
-    if columns is None:
-        fitting = min(most, max(1, across // _cell(shown)))
-        shown = [each.cut(rows, fitting) for each in shown]
     for each in shown:
+        each.fit(rows, most)
+    fitting = most if columns is not None else min(most, max(1, across // _cell(shown)))
+    for each in shown:
+        each.fit(rows, fitting)
         where = f"{each.tensor.dtype} {render.shape(each.tensor.shape)} on {each.tensor.device}"
         title = render.escape(f"{each.path}: {each.name}, {where}: {show(each.corner)}")
         yield from render.wrapped(title, whole=True)
@@ -359,33 +355,45 @@ def _cell(shown: list[Shown]) -> int:
 
 
 def _grid(shown: list[Shown]) -> Iterator[str]:
-    """Yield the tables side by side, with row and column indices."""
+    """Yield the tables side by side, with row and column indices. Mark the numbers that differ from
+    the first table."""
     if not all(each.cells for each in shown):
         yield "no elements"
         return
     texts = iter(_texts(chain.from_iterable(each.cells for each in shown)))
     tables = [list(_lines(each, [next(texts) for _ in each.cells])) for each in shown]
-    cell, side = _cell(shown), max(len(label) for label, *_ in tables[0])
+    cell, side = _cell(shown), max(len(label) for label, _ in tables[0])
     heads = ["".join(f"{head:>{cell}}" for head in _heads(each)) for each in shown]
     if any(heads):
         yield (" " * side + "  |".join(heads)).rstrip()
-    for row in zip_longest(*tables, fillvalue=("", [], [])):
-        label, first, _ = row[0]
-        parts = [_marked(numbers, written, first, cell) for _, numbers, written in row]
+    for row in zip_longest(*tables, fillvalue=("", [])):
+        label, first = row[0]
+        parts = []
+        for _, cells in row:
+            pairs = zip_longest(cells, first[: len(cells)], fillvalue=(None, ""))
+            marked = (
+                text + MARK * (not _equal(number, other)) for (number, text), (other, _) in pairs
+            )
+            parts.append("".join(f"{each:>{cell}}" for each in marked))
         yield (f"{label:>{side}}" + "  |".join(parts)).rstrip()
 
 
-def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any], list[str]]]:
-    """Yield (index, numbers, formatted numbers) for each printed line of a matrix or vector."""
-    many, columns = [pick for pick in shown.corner if not pick.single], shown.columns
-    if len(many) == 1:
-        ((numbers,), (cells,)) = shown.cells, texts
-        for at in range(0, len(numbers), columns):
-            label = str(many[0].start + at * many[0].step) if len(numbers) > columns else ""
-            yield label, numbers[at : at + columns], cells[at : at + columns]
-        return
-    for at, (numbers, cells) in enumerate(zip(shown.cells, texts, strict=True)):
-        yield str(many[0].start + at * many[0].step) if many else "", numbers, cells
+def _equal(number: Any, other: Any) -> bool:
+    """Return whether two numbers are equal, or both NaN. `other` is None if it does not exist."""
+    both_nan = other is not None and number != number and other != other
+    return bool(number == other or both_nan)
+
+
+def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
+    """Yield (index, pairs of number and formatted number) for each line of a matrix or vector."""
+    picks, columns = many(shown.corner), shown.columns
+    rows = [list(zip(*row, strict=True)) for row in zip(shown.cells, texts, strict=True)]
+    step = 1
+    if len(picks) == 1:
+        rows = [rows[0][at : at + columns] for at in range(0, len(rows[0]), columns)]
+        step, picks = columns, picks * (len(rows) > 1)
+    for number, row in enumerate(rows):
+        yield str(picks[0].start + number * step * picks[0].step) if picks else "", row
 
 
 def _heads(shown: Shown) -> list[str]:
@@ -393,20 +401,7 @@ def _heads(shown: Shown) -> list[str]:
 
     If a vector has several lines, an index such as ``+3`` counts from the start of each line.
     """
-    many = [pick for pick in shown.corner if not pick.single]
-    if not many:
-        return []
-    across = many[-1]
-    if len(many) == 1 and across.size > shown.columns:
-        return [f"+{at * across.step}" for at in range(shown.columns)]
-    return [str(across.start + at * across.step) for at in range(across.size)]
-
-
-def _marked(numbers: list[Any], texts: list[str], first: list[Any], cell: int) -> str:
-    """Return the cells of a line, with a mark on cells that differ from the first table."""
-    cells = []
-    for number, other, text in zip_longest(numbers, first[: len(numbers)], texts):
-        both_nan = other is not None and number != number and other != other
-        mark = "" if number == other or both_nan else MARK
-        cells.append(f"{text + mark:>{cell}}")
-    return "".join(cells)
+    picks = many(shown.corner)
+    if len(picks) == 1 and picks[0].size > shown.columns:
+        return [f"+{at * picks[0].step}" for at in range(shown.columns)]
+    return [str(pick.start + at * pick.step) for pick in picks[-1:] for at in range(pick.size)]
