@@ -24,7 +24,7 @@ from ckptkit.analysis.columns import Table
 from ckptkit.analysis.shares import OPTIMIZER, Branch, Share, branches, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select, show
 from ckptkit.analysis.summary import Summary, summarize
-from ckptkit.analysis.view_model import described, listings
+from ckptkit.analysis.view_model import described, listings, measured, numbers
 from ckptkit.compute import tallies
 from ckptkit.compute.tallies import Tally
 from ckptkit.core.checkpoint import Checkpoint
@@ -294,21 +294,10 @@ def _values(seen: ValuePanel) -> Text:
             f"\n{show(seen.picks)} is too large for statistics here; use `show --stats`",
             "dim",
         )
-    return made.append_text(_statistics(seen.picks, seen.tally))
-
-
-def _statistics(picks: Picks, tally: Tally) -> Text:
-    made = Text()
-    if tally.finite:
-        named = {"mean": tally.mean, "std": tally.std, "min": tally.low, "max": tally.high}
-        named["norm"] = tally.norm
-        made.append(f"\n{show(picks)}: {plural(tally.count, 'value')}\n", "bold")
-        shown = [f"{name} {cell(value)}" for name, value in named.items() if value is not None]
-        made.append(f"{', '.join(shown[:2])}\n{', '.join(shown[2:])}\n")
-    odd = {"zeros": tally.zeros, "NaN": tally.nan, "infinite": tally.infinite}
-    if any(odd.values()):
-        made.append(", ".join(f"{count:,} {name}" for name, count in odd.items() if count) + "\n")
-    histogram = tally.histogram.at_most(BINS)
+    named = measured(numbers(seen.tally, "float"))
+    made.append(f"\n{show(seen.picks)}: {plural(seen.tally.count, 'value')}\n", "bold")
+    made.append("".join(f"{each}\n" for each in named))
+    histogram = seen.tally.histogram.at_most(BINS)
     most = max(histogram.counts, default=0) or 1
     for edge, count in zip(histogram.edges, histogram.counts, strict=False):
         made.append(f"{cell(edge):>{CELL}} ", "dim").append(bar(count / most, BAR), "blue")

@@ -116,16 +116,15 @@ def facts(
     If `diff` compares all tensors and values, `everything` is True. If `diff` compares only the
     weights, `everything` is False.
     """
-    made = PageColumns(bool(a.tallies))
-    made.add(a)
+    rows = [(share, a.tallies.get(number)) for number, share in enumerate(a.shares)]
     files = [_file(each) for each in (a, b) if each is not None]
     found: dict[str, Any] = {"schema": SCHEMA, "ckptkit": __version__, "files": files}
     if b is not None and diff is not None:
-        found["diff"] = _differences(made, a, b, diff, everything)
+        found["diff"] = _differences(rows, a, b, diff, everything)
         values = entries(diff)
         found["diff"]["entries"] = {"count": values.total, "rows": values.rows[:LISTED]}
-    placed = treemap(made.shares, min(a.summary.totals.unused_nbytes, MOST))
-    return {**found, "tensors": made.facts(), "treemap": placed}
+    placed = treemap([share for share, _ in rows], min(a.summary.totals.unused_nbytes, MOST))
+    return {**found, "tensors": tensors(rows, valued=bool(a.tallies)), "treemap": placed}
 
 
 def _file(seen: PageFile) -> dict[str, Any]:
@@ -164,7 +163,6 @@ def _file(seen: PageFile) -> dict[str, Any]:
 # instead of lists, because few tensors have these properties.
 COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
 MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
-AMOUNTS = ("parameters", "nbytes", "stored")
 
 
 def _number(table: dict[str, int], value: str) -> int:
@@ -172,62 +170,40 @@ def _number(table: dict[str, int], value: str) -> int:
     return table.setdefault(value, len(table))
 
 
-class PageColumns:
-    """The properties of all tensors.
+Row = tuple[Share, "Tally | None"]  # a tensor and its statistics
+
+
+def tensors(rows: Sequence[Row], *, valued: bool) -> dict[str, Any]:
+    """Return the properties of all tensors as JSON values.
 
     A property is a list with one item per tensor. A rare property is a dict that maps the index of
-    a tensor to the value.
+    a tensor to the value. `valued` is whether statistics were computed.
     """
-
-    def __init__(self, valued: bool) -> None:
-        self.valued = valued
-        self.labels: list[str] = []
-        self.shares: list[Share] = []
-        self.places: dict[int, str] = {}  # paths of the tensors whose label is not their path
-        named = (*(fact.name for fact in COLUMNS), "role")
-        self.tables: dict[str, dict[str, int]] = {name: {} for name in named}
-        self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
-        self.same: dict[int, int] = {}
-        self.marks: dict[str, dict[int, str]] = {fact.name: {} for fact in MARKS}
-        self.stats: dict[int, dict[str, Any]] = {}
-
-    def add(self, seen: PageFile) -> None:
-        for number, share in enumerate(seen.shares):
-            self.add_one(share, seen.tallies.get(number))
-
-    def add_one(self, share: Share, tally: Tally | None) -> None:
-        number, row, cells = len(self.labels), share.row, self.cells
-        self.labels.append(escape(share.label))
-        self.shares.append(share)
-        if share.place != share.label:
-            self.places[number] = escape(share.place)
-        for fact in COLUMNS:
-            text = fact.text(fact.value(row))
-            cells[fact.name].append(_number(self.tables[fact.name], text))
-        cells["role"].append(_number(self.tables["role"], share.role))
-        for name, amount in zip(AMOUNTS, (share.parameters, share.nbytes, row.nbytes), strict=True):
-            cells[name].append(min(amount, MOST))
-        if share.same is not None:
-            self.same[number] = share.same
-        for fact in MARKS:
-            if mark := fact.text(fact.value(row)):
-                self.marks[fact.name][number] = mark
-        if tally is not None:
-            self.stats[number] = _numbers(tally)
-
-    def facts(self) -> dict[str, Any]:
-        """Return all properties as JSON values."""
-        return {
-            "name": self.labels,
-            "place": self.places,
-            "facts": {fact.name: fact.title for fact in COLUMNS},
-            **self.cells,
-            **{f"{name}s": list(table) for name, table in self.tables.items()},
-            "same": self.same,
-            **self.marks,
-            "valued": self.valued,
-            "stats": self.stats,
-        }
+    shares = [share for share, _ in rows]
+    found: dict[str, Any] = {
+        "name": [escape(share.label) for share in shares],
+        "place": {
+            number: escape(share.place)
+            for number, share in enumerate(shares)
+            if share.place != share.label
+        },
+        "facts": {fact.name: fact.title for fact in COLUMNS},
+    }
+    texts = {fact.name: [fact.text(fact.value(share.row)) for share in shares] for fact in COLUMNS}
+    texts["role"] = [share.role for share in shares]
+    for name, cells in texts.items():
+        table: dict[str, int] = {}
+        found[name] = [_number(table, cell) for cell in cells]
+        found[f"{name}s"] = list(table)
+    found["parameters"] = [min(share.parameters, MOST) for share in shares]
+    found["nbytes"] = [min(share.nbytes, MOST) for share in shares]
+    found["stored"] = [min(share.row.nbytes, MOST) for share in shares]
+    found["same"] = {n: share.same for n, share in enumerate(shares) if share.same is not None}
+    for fact in MARKS:
+        marks = {n: fact.text(fact.value(share.row)) for n, share in enumerate(shares)}
+        found[fact.name] = {number: mark for number, mark in marks.items() if mark}
+    tallies = {n: _numbers(tally) for n, (_, tally) in enumerate(rows) if tally is not None}
+    return {**found, "valued": valued, "stats": tallies}
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:
@@ -286,11 +262,11 @@ STATES = (
 
 
 def _differences(
-    made: PageColumns, a: PageFile, b: PageFile, diff: Diff, everything: bool
+    rows: list[Row], a: PageFile, b: PageFile, diff: Diff, everything: bool
 ) -> dict[str, Any]:
     """Return the state of each tensor, and facts about the matching tensor in `b`.
 
-    `made` contains the tensors of `a`. This function appends to `made` the tensors that only `b`
+    `rows` contains the tensors of `a`. This function appends to `rows` the tensors that only `b`
     has. The state of a tensor is a string such as "renamed". If `everything` is True, `diff` also
     compares tensors outside the weights by their paths.
     """
@@ -309,13 +285,13 @@ def _differences(
     for name in diff.missing:
         if name not in paired:
             share = b.shares[theirs[name]]
-            made.add_one(share._replace(same=None), b.tallies.get(theirs[name]))
+            rows.append((share._replace(same=None), b.tallies.get(theirs[name])))
             found.append("missing")
     other = {ours[name]: facts for name, facts in _others(diff, a, b, ours, theirs)}
     differences = {ours[name]: found for name, found in diff.changed if _is_float(a, ours[name])}
     compared = [
         moved.ComparedTensor(share.place, state, differences.get(number))
-        for number, (share, state) in enumerate(zip(made.shares, found, strict=True))
+        for number, ((share, _), state) in enumerate(zip(rows, found, strict=True))
         if state != UNCOMPARED
     ]
     parts = moved.parts(compared) if diff.values_compared else []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptkit.analysis.shares import Branch, branches, shares
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.views.page import PageColumns, page_file, static, treemap
+from ckptkit.views.page import page_file, static, tensors, treemap
 from ckptkit.views.treemap import DEEPEST, WINDOW, Frame, Tile, TileBox, strips, tiles
 from tests.analysis.made import checkpoint, tensor
 
@@ -151,16 +151,16 @@ def on_a_page(made: Checkpoint, measure: str, zoomed: list[str]) -> list[list[li
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    columns = PageColumns(False)
-    columns.add(page_file(made))
+    seen = page_file(made).shares
     unused = summarize(made).totals.unused_nbytes
-    placed = treemap(columns.shares, unused)
+    placed = treemap(seen, unused)
+    columns = tensors([(share, None) for share in seen], valued=False)
     paths = [""]
     for number in range(1, len(placed["label"])):
         name = placed["labels"][placed["label"][number]]
         paths.append(".".join(filter(None, (paths[placed["parent"][number]], name))))
     given = {
-        "script": static("treemap.js"), "treemap": placed, "tensors": columns.facts(), "measure": measure,
+        "script": static("treemap.js"), "treemap": placed, "tensors": columns, "measure": measure,
         "unused": unused, "zoomed": [paths.index(path) for path in zoomed],
     }  # fmt: skip
     done = subprocess.run(
