@@ -13,7 +13,6 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 from ckptkit.edits.elements import compute
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 
 EXPRESSIONS = {
     "x - 1": lambda x: x - 1,
@@ -100,7 +99,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
         compute(ck, {"*": "x + 1"})
 
 
-def test_step_of_a_recipe_and_back(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_step_of_a_recipe_and_back(tmp_path: Path, command: Ckptkit) -> None:
     steps = [{"compute": {"*norm.weight": "x - 1", "A": "log(-x)"}}, {"rules": ["{x:**} -> m.{x}"]}]
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
     state = {"norm.weight": torch.randn(9) + 1, "A": -torch.rand(5) - 0.1}

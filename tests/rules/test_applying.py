@@ -15,7 +15,6 @@ import ckptkit
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.rules.notation import NotReversibleError, RuleError
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.rules.families import RULES, VECTORS
 
 Loaded = dict[str, torch.Tensor]
@@ -74,12 +73,7 @@ def stored(state: Loaded, folder: Path, container: str) -> Path:
 @pytest.mark.skipif(not VECTORS.is_dir(), reason="CKPTKIT_VECTORS is not set")
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("family", RULES)
-def test_the_pairs_both_ways(
-    family: str,
-    container: str,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_the_pairs_both_ways(family: str, container: str, tmp_path: Path, command: Ckptkit) -> None:
     sides = [load_file(VECTORS / family / f"{side}.safetensors") for side in "ab"]
     config = VECTORS / family / "config.json"
     path = recipe(tmp_path, RULES[family])
@@ -92,7 +86,7 @@ def test_the_pairs_both_ways(
         assert_same(ckptkit.load(out), expected)
 
 
-def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> None:
     weight = torch.arange(48.0).reshape(12, 4)
     rule = "q [(h r two) i] -> q2 [(h two r) i] with h=config.heads two=2"
     path = recipe(tmp_path, [rule])
@@ -114,7 +108,7 @@ def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> 
 @pytest.mark.parametrize(
     "text", ["[1]", "{", "{" * 100_000, '{"a": ' + "9" * 5_000 + "}", " " * (2 << 20)]
 )
-def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -> None:  # noqa: F811
+def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -> None:
     torch.save({"q": torch.ones(4)}, tmp_path / "a.pth")
     (tmp_path / "c.json").write_text(text)
     rule = "q [(h d)] -> r [h d] with h=config.heads"
@@ -124,7 +118,7 @@ def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -
     assert "c.json" in done.stderr
 
 
-def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:
     torch.save(
         {"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}, tmp_path / "a.pth"
     )
@@ -145,7 +139,7 @@ def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
     assert bare.exit_code == 2
 
 
-def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:
     state = {f"e.{n}.w{m}": torch.ones(3, 4) for n in range(2) for m in (1, 3)}
     torch.save({**state, "n.weight": torch.ones(1)}, tmp_path / "a.pth")
     lines = ["e.{e}.w{m:1|3} [o i] -> g [e (m o) i]", "n.{w:*} -> norm.{w}"]
@@ -168,7 +162,7 @@ def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:  # noqa: 
     assert "rule 1 dropped 24 elements" in done.stdout
 
 
-def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:
     """Split a fused matrix, turn q and k alone, join in another order: three steps, one plan."""
     steps = [
         {"add": "model."},
@@ -204,7 +198,7 @@ def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:  # n
         ({"average": ["a.pth"]}, "step 1 (average)"),
     ],
 )
-def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ckptkit) -> None:
     torch.save({"y.a": torch.ones(1), "y.b": torch.ones(2)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": [step]}))
     done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--reverse")
@@ -224,7 +218,7 @@ def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ck
         ("- rulez: [a -> b]", "did you mean rules"),
     ],
 )
-def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: Ckptkit) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(f"steps:\n{text}\n")
     done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
@@ -241,7 +235,7 @@ def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: C
         ("['bb ->? y']", "a.pth: step 2: 1 key is matched by no rule: b; nearest: rule 1, bb"),
     ],
 )
-def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, command: Ckptkit) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(f"steps:\n- rules: [a -> b]\n- rules: {rules}\n")
     done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
@@ -413,7 +407,7 @@ def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "b.pth")["y"].tolist() == expected.tolist()
 
 
-def test_ties_and_entries_are_steps(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_ties_and_entries_are_steps(tmp_path: Path, command: Ckptkit) -> None:
     weight = torch.ones(2, 3)
     torch.save({"model": {"embed.weight": weight}, "optimizer": {"x": 1}}, tmp_path / "a.pth")
     steps = [{"drop-entry": ["optimizer", "none"]}, {"tie": {"head.weight": "embed.weight"}}]

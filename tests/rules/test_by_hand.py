@@ -14,7 +14,6 @@ import torch
 
 import ckptkit
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.rules.test_applying import CONTAINERS, assert_same, stored
 
 State = dict[str, torch.Tensor]
@@ -170,12 +169,7 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(
-    family: str,
-    container: str,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_there_and_back(family: str, container: str, tmp_path: Path, command: Ckptkit) -> None:
     torch.manual_seed(0)
     lines, sizes, make = FAMILIES[family]
     here, there = ({k: v.contiguous() for k, v in state.items()} for state in make())

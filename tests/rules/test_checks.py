@@ -15,7 +15,6 @@ import ckptkit
 from ckptkit.edits.expect import ExpectationError, Expectations, parse_expectation
 from ckptkit.rules.notation import RuleError
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.hints import commands_in
 
 Sizes = dict[str, tuple[int, ...]]
@@ -87,7 +86,7 @@ def test_an_expectation_needs_a_name() -> None:
         parse_expectation("  ")
 
 
-def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, command: Ckptkit) -> None:
     steps = [
         {"expect": ["*.weight count=2"]},
         {"rename": {"map": {"bad": "worse"}}},
@@ -100,7 +99,7 @@ def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, command: Ck
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_check_says_what_is_wrong(net: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_check_says_what_is_wrong(net: Path, command: Ckptkit) -> None:
     assert command("check", net, "--expect", "*.weight count=2").exit_code == 0
     done = command("check", net, "--expect", "* finite", "--expect", "x", "--json")
     assert done.exit_code == 1
@@ -146,7 +145,7 @@ def test_config_against_tensors(
     without: str | None,
     code: str | None,
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in MODEL.items() if name != without}
     save_file(state, tmp_path / "model.safetensors")
@@ -200,7 +199,7 @@ def test_config_of_diffusers(
     config: dict[str, Any],
     changes: dict[str, Any],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
     save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
@@ -216,11 +215,7 @@ def test_config_of_diffusers(
 
 
 @pytest.mark.parametrize("config", [None, {"model_type": "x"}, {"_class_name": "Of no model"}])
-def test_nothing_to_check(
-    config: dict[str, Any] | None,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_nothing_to_check(config: dict[str, Any] | None, tmp_path: Path, command: Ckptkit) -> None:
     net = tmp_path / "net.pth"
     torch.save({"fc.weight": torch.ones(2)}, net)
     if config is not None:
@@ -232,7 +227,7 @@ def test_nothing_to_check(
     assert (done.exit_code, done.stdout) == (0, f"{net}: passes 1 expectation\n")
 
 
-def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:
     save_file(
         {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}, tmp_path / "m.safetensors"
     )
@@ -251,7 +246,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["file", "index", "class"])
-def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:
     good = {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2)}
     torch.save(good, tmp_path / "like.pth")
     index = {"weight_map": dict.fromkeys(good, "model-00001-of-00001.safetensors")}
@@ -274,7 +269,7 @@ def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F81
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}'])
-def test_what_is_no_index(text: str, tmp_path: Path, net: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_what_is_no_index(text: str, tmp_path: Path, net: Path, command: Ckptkit) -> None:
     (tmp_path / "x.index.json").write_text(text)
     done = command("convert", net, tmp_path / "o.pth", "--like", tmp_path / "x.index.json")
     assert done.exit_code == 2

@@ -12,7 +12,6 @@ import torch
 from ckptkit.rules.notation import RuleError, parse_rule
 from ckptkit.rules.planner import RuleSet
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 
 ROPE = "q [(h r two) i] -> q [(h two r) i] with h=meta.attention.head_count or config.heads two=2"
 SHAPES = {"q": (16, 3)}
@@ -70,7 +69,7 @@ def test_unset_parts_of_a_ragged_size() -> None:
     assert "meta.heads|meta.kv|meta.kv is not set" in caught.value.hint
 
 
-def test_metadata_of_a_checkpoint(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_metadata_of_a_checkpoint(tmp_path: Path, command: Ckptkit) -> None:
     """The keys of the architecture that the tree names, both ways; other keys do not count."""
     weight = torch.randn(16, 3)
     root = {

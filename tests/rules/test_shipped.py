@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.run import recipes
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.rules.families import VECTORS
 from tests.rules.test_applying import assert_same
 
@@ -32,7 +31,7 @@ def test_each_layout_names_its_source() -> None:
 
 @pytest.mark.skipif(not VECTORS.is_dir(), reason="CKPTKIT_VECTORS is not set")
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_pairs(name: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_the_pairs(name: str, tmp_path: Path, command: Ckptkit) -> None:
     folder = VECTORS / PAIRS[name]
     for source, expected, reverse in (("a", "b", []), ("b", "a", ["--reverse"])):
         out = tmp_path / f"{expected}.safetensors"
@@ -42,7 +41,7 @@ def test_the_pairs(name: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weight_norm_is_that_of_torch(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_weight_norm_is_that_of_torch(tmp_path: Path, command: Ckptkit) -> None:
     old = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(3, 2)))
     new = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)))
     torch.save(old.state_dict(), tmp_path / "old.pth")
@@ -53,7 +52,7 @@ def test_weight_norm_is_that_of_torch(tmp_path: Path, command: Ckptkit) -> None:
     assert torch.equal(new(x), old(x))
 
 
-def test_fused_heads_of_gpt_neox(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_fused_heads_of_gpt_neox(tmp_path: Path, command: Ckptkit) -> None:
     """By the view that the model itself takes of them: heads, then q, k and v of each."""
     fused = torch.arange(4 * 3 * 2 * 5.0).reshape(24, 5)
     torch.save({"gpt_neox.layers.0.attention.query_key_value.weight": fused}, tmp_path / "a.pth")
@@ -68,7 +67,7 @@ def test_fused_heads_of_gpt_neox(tmp_path: Path, command: Ckptkit) -> None:  # n
     assert_same(ckptkit.load(tmp_path / "b.pth"), expected)
 
 
-def test_old_names_of_layer_norms(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_old_names_of_layer_norms(tmp_path: Path, command: Ckptkit) -> None:
     state = {
         "bert.LayerNorm.gamma": torch.ones(2),
         "bert.LayerNorm.beta": torch.zeros(2),
@@ -80,7 +79,7 @@ def test_old_names_of_layer_norms(tmp_path: Path, command: Ckptkit) -> None:  # 
     assert sorted(found) == ["bert.LayerNorm.bias", "bert.LayerNorm.weight", "x"]
 
 
-def test_the_list_says_where_facts_come_from(command: Ckptkit) -> None:  # noqa: F811
+def test_the_list_says_where_facts_come_from(command: Ckptkit) -> None:
     done = command("run", "--list")
     assert "mixtral" in done.stdout
     assert "transformers 5.23.0" in done.stdout
@@ -88,7 +87,7 @@ def test_the_list_says_where_facts_come_from(command: Ckptkit) -> None:  # noqa:
 
 
 def test_a_layout_that_nobody_checked_is_marked(
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -98,7 +97,7 @@ def test_a_layout_that_nobody_checked_is_marked(
     assert "not checked" in command("run", "--list").stdout
 
 
-def test_names_of_torchtitan_before_0_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_names_of_torchtitan_before_0_3(tmp_path: Path, command: Ckptkit) -> None:
     old = [
         *("tok_embeddings", "norm", "output", "layers.0.attention_norm", "layers.0.ffn_norm"),
         *(f"layers.0.attention.w{p}" for p in "qkvo"),

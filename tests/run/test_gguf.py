@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from ckptkit.run import recipes
 from ckptkit.run.recipes.gguf import models
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.formats.gguf_files import Entry, made
 
 VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere"), "gguf")
@@ -44,7 +43,7 @@ def assert_equal(found: Any, expected: Any, ulps: dict[str, int]) -> None:
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:
     """By the recipe and by `gguf`; and back, with the sizes of config.json."""
     for check in runs(case):
         source, out = case.parent / check["source"], tmp_path / "out.safetensors"
@@ -79,7 +78,7 @@ OTHER = {"bos_token_id", "eos_token_id", "n_inner", "partial_rotary_factor", "mu
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:
     """config.json has the values of the model that was converted."""
     original = case.parent / "config.hf.json"
     if not original.exists():
@@ -123,7 +122,7 @@ def model(folder: Path, architecture: str, tensors: list[Entry], **values: Any) 
     return path
 
 
-def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:
     """Heads of q turned, k by its own heads; the head is tied, the rotary factors a note."""
     source = model(
         tmp_path, "llama", LLAMA, attention__head_count=4, attention__head_count_kv=2,
@@ -161,7 +160,7 @@ def test_variants() -> None:
 
 def config_for(
     folder: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
     architecture: str,
     tensors: list[Entry],
     **values: Any,
@@ -182,7 +181,7 @@ HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> None:
     """Factors by the formula of transformers; others stay a note."""
     wavelengths = 2 * torch.pi * 500_000.0 ** (torch.arange(0, 128, 2).float() / 128)
     smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
@@ -205,7 +204,7 @@ def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> 
     assert "rope_scaling" not in config and "rotary" not in said
 
 
-def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:
     tensors = [*LLAMA[:2], *LLAMA[3:]]
 
     def scaling(**values: Any) -> tuple[Any, bool]:
@@ -229,11 +228,7 @@ def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:  # n
 
 
 @pytest.mark.parametrize("factors", [[0.0, 8.0], [-1.0, 8.0], [float("nan")] * 2, [], [8.0] * 5000])
-def test_factors_that_are_none(
-    factors: list[float],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_factors_that_are_none(factors: list[float], tmp_path: Path, command: Ckptkit) -> None:
     """Numbers that no converter writes: a note, without a value made up."""
     tensors = [*LLAMA[:2], *LLAMA[3:], floats("rope_freqs.weight", torch.tensor(factors))]
     for base in (10_000.0, 0.0, -1.0):
@@ -247,7 +242,7 @@ def test_factors_that_are_none(
     assert "llama.rope.freq_base must be a finite number, but is 'many'" in done.stdout
 
 
-def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:
     names = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
     tensors = [
         *LLAMA[:2],
@@ -274,7 +269,7 @@ def test_scale_of_gemma_27b(
     layers: int,
     found: int | None,
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     norms = [entry(f"blk.0.{each}_norm.weight", 8) for each in ("post_attention", "post_ffw")]
     tensors = [*LLAMA[:2], *LLAMA[3:], *norms]
@@ -283,7 +278,7 @@ def test_scale_of_gemma_27b(
     assert config.get("query_pre_attn_scalar") == found
 
 
-def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:
     """V3 by the bias of its experts; sizes of old files, with kv_b whole; groups of V2."""
     names = ["attn_q", "attn_kv_a_mqa", "attn_kv_b", "attn_output"]
     tensors = [
@@ -306,7 +301,7 @@ def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8)])
-def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, command: Ckptkit) -> None:
     tensors = [*LLAMA[:2], *LLAMA[3:], entry("blk.0.ffn_gate_inp_shexp.weight", *shape)]
     config_for(tmp_path, command, "qwen2moe", tensors, **HEADS)
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -321,11 +316,7 @@ def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, command: Ckp
 
 
 @pytest.mark.parametrize("with_gate", [True, False])
-def test_t5_with_a_gate_and_without(
-    with_gate: bool,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_t5_with_a_gate_and_without(with_gate: bool, tmp_path: Path, command: Ckptkit) -> None:
     names = ["attn_q", "attn_k", "attn_v", "attn_o", "attn_rel_b", "attn_norm", "ffn_up",
              "ffn_down", "ffn_norm", *(["ffn_gate"] * with_gate)]  # fmt: skip
     tensors = [entry(f"enc.blk.0.{name}.weight", 4, 4) for name in names]
@@ -341,7 +332,7 @@ def test_t5_with_a_gate_and_without(
     assert config.get("scale_decoder_outputs", True) is not with_gate
 
 
-def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:
     out = tmp_path / "out.safetensors"
 
     def refused(recipe: str, source: Path, said: str, *words: str) -> None:
@@ -386,7 +377,7 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
 def test_values_that_only_the_configuration_needs(
     value: dict[str, Any],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """The rules need neither; the note names the key."""
     source = model(tmp_path, "llama", LLAMA, attention__head_count=4, **value)
@@ -399,7 +390,7 @@ def test_values_that_only_the_configuration_needs(
         assert not (tmp_path / "hf" / "config.json").exists()
 
 
-def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:
     """By the name in the file, with the command that writes all other tensors."""
     tensors = [Entry(each.name, each.shape, 155, bytes(64)) if "ffn_up" in str(each.name) else each
                for each in LLAMA]  # fmt: skip
@@ -442,7 +433,7 @@ def blocks(rows: int, order: str = "<") -> tuple[bytes, torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) -> None:
     """Permuted, split and stacked in blocks, and dequantized then; in both byte orders."""
     data, numbers = blocks(8, order)
     tensors = [Entry(f"{name}.weight", (8, 64), 8, data) for name in ("q", "a.0", "a.1")]
@@ -461,7 +452,7 @@ def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) 
         assert torch.equal(found[f"{name}.weight"], torch.stack([part, part]))
 
 
-def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:
     data, _ = blocks(8)
     tensors = [Entry("q.weight", (8, 64), 8, data), Entry("k.weight", (8, 64), 2, bytes(16 * 18))]
     (tmp_path / "m.gguf").write_bytes(made([("general.name", "x")], tensors))

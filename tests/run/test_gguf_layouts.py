@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.run.test_gguf import floats, model
 
 State = dict[str, torch.Tensor]
@@ -278,7 +277,7 @@ def assert_close(found: State, expected: State, computed: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:
     torch.manual_seed(5)
     case = CASES[name]()
     tensors = [floats(each, tensor) for each, tensor in case.file.items()]
@@ -308,12 +307,7 @@ def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F
 
 @pytest.mark.parametrize("name", ["qwen3next", "qwen35", "qwen35moe"])
 @pytest.mark.parametrize("key", ["ssm__group_count", "ssm__state_size", "ssm__inner_size"])
-def test_sizes_that_do_not_fit(
-    name: str,
-    key: str,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_sizes_that_do_not_fit(name: str, key: str, tmp_path: Path, command: Ckptkit) -> None:
     """Sizes that would cut q, k and v at other rows are refused."""
     case = CASES[name]()
     tensors = [floats(each, tensor) for each, tensor in case.file.items()]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from tests.cli.conftest import Ckptkit
-from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.formats.gguf_files import Entry, Typed, made
 from tests.run.test_gguf import CASES, LLAMA, VECTORS, entry, model, needs_vectors, runs
 
@@ -91,7 +90,7 @@ def written(folder: Path, state: State) -> Path:
 
 
 @needs_vectors
-def test_diff_of_the_vectors(command: Ckptkit) -> None:  # noqa: F811
+def test_diff_of_the_vectors(command: Ckptkit) -> None:
     checks = json.loads((QUANTIZED / "case.json").read_text())["checks"]
     for check in (each for each in checks if each["do"] == "diff"):
         done = command("diff", QUANTIZED / check["a"], QUANTIZED / check["b"], "--json")
@@ -110,7 +109,7 @@ def test_diff_of_the_vectors(command: Ckptkit) -> None:  # noqa: F811
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_each_model_is_its_original(case: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_each_model_is_its_original(case: Path, command: Ckptkit) -> None:
     for check in runs(case):
         original = case.parent / check["expect"]
         for sides in (
@@ -121,11 +120,7 @@ def test_each_model_is_its_original(case: Path, command: Ckptkit) -> None:  # no
             assert done.exit_code == 0, done.stdout
 
 
-def test_types_explain(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_types_explain(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     """Q8_0 within its limit; F16 and F32 exactly, of floats that are rounded so; notes."""
     source, state = pair
     original = {name: each.bfloat16() if "embed" in name else each for name, each in state.items()}
@@ -151,11 +146,7 @@ def test_types_explain(
         assert ckptkit.diff(*sides).explained
 
 
-def test_what_no_type_explains(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_what_no_type_explains(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     source, state = pair
     q, k = (f"model.layers.0.self_attn.{p}_proj.weight" for p in "qk")
     norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
@@ -178,11 +169,7 @@ def test_what_no_type_explains(
     assert [(row["name"], row["type"], row["explained"]) for row in rows] == [(norm, "F32", False)]
 
 
-def test_keys_of_one_side(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_keys_of_one_side(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     source, state = pair
     other = dict(state)
     other["lm_head.weight"] = other.pop("model.norm.weight").repeat(6, 1)
@@ -201,7 +188,7 @@ def test_keys_of_one_side(
 def test_rows_that_the_file_lacks(
     pair: tuple[Path, State],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """Rows of an embedding beyond the vocabulary of the tokenizer are notes, both ways."""
     source, state = pair
@@ -222,7 +209,7 @@ def test_rows_that_the_file_lacks(
     assert embed in done.stdout
 
 
-def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:
     """The rows that the padding takes come first in the original, and are not in the file."""
     block = ["attn_q", "attn_k", "attn_v", "attn_output", "attn_output_norm", "ffn_up", "ffn_down",
              "layer_output_norm"]  # fmt: skip
@@ -253,7 +240,7 @@ def test_names_with_another_prefix_pair(
     add: str,
     pair: tuple[Path, State],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """The names are those of the original; the command is about the file that it changes."""
     source, state = pair
@@ -284,7 +271,7 @@ def test_names_with_another_prefix_pair(
     assert "prefix" not in command("diff", source, made).stdout
 
 
-def test_names_without_a_prefix_beside_a_head(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_names_without_a_prefix_beside_a_head(tmp_path: Path, command: Ckptkit) -> None:
     """A name of both files stays; of two copies of the model, none is chosen."""
     source = model(tmp_path, "llama", [*LLAMA, entry("output.weight", 5, 8)], **HEADS)
     assert command("run", "gguf", source, tmp_path / "hf").exit_code == 0
@@ -304,7 +291,7 @@ def test_the_text_model_of_a_multimodal_model(
     prefix: str,
     pair: tuple[Path, State],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """Weights of the vision model are a note; others that the file lacks, a difference."""
     source, state = pair
@@ -326,11 +313,7 @@ def test_the_text_model_of_a_multimodal_model(
     assert (found["missing"], found["unexpected"]) == (["model.other.weight"], [])
 
 
-def test_nan_is_not_explained(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_nan_is_not_explained(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     source, state = pair
     state["model.embed_tokens.weight"][2, 3] = float("nan")
     done = command("diff", source, written(tmp_path, state), "--json")
@@ -349,7 +332,7 @@ def test_nan_is_not_explained(
 def test_other_pairs_are_compared_as_they_are(
     pair: tuple[Path, State],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """Two GGUF files; one and its own names in safetensors; one without a recipe; --stored."""
     source, state = pair
@@ -371,7 +354,7 @@ def test_other_pairs_are_compared_as_they_are(
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> None:
     """The same bytes again; of mamba, whose A went through logarithms, nearly."""
     source, out = case.parent / "model.gguf", tmp_path / "new.gguf"
     done = command("run", "gguf", source, tmp_path / "hf", "--dequantize", "float32")
@@ -394,7 +377,7 @@ def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> Non
 def test_new_weights_in_an_old_file(
     pair: tuple[Path, State],
     tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
+    command: Ckptkit,
 ) -> None:
     """Other numbers, in the types of the file; what Hugging Face lacks stays."""
     source, _ = pair
@@ -420,11 +403,7 @@ def test_new_weights_in_an_old_file(
     assert dry.exit_code == 0 and not (tmp_path / "x.gguf").exists()
 
 
-def test_a_file_into_another(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_a_file_into_another(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     """Names of the file are kept: the same types are copied, floats are written in its types."""
     source, _ = pair
     for words in ((), ("--dequantize", "float32")):
@@ -440,18 +419,14 @@ def test_a_file_into_another(
     assert not (tmp_path / "c.gguf").exists()
 
 
-def test_tensors_without_elements(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_tensors_without_elements(tmp_path: Path, command: Ckptkit) -> None:
     source = model(tmp_path, "llama", [entry("a", 2, 3), entry("b", 0, 4), entry("c", 0), LLAMA[0]])
     done = command("convert", source, tmp_path / "new.gguf", "--like", source)
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
 
 
-def test_refused(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_refused(pair: tuple[Path, State], tmp_path: Path, command: Ckptkit) -> None:
     source, state = pair
     out = tmp_path / "new.gguf"
 
@@ -489,11 +464,7 @@ def test_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_of_gemma_go_back(
-    dtype: torch.dtype,
-    tmp_path: Path,
-    command: Ckptkit,  # noqa: F811
-) -> None:
+def test_norms_of_gemma_go_back(dtype: torch.dtype, tmp_path: Path, command: Ckptkit) -> None:
     """x + 1 as the script computes it: in float16 for float16, else in float32; diff explains it."""
     torch.manual_seed(5)
     names = {
@@ -531,7 +502,7 @@ def test_norms_of_gemma_go_back(
     assert "model.norm.weight: differs by" in done.stdout
 
 
-def test_skeletons_that_are_not_filled(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+def test_skeletons_that_are_not_filled(tmp_path: Path, command: Ckptkit) -> None:
     """Big-endian and split files name the tool that converts them; nothing is written."""
     save_file({"a.weight": torch.ones(4)}, tmp_path / "a.safetensors")
     out = tmp_path / "out.gguf"
