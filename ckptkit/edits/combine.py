@@ -21,14 +21,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, quoted, shell_command, some, typed
-from ckptkit.core.tree import (
-    Node,
-    OrderedMapping,
-    find,
-    module_versions,
-    rebuild,
-    versions_state,
-)
+from ckptkit.core.tree import Node, OrderedMapping, find, module_versions, rebuild, versions_state
 from ckptkit.core.tree import join as path_text
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
 from ckptkit.edits import quantized_names

@@ -43,13 +43,7 @@ from ckptkit.core.tree import (
     rebuild,
     walk,
 )
-from ckptkit.core.weights import (
-    WRAPPERS,
-    as_tensor,
-    module_state,
-    plain_state_dict,
-    read_module,
-)
+from ckptkit.core.weights import WRAPPERS, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.edits import optimizers, quantized_names
 from ckptkit.quantized import Quantization
 
@@ -383,9 +377,7 @@ def add_prefix(
 
 @edit
 def rename(
-    ck: Checkpoint,
-    map: Names | None = None,
-    sub: Sequence[tuple[str, str]] = (),
+    ck: Checkpoint, map: Names | None = None, sub: Sequence[tuple[str, str]] = ()
 ) -> Checkpoint:
     """Rename weights by a mapping from old to new names, and by regular expressions.
 
@@ -574,10 +566,7 @@ def select(
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)
     new = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, kept))
-    notes = [
-        f"dropped {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
-        *_as_plain(target),
-    ]
+    notes = [f"dropped {plural(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
     cut = optimizers.cut(ck, kept)
     root = rebuild(ck.root, swap={id(target.node): new, **cut.swap})
     warnings = [*quantized_names.incomplete_warning(found, kept), *cut.warnings]

@@ -22,12 +22,7 @@ from ckptkit.compute.numbers import cast_record
 from ckptkit.compute.quantize import BLOCK, GROUP, quantized_records
 from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
-from ckptkit.core.errors import (
-    CollisionError,
-    TensorError,
-    UnsupportedError,
-    UsageError,
-)
+from ckptkit.core.errors import CollisionError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, plural, quoted, shown, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk

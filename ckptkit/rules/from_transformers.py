@@ -252,10 +252,7 @@ def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
     """
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
-    for way, given, wanted in (
-        (ready, layouts.old, layouts.new),
-        (back, layouts.new, layouts.old),
-    ):
+    for way, given, wanted in ((ready, layouts.old, layouts.new), (back, layouts.new, layouts.old)):
         made = given
         try:
             for rules in way:

@@ -323,8 +323,7 @@ def test_rename_metadata_follows() -> None:
     old = nn.ModuleDict({"enc": net(), "head": nn.Linear(2, 2)})
     new = nn.ModuleDict({"encoder": old["enc"], "top": old["head"]})
     done = rename(
-        Checkpoint(from_torch(old.state_dict())),
-        sub=[("^enc", "encoder"), ("^head", "top")],
+        Checkpoint(from_torch(old.state_dict())), sub=[("^enc", "encoder"), ("^head", "top")]
     )
     assert list(metadata(done).items()) == list(new.state_dict()._metadata.items())
     assert names(done) == list(new.state_dict())

@@ -177,12 +177,7 @@ def test_rescaled_differences_have_the_sum_of_all(models: list[Weights], tmp_pat
 def test_dare_leaves_differences_out_by_chance(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1000, 500)}, tmp_path / "0.safetensors")
     save_file({"w": torch.ones(1000, 500)}, tmp_path / "1.safetensors")
-    given: dict[str, Any] = {
-        "method": "dare-linear",
-        "base": 0,
-        "density": [0.3],
-        "rescale": False,
-    }
+    given: dict[str, Any] = {"method": "dare-linear", "base": 0, "density": [0.3], "rescale": False}
     found = merged(tmp_path, [1], **given)["w"]
     assert {0.0, 1.0} == {*found.unique().tolist()}
     assert abs(float(found.mean()) - 0.3) < 0.005

@@ -73,11 +73,7 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], weights[name][:20]) for name in weights)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {
-        "vocab_size": 20,
-        "hidden_size": 30,
-        "text_config": {"vocab_size": 20},
-    }
+    assert config == {"vocab_size": 20, "hidden_size": 30, "text_config": {"vocab_size": 20}}
     done = run("resize", "model", "same", *words[3:], "--rows", "30", cwd=tmp_path)
     assert "all selected weights already have 30 rows" in done.stderr
 

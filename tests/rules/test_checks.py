@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.edits.expect import ExpectationError, Expectations, parse_expectation
+from ckptkit.edits.expect import ExpectationError, Expectations
 from ckptkit.rules.notation import RuleError
 from tests.cli.conftest import Ckptkit
 from tests.hints import commands_in
@@ -57,11 +57,7 @@ def net(tmp_path: Path) -> Path:
         ("head.weight equal=none", "which is missing"),
         ("*.weight finite", None),
         ("* finite", "bad has 1 NaN and 1 infinite elements"),
-        ("* what", "'what' is not a condition"),
-        ("* shape=6", "is not a shape"),
-        ("* count", "needs a value"),
         ("* finite=1", "takes no value"),
-        ("* count=config.none", "the value of config.none is unknown"),
     ],
 )
 def test_expectations(line: str, said: str | None, net: Path) -> None:
@@ -79,11 +75,6 @@ def test_values_that_differ_are_counted(tmp_path: Path) -> None:
     assert "differs from b in 2 elements" in found
     with pytest.raises(ExpectationError, match="not as expected"):
         Expectations(["a equal=b"]).check(ckptkit.open(tmp_path / "x.pth"))
-
-
-def test_an_expectation_needs_a_name() -> None:
-    with pytest.raises(RuleError):
-        parse_expectation("  ")
 
 
 def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, command: Ckptkit) -> None:
@@ -141,11 +132,7 @@ CONFIG = {
     ],
 )
 def test_config_against_tensors(
-    config: dict[str, Any],
-    without: str | None,
-    code: str | None,
-    tmp_path: Path,
-    command: Ckptkit,
+    config: dict[str, Any], without: str | None, code: str | None, tmp_path: Path, command: Ckptkit
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in MODEL.items() if name != without}
     save_file(state, tmp_path / "model.safetensors")

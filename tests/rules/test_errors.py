@@ -489,6 +489,12 @@ def test_a_checkpoint_or_what_is_beside_it(
     assert said in caught.value.message
 
 
+def test_the_hint_for_two_dtypes() -> None:
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.apply_rules({"a": A, "b": A.half()}, JOIN)
+    assert (caught.value.hint or "").startswith("cast first")
+
+
 @pytest.mark.parametrize(("wrong", "said"), UNSAYABLE)
 def test_layouts_that_no_rule_says(wrong: Callable[[], list[str]], said: str) -> None:
     (left,) = wrong()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import CollisionError, TensorError
+from ckptkit.core.errors import TensorError
 
 FLOAT4 = torch.float4_e2m1fn_x2
 
@@ -56,9 +56,3 @@ def test_whole_elements_of_every_size_are_transposed(dtype: torch.dtype, tmp_pat
     found = ruled(tmp_path, "w [o i] -> w [i o]", state={"w": whole})["w"]
     assert found.dtype == dtype
     assert torch.equal(found.to(torch.complex128), whole.t().to(torch.complex128))
-
-
-def test_a_name_that_is_made_and_kept(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "in.pth")
-    with pytest.raises(CollisionError, match="rule 1 and `keep` both write b"):
-        ckptkit.apply_rules(tmp_path / "in.pth", "a -> b", keep="b")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ckptkit.compute.strided import ZEROS
-from ckptkit.core.errors import CollisionError
 from ckptkit.rules.notation import NotReversibleError, RuleError, UncoveredError, parse_rule
 from ckptkit.rules.planner import RuleSet, check_reversible
 from tests.rules.arrays import carried_out, numbered, same, shapes
@@ -161,52 +160,6 @@ def test_thirds_of_a_fused_matrix_need_a_word() -> None:
         check_reversible(rules, of, outcome)
     said = RuleSet.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=4096|1024|_"])
     check_reversible(said, of, said.outcome(of))
-
-
-def test_a_kept_key_that_a_rule_writes() -> None:
-    with pytest.raises(CollisionError, match=r"rule 1 and `keep` both write norm\.weight"):
-        plan("a -> norm.weight", of={"a": (), "norm.weight": ()}, keep="rest")
-
-
-def test_names_that_another_rule_would_take_on_the_way_back() -> None:
-    rules = RuleSet.parse(["x.{w:*} -> y.{w}", "module.{r:**} -> {r}"])
-    of = {"x.a": (), "module.y.b": ()}
-    with pytest.raises(
-        NotReversibleError, match=r"rule 1 would match y\.b in reverse, but rule 2 made"
-    ):
-        check_reversible(rules, of, rules.outcome(of))
-    alone = RuleSet.parse(["module.{r:**} -> {r}"])
-    check_reversible(alone, {"module.y.b": ()}, alone.outcome({"module.y.b": ()}))
-
-
-def test_a_kept_name_that_a_rule_would_take_on_the_way_back() -> None:
-    rules = RuleSet.parse(["a.{l} -> b.{l}"])
-    of = {"a.0": (), "b.7": ()}
-    with pytest.raises(
-        NotReversibleError, match=r"rule 1 would match b\.7 in reverse, but b\.7 was kept"
-    ):
-        check_reversible(rules, of, rules.outcome(of, keep="rest"), keep="rest")
-
-
-def test_arguments_that_no_rule_has() -> None:
-    with pytest.raises(RuleError, match=r"args\['heads'\]") as caught:
-        plan("a [(h d)] -> b [h d]", of={"a": (4,)}, args={"heads": 2})
-    assert caught.value.hint is None or "h" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        ("0", "is 0"),
-        ("1-2", "is -1"),
-        ("3/2", "3 is not divisible by 2"),
-        ("config.x", "expected an integer"),
-        ("a", "itself"),
-    ],
-)
-def test_sizes_that_are_none(size: str, said: str) -> None:
-    with pytest.raises(RuleError, match=said):
-        plan(f"x [(a b)] -> y [a b] with a={size}", of={"x": (4,)}, config={"x": "4"})
 
 
 PADDED = "w [(x v) i] -> {x:e|-} [v i] with v=vocab|pad"

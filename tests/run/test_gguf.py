@@ -159,11 +159,7 @@ def test_variants() -> None:
 
 
 def config_for(
-    folder: Path,
-    command: Ckptkit,
-    architecture: str,
-    tensors: list[Entry],
-    **values: Any,
+    folder: Path, command: Ckptkit, architecture: str, tensors: list[Entry], **values: Any
 ) -> tuple[dict[str, Any], str]:
     """The config.json of a file, and what the command printed."""
     shutil.rmtree(folder / "hf", ignore_errors=True)
@@ -265,11 +261,7 @@ def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:
     [("gemma2", 46, 144), ("gemma2", 42, None), ("gemma3", 62, 144), ("gemma3", 46, None)],
 )
 def test_scale_of_gemma_27b(
-    architecture: str,
-    layers: int,
-    found: int | None,
-    tmp_path: Path,
-    command: Ckptkit,
+    architecture: str, layers: int, found: int | None, tmp_path: Path, command: Ckptkit
 ) -> None:
     norms = [entry(f"blk.0.{each}_norm.weight", 8) for each in ("post_attention", "post_ffw")]
     tensors = [*LLAMA[:2], *LLAMA[3:], *norms]
@@ -375,9 +367,7 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:
 
 @pytest.mark.parametrize("value", [{"feed_forward_length": [8, 8]}, {"rope__freq_base": math.inf}])
 def test_values_that_only_the_configuration_needs(
-    value: dict[str, Any],
-    tmp_path: Path,
-    command: Ckptkit,
+    value: dict[str, Any], tmp_path: Path, command: Ckptkit
 ) -> None:
     """The rules need neither; the note names the key."""
     source = model(tmp_path, "llama", LLAMA, attention__head_count=4, **value)

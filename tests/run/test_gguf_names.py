@@ -186,9 +186,7 @@ def test_keys_of_one_side(pair: tuple[Path, State], tmp_path: Path, command: Ckp
 
 
 def test_rows_that_the_file_lacks(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,
+    pair: tuple[Path, State], tmp_path: Path, command: Ckptkit
 ) -> None:
     """Rows of an embedding beyond the vocabulary of the tokenizer are notes, both ways."""
     source, state = pair
@@ -236,11 +234,7 @@ def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:
 
 @pytest.mark.parametrize("strip, add", [("model.", ""), ("", "bert.")])
 def test_names_with_another_prefix_pair(
-    strip: str,
-    add: str,
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,
+    strip: str, add: str, pair: tuple[Path, State], tmp_path: Path, command: Ckptkit
 ) -> None:
     """The names are those of the original; the command is about the file that it changes."""
     source, state = pair
@@ -288,10 +282,7 @@ def test_names_without_a_prefix_beside_a_head(tmp_path: Path, command: Ckptkit) 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
 def test_the_text_model_of_a_multimodal_model(
-    prefix: str,
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,
+    prefix: str, pair: tuple[Path, State], tmp_path: Path, command: Ckptkit
 ) -> None:
     """Weights of the vision model are a note; others that the file lacks, a difference."""
     source, state = pair
@@ -330,9 +321,7 @@ def test_nan_is_not_explained(pair: tuple[Path, State], tmp_path: Path, command:
 
 
 def test_other_pairs_are_compared_as_they_are(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,
+    pair: tuple[Path, State], tmp_path: Path, command: Ckptkit
 ) -> None:
     """Two GGUF files; one and its own names in safetensors; one without a recipe; --stored."""
     source, state = pair
@@ -375,9 +364,7 @@ def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> Non
 
 
 def test_new_weights_in_an_old_file(
-    pair: tuple[Path, State],
-    tmp_path: Path,
-    command: Ckptkit,
+    pair: tuple[Path, State], tmp_path: Path, command: Ckptkit
 ) -> None:
     """Other numbers, in the types of the file; what Hugging Face lacks stays."""
     source, _ = pair
