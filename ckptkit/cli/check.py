@@ -43,12 +43,12 @@ def command(
     """
     from ckptkit import api
     from ckptkit.analysis.config_check import compare
-    from ckptkit.edits import rules
+    from ckptkit.edits import config_file
     from ckptkit.edits.expect import Expectations
 
     with api.reading(file, key=key) as checkpoint:
         place = checkpoint.source
-        sizes = rules.find(place) if config is None else rules.read(config)
+        sizes = config_file.find(place) if config is None else config_file.read(config)
         compared = [] if sizes is None else compare(sizes, checkpoint.weights)
         fields = list(dict.fromkeys(each.field for each in compared))
         if not (fields or lines or like):

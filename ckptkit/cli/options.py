@@ -140,9 +140,9 @@ def _rules(_: object, __: object, given: Sequence[str]) -> Sequence[str]:
 
 
 def _config(path: str) -> Any:
-    from ckptkit.edits import rules
+    from ckptkit.edits import config_file
 
-    return rules.read(path)
+    return config_file.read(path)
 
 
 def _settings(

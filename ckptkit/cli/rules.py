@@ -23,10 +23,10 @@ def command(source: str, model_type: str, config: str | None) -> int:
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml
     """
-    from ckptkit.edits import rules
+    from ckptkit.edits import config_file
     from ckptkit.rules.from_transformers import generated, layouts_of, recipe_text
 
-    layouts = layouts_of(model_type, None if config is None else rules.read(config))
+    layouts = layouts_of(model_type, None if config is None else config_file.read(config))
     found = generated(layouts)
     if not found.steps:
         why = "has one layout: there is nothing to convert"

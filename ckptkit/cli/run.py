@@ -65,7 +65,7 @@ def command(
     )
     found = recipes.load(recipe, rules)
     if found.merge is not None:
-        from ckptkit.edits.mergekit import merge_config
+        from ckptkit.edits.merging import merge_config
 
         return request.run(source=merge_config(found.merge, request.sources[0]), key=key)
     # A reversed recipe ignores its output options, because it writes the other layout. If DST has a

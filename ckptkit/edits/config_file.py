@@ -3,14 +3,88 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.bytesource import Folder
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.edits.rules import CONFIG_NAME
+from ckptkit.core.errors import PathError, UsageError
 from ckptkit.quantized.group import parsed, read_json_of
+
+CONFIG_NAME = "config.json"
+BYTES = 1 << 20  # maximum size of config.json in bytes
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """Read a JSON object from the file `path`.
+
+    Raises PathError if the file cannot be opened, and UsageError if it is too large or contains no
+    JSON object.
+    """
+    source = LocalFile(path)
+    try:
+        return _parsed(source)
+    finally:
+        source.close()
+
+
+def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
+    """Read the config.json next to a checkpoint. Return None if the file is missing.
+
+    Raises UsageError if the file is too large or contains no JSON object.
+    """
+    folder = _folder(source)
+    try:
+        if folder is None or CONFIG_NAME not in folder:
+            return None
+        return _parsed(folder.open(CONFIG_NAME))
+    except PathError:
+        return None
+
+
+def is_beside(source: ByteSource | Folder | None) -> bool:
+    """Return True if there is a config.json next to a checkpoint."""
+    folder = _folder(source)
+    return folder is not None and CONFIG_NAME in folder
+
+
+def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
+    """Return a function that reads the configuration when it is called.
+
+    If an earlier edit set a config.json on the checkpoint, the function returns the content of that
+    config.json. Otherwise, the function reads the config.json next to the file.
+    """
+    own = dict(checkpoint.companions).get(CONFIG_NAME)
+    return lambda: find(checkpoint.source) if own is None else json.loads(own)
+
+
+def _folder(source: ByteSource | Folder | None) -> Folder | None:
+    if isinstance(source, Folder):
+        return source
+    place = None if source is None else source.folder_and_name()
+    return None if place is None else place[0]
+
+
+def _parsed(source: ByteSource) -> Mapping[str, Any]:
+    if source.size > BYTES:
+        raise UsageError(
+            f"is larger than {BYTES:,} bytes, too large for a configuration", where=source.name
+        )
+    try:
+        found = json.loads(source.read(0, source.size).decode(), object_hook=_number)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not JSON: {str(error)[:100]}", where=source.name) from error
+    if not isinstance(found, dict):
+        raise UsageError("is not a JSON object", where=source.name)
+    return found
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Decode ``{"__float__": "Infinity"}``, the notation of transformers for NaN and infinities."""
+    if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+        return float(found["__float__"])
+    return found
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:

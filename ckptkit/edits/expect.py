@@ -26,7 +26,7 @@ from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import matcher, nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
-from ckptkit.edits import rules
+from ckptkit.edits import config_file
 from ckptkit.rules.names import Config, Settings, evaluate
 from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, parse_given
 
@@ -98,7 +98,7 @@ class Expectations:
     def failures(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Yield a message for each expectation that fails. Read elements only for `equal` and
         `finite`."""
-        value = _values(rules.lazily(checkpoint) if self.config is None else self.config)
+        value = _values(config_file.lazily(checkpoint) if self.config is None else self.config)
         tensors = checkpoint.weights
         for each in self.parsed:
             matches = matcher([each.glob])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import itemgetter
@@ -15,9 +14,8 @@ from ckptkit.compute.arranged import Arranged, contiguous, how
 from ckptkit.compute.packing import Blocks
 from ckptkit.compute.strided import ZEROS, StridedCopy, in_bytes, normal
 from ckptkit.core.arguments import texts
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint, edit
-from ckptkit.core.errors import CollisionError, PathError, TensorError, UsageError
+from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, merge_all, plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
@@ -25,6 +23,7 @@ from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.edits import keys as names
 from ckptkit.edits import quantized_names
+from ckptkit.edits.config_file import CONFIG_NAME, is_beside, lazily
 from ckptkit.rules.names import Config
 from ckptkit.rules.notation import NotReversibleError, about
 from ckptkit.rules.planner import (
@@ -39,55 +38,7 @@ from ckptkit.rules.planner import (
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
-# Reading config.json, which contains sizes of the model for rules.
-
-
-CONFIG_NAME = "config.json"
-BYTES = 1 << 20  # maximum size of config.json in bytes
 ARCHITECTURE = "general.architecture"  # GGUF key; its value is a name such as "llama"
-
-
-def read(path: str) -> Mapping[str, Any]:
-    """Read a JSON object from the file `path`.
-
-    Raises PathError if the file cannot be opened, and UsageError if it is too large or contains no
-    JSON object.
-    """
-    source = LocalFile(path)
-    try:
-        return _parsed(source)
-    finally:
-        source.close()
-
-
-def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
-    """Read the config.json next to a checkpoint. Return None if the file is missing.
-
-    Raises UsageError if the file is too large or contains no JSON object.
-    """
-    folder = _folder(source)
-    try:
-        if folder is None or CONFIG_NAME not in folder:
-            return None
-        return _parsed(folder.open(CONFIG_NAME))
-    except PathError:
-        return None
-
-
-def is_beside(source: ByteSource | Folder | None) -> bool:
-    """Return True if there is a config.json next to a checkpoint."""
-    folder = _folder(source)
-    return folder is not None and CONFIG_NAME in folder
-
-
-def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
-    """Return a function that reads the configuration when it is called.
-
-    If an earlier edit set a config.json on the checkpoint, the function returns the content of that
-    config.json. Otherwise, the function reads the config.json next to the file.
-    """
-    own = dict(checkpoint.companions).get(CONFIG_NAME)
-    return lambda: find(checkpoint.source) if own is None else json.loads(own)
 
 
 def metadata(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -100,34 +51,6 @@ def metadata(checkpoint: Checkpoint) -> Mapping[str, Any]:
         for key, value in root.items()
         if isinstance(key, str) and key.startswith(prefix)
     }
-
-
-def _folder(source: ByteSource | Folder | None) -> Folder | None:
-    if isinstance(source, Folder):
-        return source
-    place = None if source is None else source.folder_and_name()
-    return None if place is None else place[0]
-
-
-def _parsed(source: ByteSource) -> Mapping[str, Any]:
-    if source.size > BYTES:
-        raise UsageError(
-            f"is larger than {BYTES:,} bytes, too large for a configuration", where=source.name
-        )
-    try:
-        found = json.loads(source.read(0, source.size).decode(), object_hook=_number)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not JSON: {str(error)[:100]}", where=source.name) from error
-    if not isinstance(found, dict):
-        raise UsageError("is not a JSON object", where=source.name)
-    return found
-
-
-def _number(found: dict[str, Any]) -> Any:
-    """Decode ``{"__float__": "Infinity"}``, the notation of transformers for NaN and infinities."""
-    if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
-        return float(found["__float__"])
-    return found
 
 
 # With `--like`, the output must have the names and shapes of another checkpoint.

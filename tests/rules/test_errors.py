@@ -21,8 +21,8 @@ from ckptkit.compute.strided import StridedCopy
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range
 from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
 from ckptkit.core.text import flatten
+from ckptkit.edits import config_file, rules
 from ckptkit.edits import expect as expectations
-from ckptkit.edits import rules
 from ckptkit.edits.expect import Expectations
 from ckptkit.edits.rules import check_like
 from ckptkit.rules import planner
@@ -279,7 +279,7 @@ def configured(text: str) -> Callable[[Path], object]:
 
     def read(folder: Path) -> None:
         (folder / "config.json").write_text(text)
-        rules.read(str(folder / "config.json"))
+        config_file.read(str(folder / "config.json"))
 
     return read
 
@@ -337,7 +337,7 @@ CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
         quantized(test_grouped.STACK[0], of=test_grouped.experts(256)),
         "rule 1 separates codes and scales",
     ),
-    (configured(f'"{"x" * rules.BYTES}"'), "is larger than 1,048,576 bytes"),
+    (configured(f'"{"x" * config_file.BYTES}"'), "is larger than 1,048,576 bytes"),
     (configured("{"), "is not JSON"),
     (configured("[]"), "is not a JSON object"),
     (expect(""), "an expectation is empty"),
@@ -539,7 +539,7 @@ MAKERS = ("check", "refuse", "Unsayable")  # functions that raise an error, besi
 
 def sites() -> Iterator[tuple[str, range]]:
     """Yield the places where the modules of rules make an error: file, lines."""
-    applied = (rules.__file__, expectations.__file__)
+    applied = (rules.__file__, config_file.__file__, expectations.__file__)
     for path in sorted((*Path(planner.__file__).parent.glob("*.py"), *map(Path, applied))):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
