@@ -52,6 +52,7 @@ _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-
 _SPLIT = "distrib_optim.pt"  # file of the distributed optimizer in the folder of a rank
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
+_WHOLE = re.compile(r"\.((?:layers|final_layernorm|final_norm)\..*)")  # not nested in dicts
 WORD = "embedding.word_embeddings.weight"
 LEGACY = "language_model."
 
@@ -304,13 +305,8 @@ def _nested(part: OrderedMapping) -> dict[str, Node]:
     """
     made: dict[str, Node] = {}
     for name, tensor in part.items():
-        head, dot, rest = name.partition("layers.")
-        steps = [*head.strip(".").split("."), *([dot + rest] if dot else [])]
-        if not dot:
-            whole = next((n for n in ("final_layernorm", "final_norm") if f".{n}." in name), None)
-            if whole is not None:
-                before, _, after = name.partition(f".{whole}.")
-                steps = [*before.split("."), f"{whole}.{after}"]
+        found = _WHOLE.search(name)
+        steps = [*name[: found.start()].split("."), found[1]] if found else name.split(".")
         place = made
         for step in steps[:-1]:
             place = place.setdefault(step, {})

@@ -70,7 +70,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _read(probe: Probe, folder: Folder) -> Checkpoint:
-    names, reader, joiner = folder.list(), RankReader(folder, keep=True), Joiner(probe)
+    names, reader, joiner = folder.list(), RankReader(folder), Joiner(probe)
     models = [reader.fields(name).node for name in filter(MODEL.fullmatch, names)]
     first = models[0] if models else {}
     layers = any(map(LAYER.fullmatch, names))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
@@ -135,15 +134,10 @@ def _ranked(group: RankGroup, reader: RankReader, joiner: Joiner) -> list[Ranked
     return sorted(found, key=lambda each: each.rank)
 
 
-class World(NamedTuple):
-    """The ranks that have shards, and the total number of ranks."""
-
-    ranks: tuple[int, ...]
-    size: int
-
-
-def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner) -> World:
-    """Return the ranks and the world size that the shards record.
+def _check_ranks(
+    group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner
+) -> tuple[list[int], int]:
+    """Return the ranks that have shards, and the total number of ranks, as the shards record.
 
     Raises CorruptError if a file name contradicts the recorded ranks.
     """
@@ -165,7 +159,7 @@ def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], joiner: Joiner) -> 
         raise CorruptError(
             f"was written by {count:,} ranks, but contains files of other ranks: {some(others)}"
         )
-    return World(tuple(sorted(every)), count)
+    return sorted(every), count
 
 
 def _pieces(root: Node, joiner: Joiner) -> Iterator[Piece]:
@@ -175,9 +169,11 @@ def _pieces(root: Node, joiner: Joiner) -> Iterator[Piece]:
         yield piece
 
 
-def _merged(group: RankGroup, ranked: Sequence[Ranked], world: World, joiner: Joiner) -> Node:
+def _merged(
+    group: RankGroup, ranked: Sequence[Ranked], world: tuple[list[int], int], joiner: Joiner
+) -> Node:
     there = {each.rank for each in ranked}
-    missing = [rank for rank in world.ranks if rank not in there]
+    missing = [rank for rank in world[0] if rank not in there]
     names = some([group.name(rank) for rank in missing])
     try:
         root = Merger(ranked, joiner).merged()
@@ -186,7 +182,7 @@ def _merged(group: RankGroup, ranked: Sequence[Ranked], world: World, joiner: Jo
             raise
         what, are = ("rank", "is") if len(missing) == 1 else ("ranks", "are")
         raise CorruptError(
-            f"{what} {some(f'{rank:,}' for rank in missing)} of {world.size:,} {are} missing: "
+            f"{what} {some(f'{rank:,}' for rank in missing)} of {world[1]:,} {are} missing: "
             f"there is no {names}",
             hint="every rank wrote its own file: copy the missing files from the same source",
         ) from error
@@ -219,7 +215,7 @@ def _optimizer(
         return {}
 
 
-def _title(ranked: Sequence[Ranked], world: World, joiner: Joiner) -> str:
+def _title(ranked: Sequence[Ranked], world: tuple[list[int], int], joiner: Joiner) -> str:
     pieces = list(_pieces(ranked[0].root, joiner))
     forms: dict[str, None] = {}
     for piece in pieces:
@@ -228,5 +224,5 @@ def _title(ranked: Sequence[Ranked], world: World, joiner: Joiner) -> str:
             names = f" ({', '.join(piece.mesh.names)})" if piece.mesh.names else ""
             form = f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}"
         forms[form] = None
-    ranks = f"{len(ranked):,} of {world.size:,} ranks"
+    ranks = f"{len(ranked):,} of {world[1]:,} ranks"
     return f"rank files of {parallelism(pieces)}: {ranks}; {'; '.join([*forms][:3])}"

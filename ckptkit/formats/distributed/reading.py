@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -29,20 +29,16 @@ _SIZE = Global("torch", "Size")
 
 def reader_of(probe: Probe) -> RankReader:
     """Return the cached reader of a folder. `matches` and `read` of a layout share the reader."""
-    found = probe.kept.setdefault(RankReader, RankReader(probe.folder, keep=True))
+    found = probe.kept.setdefault(RankReader, RankReader(probe.folder))
     assert isinstance(found, RankReader)
     return found
 
 
 class RankReader:
-    """Reads the files of a folder. Collects the warnings and globals of all files.
+    """Reads each file of a folder once. Collects the warnings and globals of all files."""
 
-    If `keep` is set, the reader keeps the Checkpoint of each file in memory.
-    """
-
-    def __init__(self, folder: Folder, *, keep: bool = False) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self.keep = keep
         self.globals: dict[Global, None] = {}
         # Maps each warning to the names of the files that caused it.
         self._warnings: dict[str, list[str]] = {}
@@ -65,8 +61,7 @@ class RankReader:
         self.globals.update(dict.fromkeys(found.globals))
         for warning in found.warnings:
             self._warnings.setdefault(warning, []).append(name)
-        if self.keep:
-            self._read[place.name, name] = found
+        self._read[place.name, name] = found
         return found
 
     def fields(self, name: str) -> Fields:
@@ -180,11 +175,9 @@ def is_flat(tensor: Tensor) -> bool:
 
 def own(tensor: Tensor) -> Tensor:
     """Return the tensor with a separate storage, so that parameters do not share their `step`."""
-    storage = tensor.storage
-    if storage is None:
+    if tensor.storage is None:
         return tensor
-    copy = Storage(storage.record, storage.device, storage.crc32, storage.big_endian)
-    return Tensor(copy, tensor.dtype, tensor.shape, tensor.stride, tensor.offset)
+    return replace(tensor, storage=replace(tensor.storage), requires_grad=False, kind="tensor")
 
 
 # Parameters assembled from the ranks' flat tensors

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.formats.deepspeed.test_reading import odd
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+FLATS_3 = "fp32_flat_groups"
 HUGE = [-(2**63), -1, 2**62, 2**63, 2**64, 2**2000, True, 1.0, "1", None]
 
 
@@ -152,16 +154,6 @@ def test_SH_09_a_model_beside_it(tmp_path: Path, name: str) -> None:
 # Which files
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_DC_08_missing_ranks(tmp_path: Path, stage: int, rank: int) -> None:
-    tag = Run(small(), stage=stage, ranks=3, prefix="bf16_").save(tmp_path / "x")
-    missing = f"bf16_{OPTIM.format(rank)}"
-    (tag / missing).unlink()
-    with pytest.raises(CorruptError, match=f"is incomplete: {missing} is missing"):
-        read(tmp_path / "x")
-
-
 def test_DC_08_missing_models(tmp_path: Path) -> None:
     for rank in (0, 1):
         tag = Run(small(), stage=3).save(tmp_path / str(rank))
@@ -228,46 +220,51 @@ def test_SH_07_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
 # What they say
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("count", [0, 1, 3, 10**12, *HUGE])
-def test_DC_03_partition_count(tmp_path: Path, stage: int, count: Any) -> None:
-    tag = Run(small(), stage=stage).save(tmp_path / "x")
-    edit_optims(tag, lambda state: state.update(partition_count=[count] if stage < 3 else count))
-    with pytest.raises(CkptkitError):
-        read(tag)
+OPTIMS, MODELS = "*_optim_states.pt", "*_model_states.pt"
+Wrong = tuple[str, tuple[int, ...], Callable[[int, Any], dict[str, Any]], list[Any]]
+WRONG: dict[str, Wrong] = {
+    "DC_03 partition_count": (
+        OPTIMS, (2, 3), lambda stage, value: {"partition_count": value if stage == 3 else [value]},
+        [0, 1, 3, 10**12, *HUGE],
+    ),
+    "DC_03 gaps": (
+        OPTIMS, (2,), lambda stage, value: {"param_alignment_paddings": value},
+        [[], [[0]], [[0, 0], [0, 0]], [[0, 0, 0]], [[100, 0]], [[-1, 0]], [[2**62, 0]], [5], "ab"],
+    ),
+    "DC_06 flat tensors": (
+        OPTIMS, (2, 3),
+        lambda stage, value: {FLATS_3 if stage == 3 else "single_partition_of_fp32_groups": value},
+        [None, 1, {}, [1], ["x"], [None], [torch.ones(4, 5)], [torch.ones(40)[::2]],
+         [torch.tensor(1.0)], [torch.ones(20, device="meta")]],
+    ),
+    "DC_05 shapes": (
+        MODELS, (2, 3), lambda stage, value: {"param_shapes": [{"a": value, "b": (4,)}]},
+        [shape for size in HUGE for shape in ((size,), (size, size), [size], size)],
+    ),
+    "DC_10 dicts of shapes": (
+        MODELS, (3,), lambda stage, value: {"param_shapes": value},
+        [1, {}, "ab", [], [1], [[]], [{1: (3,)}], [{"a": {}}], [{"a": (7, 5)}, {"a": (4,)}]],
+    ),
+    "DC_04 frozen parameters": (
+        MODELS, (2, 3), lambda stage, value: {"frozen_param_fragments": value},
+        [{}, {"c": None}, {"c": 1}, {"c": torch.ones(2)}, {"c": torch.ones(3, 1)},
+         {"c": torch.ones(4)[::2]}],
+    ),
+}  # fmt: skip
 
 
-def test_DC_03_ranks_that_contradict_each_other(tmp_path: Path) -> None:
-    for number, change in enumerate((
-        {"partition_count": [3]},
-        {"single_partition_of_fp32_groups": []},
-        {"single_partition_of_fp32_groups": [torch.ones(20), torch.ones(1)]},
-        {"single_partition_of_fp32_groups": [torch.ones(21)]},
-        {"single_partition_of_fp32_groups": [torch.ones(20).half()]},
-        {"group_paddings": [0, 0]},
-        {"group_paddings": [7]},
-    )):  # fmt: skip
-        tag = Run(small()).save(tmp_path / str(number))
-        edit(
-            tag / OPTIM.format(1),
-            lambda content, new=change: content["optimizer_state_dict"].update(new),
-        )
-        with pytest.raises(CorruptError):
+@pytest.mark.parametrize("what", WRONG)
+def test_fields_of_another_kind_or_size(tmp_path: Path, what: str) -> None:
+    pattern, stages, make, values = WRONG[what]
+    for number, (stage, value) in enumerate(product(stages, values)):
+        run = Run(small(), stage=stage, frozen={"c": torch.ones(5)})
+        tag = run.save(tmp_path / str(number))
+        for path in tag.glob(pattern):
+            content = load(path)
+            content.get("optimizer_state_dict", content).update(make(stage, value))
+            torch.save(content, path)
+        with pytest.raises((FormatError, LimitError)):
             read(tag)
-
-
-@pytest.mark.parametrize(
-    "flats",
-    [None, 1, {}, [1], ["x"], [None], [torch.ones(4, 5)], [torch.ones(40)[::2]], [torch.tensor(1.0)],
-     [torch.ones(20, device="meta")]],
-)  # fmt: skip
-@pytest.mark.parametrize("stage", [2, 3])
-def test_DC_06_flat_tensors_of_another_kind(tmp_path: Path, stage: int, flats: Any) -> None:
-    tag = Run(small(), stage=stage).save(tmp_path / "x")
-    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    edit_optims(tag, lambda state: state.update({key: flats}))
-    with pytest.raises(FormatError):
-        read(tag)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -290,20 +287,6 @@ def test_DC_04_parameters_that_are_not_covered(tmp_path: Path, stage: int) -> No
             read(tag)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", HUGE)
-def test_DC_05_shapes(tmp_path: Path, stage: int, size: Any) -> None:
-    tag = Run(small(), stage=stage).save(tmp_path / "x")
-    for shape in ((size,), (size, size), [size], size):
-        for path in tag.glob("*_model_states.pt"):
-            edit(
-                path,
-                lambda content, new=shape: content.update(param_shapes=[{"a": new, "b": (4,)}]),
-            )
-        with pytest.raises((FormatError, CorruptError, LimitError)):
-            read(tag)
-
-
 def test_DC_05_a_rank_without_end(tmp_path: Path) -> None:
     tag = Run(small()).save(tmp_path / "x")
     edit(
@@ -311,48 +294,6 @@ def test_DC_05_a_rank_without_end(tmp_path: Path) -> None:
         lambda content: content.update(param_shapes=[{"a": (2**62,) * 100_000, "b": (4,)}]),
     )
     with pytest.raises(LimitError, match="rank"):
-        read(tag)
-
-
-@pytest.mark.parametrize(
-    "shapes", [1, {}, "ab", [1], [[]], [{1: (3,)}], [{"a": {}}], [{"a": (7, 5)}, {"a": (4,)}]]
-)
-def test_DC_10_shapes_of_another_kind(tmp_path: Path, shapes: Any) -> None:
-    tag = Run(small(), stage=3).save(tmp_path / "x")
-    for path in tag.glob("*_model_states.pt"):
-        edit(path, lambda content: content.update(param_shapes=shapes))
-    with pytest.raises((FormatError, AmbiguousError)):
-        read(tag)
-
-
-@pytest.mark.parametrize(
-    "gaps",
-    [[], [[0]], [[0, 0], [0, 0]], [[0, 0, 0]], [[100, 0]], [[-1, 0]], [[2**62, 0]], [5], "ab"],
-)
-def test_DC_03_gaps(tmp_path: Path, gaps: Any) -> None:
-    tag = Run(small()).save(tmp_path / "x")
-    edit_optims(tag, lambda state: state.update(param_alignment_paddings=gaps))
-    with pytest.raises(FormatError):
-        read(tag)
-
-
-@pytest.mark.parametrize(
-    "fragments",
-    [
-        {},
-        {"c": None},
-        {"c": 1},
-        {"c": torch.ones(2)},
-        {"c": torch.ones(3, 1)},
-        {"c": torch.ones(4)[::2]},
-    ],
-)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_DC_04_frozen_parameters(tmp_path: Path, stage: int, fragments: Any) -> None:
-    tag = Run(small(), stage=stage, frozen={"c": torch.ones(5)}).save(tmp_path / "x")
-    for path in tag.glob("*_model_states.pt"):
-        edit(path, lambda content: content.update(frozen_param_fragments=fragments))
-    with pytest.raises(FormatError):
         read(tag)
 
 
@@ -369,14 +310,10 @@ def test_DC_06_values_of_another_kind(tmp_path: Path, key: str, value: Any) -> N
             content = load(path)
             if key in content:
                 torch.save(content | {key: value}, path)
-        with_error(tag)
-
-
-def with_error(tag: Path) -> None:
-    try:
-        list(read(tag).weights)
-    except CkptkitError as error:
-        assert error.where is not None
+        try:
+            list(read(tag).weights)
+        except CkptkitError as error:
+            assert error.where is not None
 
 
 @pytest.mark.parametrize(
@@ -387,7 +324,10 @@ def test_DC_06_optimizers_of_another_kind(tmp_path: Path, value: Any) -> None:
         tag = Run(small(), stage=stage).save(tmp_path / str(stage))
         key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
         edit_optims(tag, lambda state, key=key: state.update({key: value}))
-        with_error(tag)
+        try:
+            list(read(tag).weights)
+        except CkptkitError as error:
+            assert error.where is not None
 
 
 def test_DC_06_a_moment_that_is_too_short(tmp_path: Path) -> None:
@@ -498,32 +438,16 @@ def test_TM_01_a_flat_tensor_beyond_its_storage(tmp_path: Path) -> None:
         read(tag)
 
 
-def read_made(folder: Path) -> Checkpoint:
-    return formats.read(Folder(folder))
-
-
-def small_state() -> State:
-    return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
-
-
 def test_a_buffer_that_is_no_tensor_has_another_name(tmp_path: Path) -> None:
-    tag = Run(small_state()).save(tmp_path / "x")
+    tag = Run(small()).save(tmp_path / "x")
 
     def change(content: dict[str, Any]) -> None:
         content["module"]["note"] = "x"
         content |= {"buffer_names": ["note"], "shared_params": {"other": "note"}}
 
     edit(tag / MODEL, change)
-    module = read_made(tmp_path / "x").root["module"]
+    module = read(tmp_path / "x").root["module"]
     assert (module["note"], module["other"]) == ("x", "x")
-
-
-def test_ranks_without_groups(tmp_path: Path) -> None:
-    tag = Run(small_state(), stage=3).save(tmp_path / "x")
-    for path in tag.glob("*_model_states.pt"):
-        edit(path, lambda content: content.update(param_shapes=[]))
-    with pytest.raises(CorruptError, match="need 0 elements, but flat tensor 0"):
-        read_made(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -531,29 +455,29 @@ def test_ranks_without_groups(tmp_path: Path) -> None:
 )
 def test_groups_that_do_not_number_flat_tensors(tmp_path: Path, group: Any) -> None:
     """They are kept as they are."""
-    tag = Run(small_state()).save(tmp_path / "x")
+    tag = Run(small()).save(tmp_path / "x")
     edit_optims(tag, lambda content: content["base_optimizer_state"].update(param_groups=[group]))
-    assert read_made(tmp_path / "x").root["optimizer"]["param_groups"] == [group]
+    assert read(tmp_path / "x").root["optimizer"]["param_groups"] == [group]
 
 
 def test_what_files_of_ranks_warn_of_is_said_once(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        Run(small_state()).save(tmp_path / "x")
+        Run(small()).save(tmp_path / "x")
     finally:
         torch.serialization.set_crc32_options(before)
     said = "of its storages have no checksum: ckptkit cannot detect damage in them"
-    warnings = read_made(tmp_path / "x").warnings
+    warnings = read(tmp_path / "x").warnings
     assert warnings == (f"{MODEL}: 2 {said}", f"{OPTIM.format(0)} and 1 more: 4 {said}")
     assert coded(warnings, NO_CHECKSUM) == [*warnings]
 
 
 def test_a_step_without_memory(tmp_path: Path) -> None:
-    tag = Run(small_state()).save(tmp_path / "x")
+    tag = Run(small()).save(tmp_path / "x")
     step = torch.empty((), device="meta")
     edit_optims(tag, lambda content: content["base_optimizer_state"]["state"][0].update(step=step))
-    state = read_made(tmp_path / "x").root["optimizer"]["state"]
+    state = read(tmp_path / "x").root["optimizer"]["state"]
     assert [(each["step"].storage, each["step"].shape) for each in state.values()] == [
         (None, ())
     ] * 2

@@ -62,12 +62,5 @@ def test_the_parts_make_the_whole(name: str, tmp_path: Path) -> None:
         assert_same(made["optimizer"]["state"], expected["state"])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_together_is_refused(name: str, tmp_path: Path) -> None:
-    kind, word = REFUSED[name]
-    with pytest.raises(kind, match=word):
-        ckptkit.open(parts(name, tmp_path))
-
-
 def test_every_vector_is_here() -> None:
     assert {path.name for path in vector(".").iterdir()} == {*NAMES, *REFUSED}
