@@ -6,9 +6,8 @@ ckptkit finds damage while it writes an output, `damaged_in` returns the affecte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, leaves
 from ckptkit.core.checkpoint import Checkpoint
@@ -22,12 +21,19 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import some
-from ckptkit.core.tree import Node, Path, StoredBytes, join, nodes, type_name, walk
+from ckptkit.core.tree import Node, StoredBytes, join, nodes, type_name, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
 from ckptkit.formats import format
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.record import WHOLE, restore
-from ckptkit.formats.safetensors import Kinds, matches, read_entry, read_header, read_text
+from ckptkit.formats.safetensors import (
+    DtypeAndShape,
+    Kinds,
+    matches,
+    read_entry,
+    read_header,
+    read_text,
+)
 from ckptkit.pickles.policy import without
 
 AGAIN = "download or copy it again"
@@ -49,45 +55,44 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     lost value by None. If a tensor of a pickled module is lost, the state_dict of the module
     replaces the module. Raises CorruptError with `hint` if no tensor is intact.
     """
-    reasons: dict[int, str | None] = {}  # reasons of losses, by id of a node or storage
-    keep: list[Any] = []  # examined nodes and storages, kept alive so that their ids stay unique
-
-    def examined(part: Any, find: Callable[[Any], str | None]) -> str | None:
-        if id(part) not in reasons:
-            keep.append(part)
-            reasons[id(part)] = find(part)
-        return reasons[id(part)]
+    reasons: dict[int, str | None] = {}  # reasons of losses, by id of a node
 
     def reason(root: Node) -> str | None:
-        held = (
-            Storage(node.extent) if isinstance(node, StoredBytes) else node.storage
-            for node in nodes(root)
-            if isinstance(node, (Tensor, TypedStorage, StoredBytes))
-        )
-        found = (examined(storage, why) for storage in held if storage is not None)
-        return next((each for each in found if each is not None), None)
+        if isinstance(root, (str, bytes)):
+            return None
+        if id(root) not in reasons:
+            held = (
+                Storage(node.extent) if isinstance(node, StoredBytes) else node.storage
+                for node in nodes(root)
+                if isinstance(node, (Tensor, TypedStorage, StoredBytes))
+            )
+            found = (why(storage) for storage in held if storage is not None)
+            reasons[id(root)] = next((each for each in found if each is not None), None)
+        return reasons[id(root)]
 
-    def is_lost(node: Node) -> bool:
-        return not isinstance(node, (str, bytes)) and examined(node, reason) is not None
+    def pruned(root: Node) -> tuple[Node, tuple[Loss, ...]]:
+        """Return a tree without lost nodes, and the losses. The caller keeps `root` alive."""
+        kept, found = without(root, lambda node: reason(node) is not None)
+        losses = []
+        for path, node in found:
+            tensor = as_tensor(node)
+            what = f"{tensor.dtype} {list(tensor.shape)}" if tensor else type_name(node)
+            losses.append(Loss(join(path), what, reason(node) or ""))
+        return kept, tuple(losses)
 
-    def losses(found: Iterable[tuple[Path, Node]]) -> tuple[Loss, ...]:
-        return tuple(
-            Loss(join(path), _what(node), examined(node, reason) or "") for path, node in found
-        )
-
-    root, found = without(checkpoint.root, is_lost)
-    lost, notes = losses(found), checkpoint.notes
+    root, lost = pruned(checkpoint.root)
     if not lost:
         if not _has_tensors(root):
             raise CorruptError("it contains no tensors", hint="there is nothing to recover")
         return Recovered(checkpoint, ())
+    notes = checkpoint.notes
     try:
         weights = checkpoint.selection
     except AmbiguousError:
         weights = None
     if weights is not None and weights.is_module:
-        root, found = without(plain_state_dict(weights.nodes), is_lost)
-        lost = losses(found)
+        plain = plain_state_dict(weights.nodes)
+        root, lost = pruned(plain)
         notes = (*notes, "the module became a state_dict of its intact tensors")
     if not _has_tensors(root, 1):
         raise nothing(lost, hint)
@@ -131,17 +136,7 @@ def zeros_from(source: ByteSource) -> int:
     return stop if source.size - stop >= _ZEROS else source.size
 
 
-def _what(node: Node) -> str:
-    tensor = as_tensor(node)
-    if tensor is not None:
-        return f"{tensor.dtype} {list(tensor.shape)}"
-    return type_name(node)
-
-
 # Damage that is found while an output is written
-
-
-_NAMED = 4  # maximum number of tensor names in a message
 
 
 def tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +169,7 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
         for name, tensor in tensors(checkpoint.root)
         if any(overlap(own, bad) for own in located(tensor) for bad in damaged)
     ]
-    return some(names, _NAMED)
+    return some(names, 4)
 
 
 # Safetensors
@@ -191,23 +186,19 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     if probe.is_folder or not matches(probe):
         return None
     source = probe.source
-    text = read_text(source)
-    header, metadata = read_header(text)
-    start = 8 + len(text)
-    shifted = "" if unverified else _shifted(header, source.size - start)
+    places, metadata, invalid, shifted = _entries(source)
     zeros = source.size if unverified else zeros_from(source)
+    shifted = "" if unverified else shifted
     tensors: dict[str, Tensor] = {}
-    invalid: list[Loss] = []
     # Reason of each loss, by the empty source that replaces the lost bytes.
     reasons: dict[ByteSource | None, str] = {}
-    for name, entry in header.items():
-        try:
-            kind, begin = read_entry(entry, Kinds())
-        except CkptkitError as error:
-            invalid.append(Loss(name, "an entry", error.message))
-            continue
-        place = Range(source, start + begin, kind.nbytes)
-        if why := _doubt(place, shifted, zeros):
+    for name, (kind, place) in places.items():
+        end, why = place.offset + place.length, shifted if place.length else ""
+        if end > source.size:
+            why = f"the file is truncated: {end - source.size:,} bytes are missing"
+        elif place.length and not shifted and end > zeros:
+            why = f"the file ends in {source.size - zeros:,} zeros; the save may be incomplete"
+        if why:
             place = Range(Memory(b"", source.name), 0, kind.nbytes)
             reasons[place.source] = why
         tensors[name] = kind.like.over(Storage(place))
@@ -233,36 +224,34 @@ def recoverable(probe: Probe) -> str:
     if probe.is_folder or not matches(probe):
         return ""
     try:
-        text = read_text(probe.source)
-        header, _ = read_header(text)
+        *_, shifted = _entries(probe.source)
     except CkptkitError:
         return ""
-    return (
-        format.UNVERIFIED if _shifted(header, probe.source.size - 8 - len(text)) else format.RECOVER
-    )
+    return format.UNVERIFIED if shifted else format.RECOVER
 
 
-def _shifted(header: dict[str, Any], size: int) -> str:
-    """Describe missing or extra bytes after the header. Return "" if the size is right."""
-    end = 0
+def _entries(
+    source: ByteSource,
+) -> tuple[dict[str, tuple[DtypeAndShape, Range]], dict[str, str], list[Loss], str]:
+    """Return the valid entries of a header, the metadata, and the invalid entries.
+
+    The last item describes missing or extra bytes after the header. It is "" if the size is right.
+    """
+    text = read_text(source)
+    header, metadata = read_header(text)
+    places: dict[str, tuple[DtypeAndShape, Range]] = {}
+    invalid: list[Loss] = []
     kinds = Kinds()
-    for entry in header.values():
+    end = start = 8 + len(text)
+    for name, entry in header.items():
         try:
             kind, begin = read_entry(entry, kinds)
-        except CkptkitError:
+        except CkptkitError as error:
+            invalid.append(Loss(name, "an entry", error.message))
             continue
-        end = max(end, begin + kind.nbytes)
-    if end == size:
-        return ""
-    which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} extra bytes"
-    return f"its bytes may be shifted: {which} at an unknown position"
-
-
-def _doubt(place: Range, shifted: str, zeros: int) -> str:
-    """Return why the bytes of a tensor may be damaged, or "" if nothing suggests damage."""
-    source, end = place.source, place.offset + place.length
-    if end > source.size:
-        return f"the file is truncated: {end - source.size:,} bytes are missing"
-    if place.length and not shifted and end > zeros:
-        return f"the file ends in {source.size - zeros:,} zeros; the save may be incomplete"
-    return shifted if place.length else ""
+        places[name] = kind, Range(source, start + begin, kind.nbytes)
+        end = max(end, start + begin + kind.nbytes)
+    lacking = end - source.size
+    which = f"{lacking:,} bytes are missing" if lacking > 0 else f"{-lacking:,} extra bytes"
+    shifted = f"its bytes may be shifted: {which} at an unknown position" if lacking else ""
+    return places, metadata, invalid, shifted
