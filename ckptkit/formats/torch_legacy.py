@@ -370,12 +370,10 @@ class _TarTable:
 
     def read_storages(self, stream: _TarRecord) -> None:
         for key, location, made in stream.entries():
-            if not isinstance(location, str):
-                raise FormatError("a storage has no device")
-            check("name_bytes", len(location), "characters of a device's name")
             dtype = dtype_of_storage(made) if isinstance(made, Global) else None
-            if dtype is None:
-                raise FormatError("a storage has no element type")
+            if dtype is None or not isinstance(location, str):
+                raise FormatError("a storage has no device or no element type")
+            check("name_bytes", len(location), "characters of a device's name")
             (elements,) = stream.numbers("<q")
             if elements < 0:
                 raise CorruptError(

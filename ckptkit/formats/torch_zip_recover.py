@@ -362,21 +362,13 @@ class _DamagedArchive:
     def _guesses(self, entry: Claim) -> Iterator[Claim]:
         """Yield guesses for the header of a member, in case that the header is damaged.
 
-        A guess assumes that the bytes of the member begin after the extra fields, or that they end
-        before the data descriptor or the next member.
+        A guess assumes that the bytes of the member end before the data descriptor or the next
+        member.
         """
-        if not entry.crc:  # without a CRC, a guess cannot be verified
-            return
-        at, stored = entry.header, entry.stored or 0
-        padding = int.from_bytes(self.window.read(at, zip_reader.LOCAL.size)[28:], "little")
-        end = self.directory.following(entry)[0]
-        sizes = [each.size for each in _DESCRIPTORS]
-        there = [n for n in sizes if self.window.read(end - n, 4) == zip_reader.DESCRIPTOR_MAGIC]
-        starts = [at + zip_reader.LOCAL.size + len(entry.name.encode()) + padding]
-        starts += [end - n - stored for n in there or (*sizes, 0)]
-        yield from (
-            Claim(entry.name, at, start, at, entry.method) for start in starts if start > at
-        )
+        end = self.directory.following(entry)[0] - (entry.stored or 0)
+        for size in (*(each.size for each in _DESCRIPTORS), 0):
+            if entry.crc and end - size > entry.header:  # the CRC verifies a guess
+                yield Claim(entry.name, entry.header, end - size, entry.header, entry.method)
 
     def _place(self, header: Claim, entry: Claim | None, size: int) -> RecordPlace | None:
         """Return the location of the bytes after a header, or None if the sizes are impossible."""

@@ -130,10 +130,9 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
 def _refuse_entry(
     name: bytes, flags: int, method: int, disk: int, same_size: bool, folder: bool
 ) -> NoReturn:
-    if flags & ENCRYPTED:
-        raise UnsupportedError(f"record {shown(name)} is encrypted")
     if flags & _REFUSED_FLAGS:
-        raise UnsupportedError(f"record {shown(name)} has unsupported flags: {flags:#06x}")
+        what = "is encrypted" if flags & ENCRYPTED else f"has unsupported flags: {flags:#06x}"
+        raise UnsupportedError(f"record {shown(name)} {what}")
     if disk:
         raise UnsupportedError(_IN_PARTS)
     if method not in (0, DEFLATED):
@@ -155,10 +154,8 @@ def extra_fields(extra: bytes, name: bytes) -> dict[int, bytes]:
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind in found and kind == ZIP64_FIELD:
-            raise FormatError(f"record {shown(name)} has two zip64 fields")
-        if kind == _UNICODE_PATH_FIELD:
-            raise FormatError(f"record {shown(name)} has a second name in an extra field")
+        if kind == _UNICODE_PATH_FIELD or (kind == ZIP64_FIELD and kind in found):
+            raise FormatError(f"record {shown(name)} has two names or two zip64 fields")
         found[kind] = extra[at + 4 : at + 4 + length]
         at += 4 + length
     if at != len(extra):
@@ -617,17 +614,15 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
         _, other_disk, place, disks = _LOCATOR.unpack_from(tail, locator)
         if disk or first_disk or here != count or other_disk or disks > 1:
             raise UnsupportedError(_IN_PARTS)
-        if place != stop or locator < _END64.size:
-            raise FormatError("zip64 locator does not point to the record before it")
         short = (start, size, count)
         magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
-            tail, locator - _END64.size
+            tail, max(0, locator - _END64.size)
         )
-        if magic != END64_MAGIC or length != _END64.size - 12:
-            raise FormatError("zip64 end record is malformed")
         wide = zip(short, (start, size, count), (U32, U32, _U16), strict=True)
-        if any(value not in (true, capped) for value, true, capped in wide):
-            raise FormatError("zip64 end record and end record contradict each other")
+        differ = any(value not in (true, capped) for value, true, capped in wide)
+        is_whole = place == stop and magic == END64_MAGIC and length == _END64.size - 12
+        if differ or not is_whole:
+            raise FormatError("zip64 end record is malformed, or contradicts the end record")
     elif U32 in (size, start):
         raise FormatError("zip64 end record is missing")
     if disk or first_disk or here != count:
