@@ -32,14 +32,7 @@ from typing import NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import Inflate, RecordSlice, concat, stream
-from ckptkit.core.bytesource import (
-    Derived,
-    Extent,
-    Memory,
-    Range,
-    crc32,
-    crc32_combine,
-)
+from ckptkit.core.bytesource import Derived, Extent, Memory, Range, crc32, crc32_combine
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NUMPY, DType
 from ckptkit.core.errors import (

@@ -51,13 +51,7 @@ from os.path import basename
 from typing import Any
 
 from ckptkit.compute.operation import Swap
-from ckptkit.core.bytesource import (
-    Derived,
-    Folder,
-    LocalFile,
-    Memory,
-    Range,
-)
+from ckptkit.core.bytesource import Derived, Folder, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import UINT8, DType
 from ckptkit.core.errors import (
