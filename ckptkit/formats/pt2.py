@@ -41,7 +41,7 @@ The members are not compressed. Source: stable_baselines3/common/save_util.py, `
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from ckptkit.core.bytesource import Range, Section
@@ -52,10 +52,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import table
-from ckptkit.formats import torch_zip as zip_archive
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import field
-from ckptkit.formats.table import is_torch_zip
 from ckptkit.formats.torch_zip import Archive
 from ckptkit.formats.zip_reader import ZipDirectory
 
@@ -160,16 +158,11 @@ def _device(parsed: dict[str, Any]) -> str:
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:
     """Read an archive of torch before 2.8. Such an archive contains torch.save files."""
-    held = {}
-    for part in ("state_dict", "constants"):
-        names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
-        name = next((name for name in names if name in directory.entries), "")
-        place = directory.locate(name) if name else None
-        if isinstance(place, Range) and place.length:
-            probe = Probe(Section(place.source, place.offset, place.length))
-            if not is_torch_zip(probe):
-                raise FormatError(f"{name} is not a torch.save file")
-            held[part] = zip_archive.read(probe)
+    held: dict[str, Checkpoint] = {}
+    for part, suffix in product(("state_dict", "constants"), ("pt", "json")):
+        name = f"serialized_{part}.{suffix}"
+        if part not in held and name in directory.entries and directory.entries[name].length:
+            held[part] = _inside(directory, name)
     if not held:
         raise UnsupportedError(
             "is an exported program without the members in which torch.export.save writes weights"
@@ -181,6 +174,18 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         globals=tuple(dict.fromkeys(chain.from_iterable(each.globals for each in held.values()))),
         warnings=tuple(chain.from_iterable(each.warnings for each in held.values())),
     )
+
+
+def _inside(directory: ZipDirectory, name: str) -> Checkpoint:
+    """Read a torch.save file in an archive."""
+    extent = directory.locate(name)
+    if not isinstance(extent, Range):
+        raise UnsupportedError(f"its {name} is compressed", hint=f"unpack {name} and name it")
+    inner = Probe(Section(*extent))
+    for format in (table.TORCH_ZIP, table.TORCH_LEGACY):
+        if format.matches(inner):
+            return format.read(inner)
+    raise FormatError(f"its {name} is not a torch.save file")
 
 
 # Models of Stable-Baselines3
@@ -201,22 +206,10 @@ def read_baselines(probe: Probe) -> Checkpoint:
     """
     archive = probe.zip
     assert archive is not None
-    extent = archive.locate(POLICY)
-    if not isinstance(extent, Range):
-        raise UnsupportedError(f"its {POLICY} is compressed", hint=f"unpack {POLICY} and name it")
-    inner = Probe(Section(*extent))
-    for format in (table.TORCH_ZIP, table.TORCH_LEGACY):
-        if format.matches(inner):
-            found = format.read(inner)
-            break
-    else:
-        raise FormatError(f"its {POLICY} is not a torch.save file")
+    found = _inside(archive, POLICY)
     others = [name for name in archive.entries if name != POLICY]
     left = f"only {POLICY} is read, not {some(others, 8)}"
     return replace(
-        found,
-        format=table.STABLE_BASELINES.name,
-        source=probe.source,
-        origin=None,
+        found, format=table.STABLE_BASELINES.name, source=probe.source, origin=None,
         warnings=(*found.warnings, left),
-    )
+    )  # fmt: skip
