@@ -162,15 +162,20 @@ def recoverable(probe: Probe) -> str:
     """
     if probe.is_folder:
         return ""
-    found = (format.recoverable(probe) for format in FORMATS if format.recoverable is not None)
+    is_large = probe.source.remote or probe.source.size > TRIED
+    works = _begins if is_large else salvaged
+    commands = (RECOVER, UNVERIFIED)
+    return next((each for each in commands if works(probe.source, each == UNVERIFIED)), "")
+
+
+def _begins(place: ByteSource, unverified: bool) -> bool:
+    """Return whether a recovery finds the names and shapes of tensors. Read headers only."""
+    probe = Probe(place)
+    tests = (format.recoverable or format.recover for format in FORMATS)
     try:
-        command = next(filter(None, found), "")
+        return any(test(probe, unverified) is not None for test in tests if test is not None)
     except CkptkitError:
-        return ""
-    if probe.source.remote or probe.source.size > TRIED:
-        return command
-    tried = {RECOVER: (RECOVER, UNVERIFIED), UNVERIFIED: (UNVERIFIED,)}.get(command, ())
-    return next((each for each in tried if salvaged(probe.source, each == UNVERIFIED)), "")
+        return False
 
 
 def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-# Commands that recover a damaged file. Hints and `Format.recoverable` use these constants.
+# Commands that recover a damaged file. Hints and `formats.recoverable` use these constants.
 RECOVER = "recover"
 UNVERIFIED = "recover --unverified"
 
@@ -156,8 +156,8 @@ class Format:
     ``pickles`` yields the pickles for `scan`, or returns None if the file has another format.
     ``recover`` returns the intact tensors of a damaged file, or None if the file has another
     format. If its second argument is True, the result includes tensors that cannot be verified.
-    ``recoverable`` reads headers only, and returns the command that may recover tensors
-    (`RECOVER`, `UNVERIFIED` or "").
+    ``recoverable`` begins like ``recover``, but reads only headers. If it is None, ``recover``
+    reads only headers.
     ``check`` reads headers only, and yields each byte range that has a checksum, and each defect.
     For a defective file, `read` raises the first defect.
     ``patch`` plans an in-place edit of a local file, or returns None if many bytes differ. `patch`
@@ -197,7 +197,7 @@ class Format:
     # `loaded_by_torch`).
     torch_error: str = ""
     recover: Callable[[Probe, bool], Recovered | None] | None = None
-    recoverable: Callable[[Probe], str] | None = None
+    recoverable: Callable[[Probe, bool], object] | None = None
     check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, Options], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

@@ -23,7 +23,6 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import some
 from ckptkit.core.tree import Node, StoredBytes, join, nodes, type_name, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
-from ckptkit.formats import format
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.record import WHOLE, restore
 from ckptkit.formats.safetensors import (
@@ -217,17 +216,6 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
     result = recovered(checkpoint, reason, hint)
     return replace(result, lost=(*invalid, *result.lost))
-
-
-def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors, or "" if the header cannot be read."""
-    if probe.is_folder or not matches(probe):
-        return ""
-    try:
-        *_, shifted = _entries(probe.source)
-    except CkptkitError:
-        return ""
-    return format.UNVERIFIED if shifted else format.RECOVER
 
 
 def _entries(

@@ -95,13 +95,13 @@ STABLE_BASELINES = _format(
 )  # fmt: skip
 TORCH_LEGACY = _format(
     "torch-legacy", "torch.save before 1.6: a stream of pickles and storages",
-    "torch_legacy: matches read recover recoverable pickles",
+    "torch_legacy: matches read recover pickles",
     loaded_by_torch=True, rewrite_as="torch-zip",
 )  # fmt: skip
 SAFETENSORS = _format(
     "safetensors", "safetensors", "safetensors: matches read layout patch",
     suffixes=(".safetensors",), everything="asked", recover=Lazy("recovering:recover"),
-    recoverable=Lazy("recovering:recoverable"), folder_as="sharded",
+    folder_as="sharded",
 )  # fmt: skip
 GGUF = _format(
     "gguf", "GGUF: models for llama.cpp and ComfyUI, also split",

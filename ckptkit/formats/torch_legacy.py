@@ -71,7 +71,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, StoredBytes
 from ckptkit.formats import table
-from ckptkit.formats.format import RECOVER, Probe, Recovered
+from ckptkit.formats.format import Probe, Recovered
 from ckptkit.formats.tar import first_name, is_tar, read_members
 from ckptkit.formats.whats_inside import PICKLES
 from ckptkit.pickles.globals import REDUCERS, check_class, strided
@@ -237,17 +237,6 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         return reasons.get(record.key) if isinstance(record, _LegacyRecord) else None
 
     return recovered(checkpoint, why_lost, AGAIN if unverified else UNVERIFIED)
-
-
-def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors, or "" if the pickles cannot be read."""
-    if not matches(probe):
-        return ""
-    try:
-        _parse(probe.source, {})
-    except CkptkitError:
-        return ""
-    return RECOVER
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:

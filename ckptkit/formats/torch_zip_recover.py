@@ -39,7 +39,7 @@ from ckptkit.core.tensor import Storage
 from ckptkit.core.text import plural, shown, some
 from ckptkit.core.tree import Node
 from ckptkit.formats import table, torch_zip, zip_reader
-from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
+from ckptkit.formats.format import Probe, Recovered
 from ckptkit.formats.recovering import AGAIN, recovered, tensors, unsummed
 from ckptkit.formats.zip_reader import DEFLATED, MAGIC, HeaderWindow
 from ckptkit.pickles.storages import StorageTable
@@ -80,17 +80,12 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     return _DamagedArchive(probe.source, unverified).recover() if _is_zip(probe) else None
 
 
-def recoverable(probe: Probe) -> str:
-    """Return the command that may recover tensors, or "" if the pickle cannot be read."""
-    for command in (RECOVER, UNVERIFIED) if _is_zip(probe) else ():
-        try:
-            _DamagedArchive(probe.source, command == UNVERIFIED).open()
-        except CorruptError:
-            continue
-        except CkptkitError:
-            break
-        return command
-    return ""
+def recoverable(probe: Probe, unverified: bool) -> Unpickled | None:
+    """Return the pickle that `recover` uses, or None if the file is not a zip file.
+
+    Raises the errors of `recover`.
+    """
+    return _DamagedArchive(probe.source, unverified).open() if _is_zip(probe) else None
 
 
 def _is_zip(probe: Probe) -> bool:
