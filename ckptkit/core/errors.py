@@ -11,7 +11,8 @@ A warning with a stable code is a :class:`Notice`: a string with a code and fact
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,20 @@ class CkptkitError(Exception):
         if self.where is None:
             self.where = where
         return self
+
+
+@contextmanager
+def placed(where: str | None, what: str = "") -> Iterator[None]:
+    """Add the prefix `what` to the message of an error that the body of the `with` raises.
+
+    If `where` is given, also set the name of the file, unless the error has one.
+    """
+    try:
+        yield
+    except CkptkitError as error:
+        error.message = f"{what}{error.message}"
+        error.where = error.where or where
+        raise
 
 
 def _filled(hint: str, where: str | None) -> str:

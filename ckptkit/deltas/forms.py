@@ -65,12 +65,12 @@ from ckptkit.core.bytesource import (
 )
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
-    CkptkitError,
     CorruptError,
     FormatError,
     MissingPackageError,
     UnsupportedError,
     UsageError,
+    placed,
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
@@ -434,7 +434,7 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
 def read(path: str) -> Delta:
     """Read the headers of a delta. If `path` is a checkpoint, return it with encoding `WHOLE`."""
     place = open_place(path)
-    try:
+    with placed(path):
         if isinstance(place, ByteSource):
             return _of_file(place)
         names = place.list()
@@ -442,8 +442,6 @@ def read(path: str) -> Delta:
             return _of_index(place)
         if MANIFEST in names:
             return _of_manifest(place)
-    except CkptkitError as error:
-        raise error.at(path) from error.__cause__
     return _whole(path)
 
 

@@ -21,6 +21,7 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
     UsageError,
+    placed,
 )
 from ckptkit.core.options import DEFAULT, LAYOUT, Options
 from ckptkit.core.plan import Patch, Plan
@@ -438,10 +439,8 @@ def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Option
     unchanged = after.root is before.root and after.extras == before.extras and is_plain
     if unchanged and isinstance(before.source, LocalFile):
         return Patch(before.source, None, (), None, before.source.size)
-    try:
+    with placed(before.name or ""):
         return format.patch(before, after, options)
-    except CkptkitError as error:
-        raise error.at(before.name or "") from error.__cause__
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:

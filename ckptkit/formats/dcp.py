@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
@@ -35,6 +35,7 @@ from ckptkit.core.errors import (
     FormatError,
     InputError,
     UnsupportedError,
+    placed,
     within,
 )
 from ckptkit.core.options import Options
@@ -116,15 +117,6 @@ class ItemFiles:
         self.names = frozenset(self.folder.list())
         self._headers: dict[tuple[str, int], ShardHeader] = {}  # by file name and offset
 
-    @contextmanager
-    def reading(self, file: str, what: str = "") -> Iterator[None]:
-        """Add `what` and the name of `file` to errors raised in the body of the `with`."""
-        try:
-            yield
-        except CkptkitError as error:
-            error.message = f"{what}{error.message}"
-            raise error.at(self.folder.open(file).name) from error.__cause__
-
     def index(self) -> DcpIndex:
         """Return the index of the folder.
 
@@ -136,8 +128,9 @@ class ItemFiles:
             raise AmbiguousError(f"contains {NAME} and {ranks[0][1]}: two saves in one folder")
         found = []
         for name in [NAME] if NAME in names else [name for _, name in ranks]:
-            with self.reading(name):
-                found.append(read_metadata(self.folder.open(name)))
+            source = self.folder.open(name)
+            with placed(source.name):
+                found.append(read_metadata(source))
         if found:
             return merged(found)
         shards = sorted(filter(SHARD.fullmatch, names))
@@ -148,7 +141,7 @@ class ItemFiles:
             )
         tensors: dict[str, tuple[DType, list[Chunk]]] = {}
         for name in shards:
-            with self.reading(name):
+            with placed(self.folder.open(name).name):
                 self._add_shard(tensors, name)
         entries: dict[str, Entry] = {}
         for name, (dtype, chunks) in tensors.items():
@@ -208,6 +201,11 @@ class ItemFiles:
         """Return whether an item begins like a torch.save archive."""
         return self.folder.open(place.file).read(place.offset, min(4, place.length)) == MAGIC
 
+    def at(self, name: str, place: Place) -> AbstractContextManager[None]:
+        """Return a context that adds `name` and `place` to errors."""
+        file = self.folder.open(place.file)
+        return placed(file.name, f"{shown(name)}, at byte {place.offset:,}: ")
+
     def probe(self, place: Place) -> Probe:
         return Probe(Section(self.folder.open(place.file), place.offset, place.length))
 
@@ -224,7 +222,7 @@ class ItemFiles:
         Raises CorruptError if the tensor contradicts the metadata.
         """
         place = chunk.place
-        with self.reading(place.file, _at(name, place)):
+        with self.at(name, place):
             if self.is_archive(place):
                 node = self.value(place).root
             else:
@@ -265,10 +263,6 @@ class ItemFiles:
             tensors = read.root if isinstance(read.root, dict) else {}
             self._headers[file, offset] = tensors, offsets
         return self._headers[file, offset]
-
-
-def _at(name: str, place: Place) -> str:
-    return f"{shown(name)}, at byte {place.offset:,}: "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,7 +341,7 @@ def read(probe: Probe) -> Checkpoint:
     files.check(_places(index))
     for name, entry in index.entries.items():
         if isinstance(entry, Place):
-            with files.reading(entry.file, _at(name, entry)):
+            with files.at(name, entry):
                 item = files.value(entry)
             globals_ |= dict.fromkeys(item.globals)
             warnings += [within(name, warning) for warning in item.warnings]

@@ -32,12 +32,12 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.dtypes import UNKNOWN, DType
 from ckptkit.core.errors import (
     AmbiguousError,
-    CkptkitError,
     CollisionError,
     CorruptError,
     FormatError,
     UnsafeGlobalError,
     UnsupportedError,
+    placed,
 )
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
@@ -133,12 +133,9 @@ def read_metadata(source: ByteSource) -> DcpIndex:
     places = _places(stored)
     entries: dict[str, Entry] = {}
     for name, node in described.items():
-        try:
+        with placed(None, f"{shown(key_text(name))}: "):
             check("name_bytes", len(_text(name, "a name")), "characters of a tensor's name")
             entries[name] = _entry(name, node, places)
-        except CkptkitError as error:
-            error.message = f"{shown(key_text(name))}: {error.message}"
-            raise
     # planner_data maps each name to its path in the nested tree.
     paths = fields.get("planner_data") or {}
     if not isinstance(paths, dict):
@@ -336,11 +333,8 @@ def covered(name: str, entry: Whole) -> Whole:
 
     Raises CorruptError if chunks overlap or leave a gap.
     """
-    try:
+    with placed(None, f"{shown(name)}: "):
         check_cover(entry.shape, [each[:2] for each in entry.chunks])
-    except CkptkitError as error:
-        error.message = f"{shown(name)}: {error.message}"
-        raise
     return replace(entry, chunks=tuple(sorted(entry.chunks)))
 
 

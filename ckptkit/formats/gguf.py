@@ -45,6 +45,7 @@ from ckptkit.core.errors import (
     Notice,
     TruncatedError,
     UnsupportedError,
+    placed,
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -169,10 +170,8 @@ def read_header(source: ByteSource) -> GgufHeader:
 
     If a count is too large, this function raises an error before it allocates memory.
     """
-    try:
+    with placed(source.name):
         return _header(source)
-    except (FormatError, AmbiguousError, UnsupportedError) as error:
-        raise error.at(source.name) from error.__cause__
 
 
 def _header(source: ByteSource) -> GgufHeader:

@@ -50,6 +50,7 @@ from ckptkit.core.errors import (
     FormatError,
     TruncatedError,
     UnsafeGlobalError,
+    placed,
 )
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.options import Options
@@ -231,11 +232,8 @@ def _read_entries(text: bytes) -> _Header:
     entries, metadata = read_header(text)
     kinds, found, begins = Kinds(), [], []
     for name, entry in entries.items():
-        try:
+        with placed(None, f"tensor {shown(name)}: "):
             kind, begin = read_entry(entry, kinds)
-        except CkptkitError as error:
-            error.message = f"tensor {shown(name)}: {error.message}"
-            raise
         found.append(kind)
         begins.append(begin)
     ends = [begin + kind.nbytes for begin, kind in zip(begins, found, strict=True)]

@@ -50,6 +50,7 @@ from ckptkit.core.errors import (
     Notice,
     TensorError,
     coded,
+    placed,
     within,
 )
 from ckptkit.core.limits import LIMITS, check
@@ -159,7 +160,7 @@ class _Shards:
             warning = "there is no index: the shards are read in the order of their numbers"
             warnings = (warning, *unread(names, chosen.files))
             return self._assembled(root, format, {}, restore, warnings)
-        try:
+        with placed(os.path.join(self.folder.name, name)):
             index = _index(self.folder, name)
             places: dict[Node, str] = index["weight_map"]
             files = set(places.values())
@@ -172,8 +173,6 @@ class _Shards:
             metadata = index.get("metadata") or {}
             beside = unread(names, {name, *files})
             return self._assembled(root, format, metadata, restore, beside)
-        except CkptkitError as error:
-            raise error.at(os.path.join(self.folder.name, name)) from error.__cause__
 
     def _check_names(self, names: set[str]) -> None:
         """Check that the shards exist, and that the number of shards in each file name is right.
@@ -211,7 +210,7 @@ class _Shards:
         for name in sorted(files):
             try:
                 probe = Probe(self.folder.open(name))
-                try:
+                with placed(probe.name):
                     format = next((each for each in SHARD_FORMATS if each.matches(probe)), None)
                     if format is None:
                         pointer = probe.head.startswith(b"version https://git-lfs")
@@ -220,8 +219,6 @@ class _Shards:
                         raise FormatError(what, hint=hint if pointer else None)
                     self.probes[name] = format, probe
                     shard = format.read(probe)
-                except CkptkitError as error:
-                    raise error.at(probe.name) from error.__cause__
                 entries = _entries(shard)
             except CkptkitError as error:
                 self.refuse(error)
