@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from operator import itemgetter
 
@@ -180,17 +179,13 @@ def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
     * ``transposed``: at least one copy is a transpose.
     * ``gathered``: the copies read many short byte ranges.
     """
-    kinds = {_kind(normal(copy.dims), itemsize) for copy in copies}
-    return next((kind for kind in ("transposed", "gathered") if kind in kinds), "joined")
-
-
-def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
-    if len(dims) < 2 and all(read == written == 1 for _, read, written in dims):
-        return "joined"
-    n, read, written = dims[-1]
-    if read == written == 1:
-        return "joined" if n * itemsize >= RUN else "gathered"
-    return "transposed" if any(dim[1] == 1 for dim in dims) else "gathered"
+    found = "joined"
+    for copy in map(_normal, copies):
+        if _runs(copy, itemsize) is None:
+            found = "gathered"
+            if copy.dims[-1][1:] != (1, 1) and any(read == 1 for _, read, _ in copy.dims):
+                return "transposed"
+    return found
 
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
@@ -200,11 +195,11 @@ def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
     """
     if not total:
         return Range(_ZERO_BYTES.source, 0, 0)
-    found: list[Piece] = []
-    for extent, copy in pieces:
-        found += [
-            (source, _normal(each)) for source, each in _looked_through(extent, copy, itemsize)
-        ]
+    found = [
+        (source, _normal(each))
+        for extent, copy in pieces
+        for source, each in _looked_through(extent, copy, itemsize)
+    ]
     for extent, copy in found:
         _check_readable(extent, copy, itemsize)
     counts = [_runs(copy, itemsize) for _, copy in found]
@@ -231,9 +226,7 @@ def _runs(copy: StridedCopy, itemsize: int) -> int | None:
     if not copy.dims:
         return 1
     n, read, written = copy.dims[-1]
-    if (read, written) != (1, 1):
-        return None
-    if len(copy.dims) > 1 and n * itemsize < RUN:
+    if (read, written) != (1, 1) or (len(copy.dims) > 1 and n * itemsize < RUN):
         return None
     return prod(n for n, _, _ in copy.dims[:-1])
 
@@ -300,14 +293,13 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
 def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
     """Replace a copy of a rearranged extent by copies that read the extent's sources directly."""
     inner = _parts(extent, itemsize)
-    if inner is None:
-        return [(extent, copy)]
-    sources = [source for source, _ in inner]
-    copies = [each._replace(source=number) for number, (_, each) in enumerate(inner)]
-    made = composed(copy, copies, extent.length // itemsize)
-    if made is None:
-        return [(extent, copy)]
-    return list(flatten(_looked_through(sources[each.source], each, itemsize) for each in made))
+    if inner is not None:
+        copies = [each._replace(source=number) for number, (_, each) in enumerate(inner)]
+        made = composed(copy, copies, extent.length // itemsize)
+        if made is not None:
+            every = (_looked_through(inner[each.source][0], each, itemsize) for each in made)
+            return list(flatten(every))
+    return [(extent, copy)]
 
 
 def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
@@ -322,15 +314,14 @@ def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
             return None
         return [(inner, _run(operation.start // itemsize, 0, extent.length // itemsize))]
     if isinstance(operation, Concat):
-        ends = list(accumulate(each.length for each in extent.inputs))
-        if any(end % itemsize for end in ends):
+        if any(each.length % itemsize for each in extent.inputs):
             return None
-        pairs = zip(extent.inputs, ends, strict=True)
-        return [
-            (each, _run(0, (end - each.length) // itemsize, each.length // itemsize))
-            for each, end in pairs
-            if each.length
-        ]
+        parts, place = [], 0
+        for each in extent.inputs:
+            if each.length:
+                parts.append((each, _run(0, place, each.length // itemsize)))
+            place += each.length // itemsize
+        return parts
     if isinstance(operation, Arrange) and operation.itemsize == itemsize:
         return [(extent.inputs[copy.source], copy) for copy in operation.copies]
     return None
@@ -348,18 +339,13 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
     if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
         return ()
     sizes = enumerate(tensors[0].shape)
-    return tuple(
-        axis for axis, n in sizes if n > 1 and all(tensor.stride[axis] == 0 for tensor in tensors)
-    )
+    return tuple(axis for axis, n in sizes if n > 1 and not any(t.stride[axis] for t in tensors))
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
     """Return the slice of `tensor` with index 0 in each dimension of `axes`."""
-    if not axes:
-        return tensor
-    return replace(
-        tensor, shape=tuple(1 if axis in axes else n for axis, n in enumerate(tensor.shape))
-    )
+    shape = tuple(1 if axis in axes else n for axis, n in enumerate(tensor.shape))
+    return replace(tensor, shape=shape) if axes else tensor
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:

@@ -271,35 +271,11 @@ def _signed(words: Array, signs: Array) -> Array:
 # Types with blocks of 32 to 128 elements: one scale per block. Q4_1 and Q5_1 also have one minimum.
 
 
-def _q4_0(b: Array) -> Parts:
-    return _less(_nibbles(b, 2, 1, 16), 8), _half(b, 0)
-
-
-def _q4_1(b: Array) -> Parts:
-    return _nibbles(b, 4, 1, 16), _half(b, 0), -_half(b, 2)
-
-
 def _q5(b: Array, at: int) -> Array:
     """Return codes of 5 bits. The fifth bits are in a word at byte `at`, before the low 4 bits."""
     codes = _nibbles(b, at + 4, 1, 16)
     codes |= np.unpackbits(_field(b, at, 4), bitorder="little").view("<u8") << np.uint64(4)
     return codes
-
-
-def _q5_0(b: Array) -> Parts:
-    return _less(_q5(b, 2), 16), _half(b, 0)
-
-
-def _q5_1(b: Array) -> Parts:
-    return _q5(b, 4), _half(b, 0), -_half(b, 2)
-
-
-def _q8_0(b: Array) -> Parts:
-    return _field(b, 2, 32), _half(b, 0)
-
-
-def _iq4_nl(b: Array) -> Parts:
-    return _looked_up("IQ4", _nibbles(b, 2, 1, 16)), _half(b, 0)
 
 
 def _mxfp4(b: Array) -> Parts:
@@ -317,10 +293,6 @@ def _q1_0(b: Array) -> Parts:
     bits = np.unpackbits(_field(b, 2, 16), bitorder="little")
     bits <<= np.uint8(1)
     return _less(bits, 1), _half(b, 0)
-
-
-def _q2_0(b: Array) -> Parts:
-    return _less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)
 
 
 # K types: 256 elements per block, with a scale for each 16 or 32 elements. Some K types have
@@ -360,10 +332,6 @@ def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
     found[1, :, 1] = third >> np.uint32(4) & four | second >> np.uint32(2) & two
     scales, minimums = found.view("u1")
     return _half(b, 0) * scales, _half(b, 2) * minimums
-
-
-def _q4_k(b: Array) -> Parts:
-    return _nibbles(b, 16, 4, 32), *_scales_of_6_bits(b)
 
 
 def _q5_k(b: Array) -> Parts:
@@ -492,9 +460,16 @@ def _tq2_0(b: Array) -> Parts:
 
 
 DECODERS: dict[str, Callable[[Array], Parts]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ2_XXS": _iq2_xxs,
-    "IQ2_XS": _iq2_xs, "IQ3_XXS": _iq3_xxs, "IQ1_S": _iq1_s, "IQ4_NL": _iq4_nl, "IQ3_S": _iq3_s,
-    "IQ2_S": _iq2_s, "IQ4_XS": _iq4_xs, "IQ1_M": _iq1_m, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
-    "MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q1_0": _q1_0, "Q2_0": _q2_0,
+    "Q4_0": lambda b: (_less(_nibbles(b, 2, 1, 16), 8), _half(b, 0)),
+    "Q4_1": lambda b: (_nibbles(b, 4, 1, 16), _half(b, 0), -_half(b, 2)),
+    "Q5_0": lambda b: (_less(_q5(b, 2), 16), _half(b, 0)),
+    "Q5_1": lambda b: (_q5(b, 4), _half(b, 0), -_half(b, 2)),
+    "Q8_0": lambda b: (_field(b, 2, 32), _half(b, 0)),
+    "Q4_K": lambda b: (_nibbles(b, 16, 4, 32), *_scales_of_6_bits(b)),
+    "IQ4_NL": lambda b: (_looked_up("IQ4", _nibbles(b, 2, 1, 16)), _half(b, 0)),
+    "Q2_0": lambda b: (_less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)),
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs, "IQ3_XXS": _iq3_xxs, "IQ1_S": _iq1_s, "IQ3_S": _iq3_s, "IQ2_S": _iq2_s,
+    "IQ4_XS": _iq4_xs, "IQ1_M": _iq1_m, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4, "Q1_0": _q1_0,
 }  # fmt: skip

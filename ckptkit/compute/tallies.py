@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, once, refusal, repeated, times
@@ -168,20 +168,19 @@ class Tally:
         """Number of zeros divided by the number of elements."""
         return self.zeros / self.count if self.count else None
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the statistics as numbers and lists. JSON represents these values exactly."""
-        mean = [self.mean.real, self.mean.imag] if isinstance(self.mean, complex) else self.mean
-        bins = [self.histogram.exponent, self.histogram.first, self.histogram.counts]
-        others = (self.count, self.nan, self.infinite, self.zeros, self.squares)
-        return [*others, mean, self.low, self.high, bins, self.whole, self.scale]
+        facts = asdict(self)
+        if isinstance(self.mean, complex):
+            facts["mean"] = [self.mean.real, self.mean.imag]
+        return facts
 
     @classmethod
-    def from_json(cls, found: Sequence[Any]) -> Tally:
+    def from_json(cls, facts: Mapping[str, Any]) -> Tally:
         """Convert a result of `to_json` back to a Tally."""
-        count, nan, infinite, zeros, squares, mean, low, high, bins, whole, scale = found
+        mean, histogram = facts["mean"], Histogram(**facts["histogram"])
         mean = complex(*mean) if isinstance(mean, list) else mean
-        histogram = Histogram(*bins)
-        return cls(count, nan, infinite, zeros, mean, squares, low, high, histogram, whole, scale)
+        return cls(**{**facts, "mean": mean, "histogram": histogram})
 
     def add(self, other: Tally) -> None:
         """Add the numbers of `other` to these statistics."""
@@ -199,7 +198,10 @@ class Tally:
             self.squares = sum(squares) + abs(delta) ** 2 * (ours * theirs / both)
             self.mean, self.scale = _ldexp(mean + delta * (theirs / both), scale), scale
             self.whole = other.whole and (self.whole or not ours)
-            self._bins(other)
+            assert other.low is not None and other.high is not None
+            self.low = other.low if self.low is None else min(self.low, other.low)
+            self.high = other.high if self.high is None else max(self.high, other.high)
+            self.histogram = self.histogram.plus(other.histogram, _exponent(self))
         self.count += other.count
         self.nan += other.nan
         self.infinite += other.infinite
@@ -211,21 +213,10 @@ class Tally:
             return self
         counts = [count * times for count in self.histogram.counts]
         return replace(
-            self,
-            count=self.count * times,
-            nan=self.nan * times,
-            infinite=self.infinite * times,
-            zeros=self.zeros * times,
-            squares=self.squares * times,
+            self, count=self.count * times, nan=self.nan * times, infinite=self.infinite * times,
+            zeros=self.zeros * times, squares=self.squares * times,
             histogram=replace(self.histogram, counts=counts),
-        )
-
-    def _bins(self, other: Tally) -> None:
-        assert other.low is not None and other.high is not None
-        self.low = other.low if self.low is None else min(self.low, other.low)
-        self.high = other.high if self.high is None else max(self.high, other.high)
-        exponent = bin_exponent(float(self.low), float(self.high), self.whole)
-        self.histogram = self.histogram.plus(other.histogram, exponent)
+        )  # fmt: skip
 
 
 def bin_exponent(low: float, high: float, whole: bool) -> int:
@@ -297,24 +288,19 @@ def _pieces(part: ElementRange) -> Iterator[memoryview]:
 def tally(part: ElementRange) -> Tally:
     """Return the statistics of the elements in `part`."""
     keep_memory()
-    small = part.dtype.itemsize <= 2 and part.nbytes >= COUNTED
     found = Tally()
     with np.errstate(all="ignore"):  # absolute values of complex numbers may be infinite
-        if small:
-            return _of_codes(part).repeated(part.times)
-        for piece in _pieces(part):
-            found.add(_block(decode(piece, part.dtype)))
+        if part.dtype.itemsize <= 2 and part.nbytes >= COUNTED:  # count each code
+            unit = np.dtype(f"<u{part.dtype.itemsize}")
+            counts = np.zeros(256**unit.itemsize, np.int64)
+            for piece in _pieces(part):
+                counts += np.bincount(np.frombuffer(piece, unit), minlength=len(counts))
+            codes = np.flatnonzero(counts)
+            found = _counted(decode(codes.astype(unit).tobytes(), part.dtype), counts[codes])
+        else:
+            for piece in _pieces(part):
+                found.add(_block(decode(piece, part.dtype)))
     return found.repeated(part.times)
-
-
-def _of_codes(part: ElementRange) -> Tally:
-    """Count each code of 8- or 16-bit elements, and return the statistics of the elements."""
-    unit = np.dtype(f"<u{part.dtype.itemsize}")
-    counts = np.zeros(256**unit.itemsize, np.int64)
-    for piece in _pieces(part):
-        counts += np.bincount(np.frombuffer(piece, unit), minlength=len(counts))
-    codes = np.flatnonzero(counts)
-    return _counted(decode(codes.astype(unit).tobytes(), part.dtype), counts[codes])
 
 
 def _counted(values: Array, counts: Array) -> Tally:
@@ -352,12 +338,9 @@ def _block(values: Array) -> Tally:
     made.low, made.high = low, high
     made.zeros = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
     exponent = _exponent(made)
-    exact = values.dtype == np.float32 and -_SCALES <= exponent <= 0
-    if exact:
-        made.histogram = _bins(values, low, exponent)
     wide = values if values.dtype.kind == "c" else values.astype("f8")
-    if not exact:
-        made.histogram = _bins(wide, low, exponent)
+    is_exact = values.dtype == np.float32 and -_SCALES <= exponent <= 0
+    made.histogram = _bins(values if is_exact else wide, low, exponent)
     largest = math.frexp(max(high, -low))[1]
     if largest and not SQUARED[0] < largest < SQUARED[1]:
         made.scale = largest
@@ -386,9 +369,8 @@ def _dot(values: Array) -> float:
     whole = len(values) // DOT * DOT
     rows, rest = values[:whole].reshape(-1, 1, DOT), values[whole:]
     sums = np.matmul(rows, rows.reshape(-1, DOT, 1)).reshape(-1)
-    return math.fsum(
-        [*sums.tolist(), float(np.dot(rest, rest))]
-    )  # the result of sum() depends on the version of Python
+    # The result of sum() depends on the version of Python.
+    return math.fsum([*sums.tolist(), float(np.dot(rest, rest))])
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:

@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 # numpy
 
 
-# dtypes of ml_dtypes, without dtypes that pack several elements into a byte.
-_ML_DTYPES = (
-    "bfloat16",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-)  # fmt: skip
-
-
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Return numpy's dtype for a ckptkit dtype. If numpy lacks the dtype, use ml_dtypes.
 
@@ -51,7 +44,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """
     if dtype.numpy is not None:
         return np.dtype(dtype.numpy)
-    if dtype.name in _ML_DTYPES:
+    if dtype.kind == "float" and dtype.bits in (8, 16) and dtype.packed == 1:
         return own_dtype(dtype.name)
     floats = "ckptkit.dequantize converts quantized weights to floats"
     hint = floats if dtype.block > 1 else f".torch() returns a torch tensor; {floats}"
