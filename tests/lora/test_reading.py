@@ -125,13 +125,6 @@ def test_problems(tmp_path: Path, config: dict[str, Any], code: str, word: str) 
     assert word in first.title
 
 
-def test_missing_partners_and_empty_tensors(tmp_path: Path) -> None:
-    alone = read_adapter(peft(tmp_path, shapes={"lora_A.weight": (2, 5)}))
-    assert [each.code for each in problems(alone)] == ["pair"]
-    empty = read_adapter(peft(tmp_path, shapes={"lora_A.weight": (2, 5), "lora_B.weight": (0, 2)}))
-    assert [each.code for each in problems(empty)] == ["empty"]
-
-
 def test_a_scale_is_never_guessed(tmp_path: Path) -> None:
     names = {f"base_model.model.fc.{role}": shape for role, shape in LINEAR.items()}
     path = folder(tmp_path / "bare", names)
