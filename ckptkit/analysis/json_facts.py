@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
@@ -151,25 +152,13 @@ def digests(path: str, format: str, found: Digests) -> Json:
 def statistics(
     path: str | None, format: str, found: Statistics, rows: Iterable[TensorStats]
 ) -> Json:
-    """Return the object of the JSON schema of `stats`.
-
-    The lists in the object are iterators. The totals and the skipped tensors come last, because
-    `found` is complete only after `rows` is exhausted.
-    """
-
-    def totals() -> Iterator[Json]:
-        yield from map(_statistics, found.totals)
-
-    def skipped() -> Iterator[Json]:
-        for each in found.skipped:
-            yield {"name": each.name, "dtype": each.dtype, "why": each.why}
-
+    """Return the object of the JSON schema of `stats`. The lists in the object are iterators."""
     return {
         "file": path,
         "format": format,
         "groups" if found.grouped else "tensors": map(_statistics, rows),
-        "totals": totals(),
-        "skipped": skipped(),
+        "totals": map(_statistics, found.totals),
+        "skipped": map(asdict, found.skipped),
     }
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit.analysis import digests, json_facts, summary
-from ckptkit.analysis import stats as statistics
 from ckptkit.analysis import verify as verification
 from ckptkit.analysis.digests import sha256_each
+from ckptkit.analysis.stats import chosen, statistics
 from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -73,9 +73,9 @@ def stats(
     globs = arguments.texts("keys", keys)
     with reading(source, key=key) as opened:
         checkpoint = opened if stored else dequantized_view(opened)
-        found = statistics.Statistics(statistics.chosen(checkpoint, globs, all))
-        rows = found.rows()
-        facts = listed(json_facts.statistics(checkpoint.name, checkpoint.format, found, rows))
+        found = statistics(chosen(checkpoint, globs, all))
+        facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, found.rows)
+        facts = listed(facts)
     return cast("StatsFacts", facts)
 
 

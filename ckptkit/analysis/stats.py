@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -70,103 +70,83 @@ def depth(parts: int) -> Callable[[str], str]:
     return lambda name: ".".join(name.split(".")[:parts])
 
 
+@dataclass(slots=True)
 class Statistics:
     """The statistics of tensors, of groups and of all tensors.
 
-    The iterator `rows` computes the statistics. The following attributes are complete when the
-    iterator ends:
-    - `groups`: the statistics of groups of tensors, if a function `label` is given
-    - `totals`: the statistics of all tensors
+    - `rows`: the statistics of each tensor, in the order of the tensors
+    - `totals`: the statistics of all float tensors, all int tensors, and so on; `label` is empty
     - `skipped`: tensors without statistics
-    - `odd`: tensors with NaN or infinities
+    - `groups`: the statistics of each group, in the order of the first tensors
+    - `grouped`: True if a function `label` was given
     """
 
-    def __init__(
-        self,
-        rows: Sequence[summary.TensorRow],
-        label: Callable[[str], str] | None = None,
-        modules: Modules | None = None,
-    ) -> None:
-        self.skipped: list[Skipped] = []
-        self.odd: list[TensorStats] = []
-        self._sources, self._label, self._modules = rows, label, modules
-        self._groups: dict[Key, TensorStats] = {}
-        self._members: defaultdict[Key, list[str]] = defaultdict(list)
-        self._totals: dict[str, TensorStats] = {}
-        self._seen: set[tuple[str | None, Key]] = set()
+    rows: list[TensorStats] = field(default_factory=list)
+    totals: list[TensorStats] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    groups: list[TensorStats] = field(default_factory=list)
+    grouped: bool = False
 
     @property
-    def grouped(self) -> bool:
-        """True if a function `label` was given."""
-        return self._label is not None
+    def odd(self) -> list[TensorStats]:
+        """The tensors with NaN or infinities."""
+        return [row for row in self.rows if row.tally.nan or row.tally.infinite]
 
-    @property
-    def groups(self) -> list[TensorStats]:
-        """The statistics of each group, in the order of the first tensors.
 
-        In two cases, the label of a group is the range of its names, such as
-        ``layers.{0..11}.weight``:
+def statistics(
+    sources: Sequence[summary.TensorRow],
+    label: Callable[[str], str] | None = None,
+    modules: Modules | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    fork: bool = False,
+) -> Statistics:
+    """Compute the statistics of tensors, and of groups of tensors with the same `label`.
 
-        - The function `label` is `family`.
-        - Modules with different structures have the same label.
-        """
-        times = Counter((each.label, each.kind) for each in self._groups.values())
-        found = []
-        for key, each in self._groups.items():
-            if self._label is family or times[each.label, each.kind] > 1:
-                each = replace(each, label=ranges(self._members[key]))
-            found.append(each)
-        return found
+    In two cases, the label of a group is the range of its names, such as
+    ``layers.{0..11}.weight``:
 
-    @property
-    def totals(self) -> list[TensorStats]:
-        """The statistics of all float tensors, all int tensors, and so on. `label` is empty."""
-        return list(self._totals.values())
+    - The function `label` is `family`.
+    - Modules with different structures have the same label.
 
-    def rows(
-        self, progress: Callable[[int], None] = lambda _: None, *, fork: bool = False
-    ) -> Iterator[TensorStats]:
-        """Yield the statistics of each tensor, in the order of the tensors.
-
-        `rows` calls `progress` with the number of bytes read. If `fork` is true, `rows` may fork
-        worker processes. Raises CkptkitError if a tensor cannot be read.
-        """
-        # Tied tensors have equal keys.
-        keys: list[Key] = [
-            (number,) if row.tensor.storage is None else row.tensor.elements_key
-            for number, row in enumerate(self._sources)
-        ]
-        times = Counter(keys)
-        first = {key: number for number, key in reversed(list(enumerate(keys)))}
-        found = _tallies(
-            [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress, fork
-        )
-        kept: dict[Key, Tally | str] = {}  # results for tied tensors
-        for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
-            tally = next(found) if first[key] == number else kept[key]
-            if times[key] > 1:
-                kept[key] = tally
-            if isinstance(tally, str):
-                self.skipped.append(Skipped(source.label, source.tensor.dtype.name, tally))
-            else:
-                yield self._row(source, tally, key)
-
-    def _row(self, source: summary.TensorRow, tally: Tally, key: Key) -> TensorStats:
-        name, dtype = source.label, source.tensor.dtype
+    `statistics` calls `progress` with the number of bytes read. If `fork` is true, `statistics` may
+    fork worker processes. Raises CkptkitError if a tensor cannot be read.
+    """
+    # Tied tensors have equal keys.
+    keys: list[Key] = [
+        (number,) if row.tensor.storage is None else row.tensor.elements_key
+        for number, row in enumerate(sources)
+    ]
+    first = {key: number for number, key in reversed(list(enumerate(keys)))}
+    numbers = sorted(first.values())
+    tallies = _tallies([(number, sources[number]) for number in numbers], progress, fork)
+    known = dict(zip(numbers, tallies, strict=True))
+    found = Statistics(grouped=label is not None)
+    totals, groups = dict[str, TensorStats](), dict[Key, TensorStats]()
+    members: defaultdict[Key, list[str]] = defaultdict(list)
+    seen: set[tuple[str, Key]] = set()
+    for number, (source, key) in enumerate(zip(sources, keys, strict=True)):
+        tally, name, dtype = known[first[key]], source.label, source.tensor.dtype
+        if isinstance(tally, str):
+            found.skipped.append(Skipped(name, dtype.name, tally))
+            continue
         row = TensorStats(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
-        if tally.nan or tally.infinite:
-            self.odd.append(row)
-        label = None if self._label is None else self._label(name)
-        if label is not None and (label, key) not in self._seen:
-            self._seen.add((label, key))
-            module = None if self._modules is None else self._modules(name)
-            group = (label, dtype.kind, module)
-            self._members[group].append(name)
-            self._groups.setdefault(group, TensorStats(label, dtype.kind, (), None, 0)).add(row)
-        if (None, key) not in self._seen:
-            self._seen.add((None, key))
-            self._totals.setdefault(dtype.kind, TensorStats("", dtype.kind, (), None, 0)).add(row)
-        return row
+        found.rows.append(row)
+        if first[key] == number:
+            totals.setdefault(dtype.kind, TensorStats("", dtype.kind, (), None, 0)).add(row)
+        own = None if label is None else label(name)
+        if own is not None and (own, key) not in seen:
+            seen.add((own, key))
+            group = (own, dtype.kind, None if modules is None else modules(name))
+            members[group].append(name)
+            groups.setdefault(group, TensorStats(own, dtype.kind, (), None, 0)).add(row)
+    found.totals = list(totals.values())
+    found.groups = list(groups.values())
+    times = Counter((each.label, each.kind) for each in found.groups)
+    for key, each in groups.items():
+        if label is family or times[each.label, each.kind] > 1:
+            each.label = ranges(members[key])
+    return found
 
 
 Task = tuple[int, summary.TensorRow, ElementRange | str | None]

@@ -68,14 +68,10 @@ def command(
             checkpoint = opened if stored else dequantized_view(opened)
             modules = stats.modules(checkpoint) if fold else None
             sources = stats.chosen(checkpoint, globs, everything)
-            found = stats.Statistics(sources, label, modules)
             with render.Progress("reading", sum(row.nbytes for row in sources)) as progress:
-                rows = found.rows(progress, fork=True)
-                if found.grouped:
-                    for _ in rows:
-                        pass
-                    rows = iter(found.groups)
-                rows = rows if sort == "file" else iter(_sorted(rows, sort))
+                found = stats.statistics(sources, label, modules, progress, fork=True)
+                rows = found.groups if found.grouped else found.rows
+                rows = rows if sort == "file" else _sorted(rows, sort)
                 if as_json:
                     facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, rows)
                     text = [*render.json_pieces({"schema": SCHEMA, **facts}), "\n"]

@@ -100,10 +100,10 @@ def page_file(checkpoint: Checkpoint, progress: Callable[[int], None] | None = N
     summary = summarize(checkpoint)
     tallies = {}
     if progress is not None:
-        from ckptkit.analysis.stats import Statistics
+        from ckptkit.analysis.stats import statistics
 
         numbers = {id(row): number for number, row in enumerate(summary.rows)}
-        rows = Statistics(summary.rows).rows(progress)
+        rows = statistics(summary.rows, progress=progress).rows
         tallies = {numbers[id(row.source)]: row.tally for row in rows}
     return PageFile(checkpoint, summary, shares(summary, checkpoint.root), tallies)
 

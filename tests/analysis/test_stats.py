@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptkit import api as convert
-from ckptkit.analysis.stats import Statistics, TensorStats, depth
+from ckptkit.analysis.stats import Statistics, TensorStats, depth, statistics
 from ckptkit.analysis.summary import summarize
 from ckptkit.compute import workers
 from ckptkit.core.text import family
@@ -23,8 +23,8 @@ from tests.matrix import NAMES, Fixture
 
 
 def of(root: Node, label: Any = None) -> tuple[list[TensorStats], Statistics]:
-    found = Statistics(summarize(checkpoint(root)).rows, label)
-    return list(found.rows()), found
+    found = statistics(summarize(checkpoint(root)).rows, label)
+    return found.rows, found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,8 +34,8 @@ def test_torch_says_the_same(name: str) -> None:
     rows = [
         row for row in summarize(convert.open_checkpoint(fixture.path)).rows if row.name is not None
     ]
-    found = Statistics(rows)
-    for row in found.rows():
+    found = statistics(rows)
+    for row in found.rows:
         want = state[row.label]
         assert row.shape == tuple(want.shape)
         want = torch.as_tensor(want)
@@ -71,10 +71,8 @@ def test_forked_processes_say_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(workers, "results", noted)
     fixture = Fixture(name).needs_reader()
     whole = summarize(convert.open_checkpoint(fixture.path))
-    here, there = Statistics(whole.rows), Statistics(whole.rows)
-    # as texts, since NaN is not equal to itself
-    assert str(list(there.rows(fork=True))) == str(list(here.rows()))
-    assert str((there.totals, there.skipped)) == str((here.totals, here.skipped))
+    here, there = statistics(whole.rows), statistics(whole.rows, fork=True)
+    assert str(there) == str(here)  # as texts, since NaN is not equal to itself
     assert len(calls) == (sum(row.nbytes for row in whole.rows if row.tensor.storage) > 0)
 
 
@@ -85,8 +83,8 @@ def test_what_has_no_numbers_is_skipped_by_name(tmp_path: Path) -> None:
         "meta": torch.ones(3, device="meta"),
     }
     torch.save(weights, tmp_path / "odd.pth")
-    found = Statistics(summarize(convert.open_checkpoint(tmp_path / "odd.pth")).rows)
-    assert [row.label for row in found.rows()] == ["plain"]
+    found = statistics(summarize(convert.open_checkpoint(tmp_path / "odd.pth")).rows)
+    assert [row.label for row in found.rows] == ["plain"]
     assert [(each.name, each.dtype) for each in found.skipped] == [
         ("quantized", "qint8"),
         ("meta", "float32"),
@@ -102,9 +100,9 @@ def test_ties_are_read_once_and_count_once_in_totals(
         {"a.in": table, "a.out": table, "b.t": table.t(), "b.in": table}, tmp_path / "tied.pth"
     )
     rows = summarize(convert.open_checkpoint(tmp_path / "tied.pth")).rows
-    found = Statistics(rows, depth(1))
     lengths_read.clear()
-    assert [row.tally.count for row in found.rows()] == [12] * 4
+    found = statistics(rows, depth(1))
+    assert [row.tally.count for row in found.rows] == [12] * 4
     assert [(row.label, row.tensors, row.tally.count) for row in found.groups] == [
         ("a", 1, 12),
         ("b", 2, 24),
@@ -116,10 +114,10 @@ def test_ties_are_read_once_and_count_once_in_totals(
 
 def test_kinds_do_not_mix(tmp_path: Path) -> None:
     torch.save(torch.nn.BatchNorm1d(4).state_dict(), tmp_path / "norm.pth")
-    found = Statistics(
+    found = statistics(
         summarize(convert.open_checkpoint(tmp_path / "norm.pth")).rows, lambda name: "norm"
     )
-    assert len(list(found.rows())) == 5
+    assert len(found.rows) == 5
     assert [(row.label, row.kind, row.tensors) for row in found.groups] == [
         ("norm", "float", 4),
         ("norm", "int", 1),
