@@ -122,22 +122,13 @@ def test_a_mapping_among_the_tensors_of_the_root_is_ambiguous() -> None:
     assert list(found(root, "config").tensors) == ["mean", "std"]
 
 
-@pytest.mark.parametrize(
-    "root",
-    [
-        None,
-        3,
-        "text",
-        {"optimizer": OPTIMIZER},
-        [],
-        {"epoch": 3},
-        W,
-        [W, W],
-        {1: W},
-        Pairs([("a", W)]),
-        SetNode([W]),
-    ],
-)
+NO_WEIGHTS: list[Node] = [
+    *(None, 3, "text", {"optimizer": OPTIMIZER}, [], {"epoch": 3}),
+    *(W, [W, W], {1: W}, Pairs([("a", W)]), SetNode([W])),
+]
+
+
+@pytest.mark.parametrize("root", NO_WEIGHTS)
 def test_no_weights(root: Node) -> None:
     assert locate(root) is None
     with pytest.raises(UsageError):

@@ -446,48 +446,18 @@ def test_strings_of_python_2_are_text_if_that_is_certain() -> None:
 # Arguments that CPython reads, and no pickler writes: its two machines differ in some.
 
 
+SPELLINGS = {
+    b"I%s\n.": [b"010", b"+1", b" 1", b"1 ", b"-0", b"1_0", b"0x1", b"1L0", b""],
+    b"L%s\n.": [b"01L", b"1l", b"1LL", b" 1L"],
+    b"F%s\n.": [b" 1.0", *b"1_0.0 +1.0 .5 1E5 Infinity 0x1p3 -nan".split()],
+    b"S%s\n.": [b" 'a'", b"'a' ", *rb"""'\101' '\d' '\xA' 'a'b' 'a" '\xAA' '""".split()],
+    b"(K\x01p%s\nt.": [b"00", b"01", b"+1", b" 1", b"1 ", b"-1", b"0" * 25 + b"1"],
+    b"(K\x01p1\ng%s\nt.": [b"01", b" 1", b"1L"],
+}
+
+
 @pytest.mark.parametrize(
-    "data",
-    [
-        *(
-            b"I%s\n." % number
-            for number in (b"010", b"+1", b" 1", b"1 ", b"-0", b"1_0", b"0x1", b"1L0", b"")
-        ),
-        *(b"L%s\n." % number for number in (b"01L", b"1l", b"1LL", b" 1L")),
-        *(
-            b"F%s\n." % number
-            for number in (
-                b" 1.0",
-                b"1_0.0",
-                b"+1.0",
-                b".5",
-                b"1E5",
-                b"Infinity",
-                b"0x1p3",
-                b"-nan",
-            )
-        ),
-        *(
-            b"S%s\n." % text
-            for text in (
-                b"'\\101'",
-                b"'\\d'",
-                b"'\\xA'",
-                b"'a'b'",
-                b" 'a'",
-                b"'a' ",
-                b"'a\"",
-                b"'\\xAA'",
-                b"'",
-            )
-        ),
-        *(
-            b"(K\x01p%s\nt." % index
-            for index in (b"00", b"01", b"+1", b" 1", b"1 ", b"-1", b"0" * 25 + b"1")
-        ),
-        *(b"(K\x01p1\ng%s\nt." % index for index in (b"01", b" 1", b"1L")),
-    ],
-    ids=repr,
+    "data", [form % spelled for form, all_ in SPELLINGS.items() for spelled in all_], ids=repr
 )
 def test_other_spellings_than_those_of_picklers(data: bytes) -> None:
     with pytest.raises(FormatError):

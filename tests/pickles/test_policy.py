@@ -45,65 +45,24 @@ def test_the_names_of_weights_only_are_torchs_own() -> None:
     assert ours - {f"{module}.{name}" for module, name in SINCE} == set(_get_allowed_globals())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "os.system",
-        "posix.system",
-        "nt.system",
-        "builtins.eval",
-        "builtins.exec",
-        "builtins.getattr",
-        "builtins.__import__",
-        "builtins.open",
-        "builtins.map",
-        "builtins.type",
-        "builtins.print",
-        "__builtin__.eval",
-        "copy_reg._reconstructor",
-        "copyreg._reconstructor",
-        "subprocess.Popen",
-        "subprocess.run",
-        "commands.getoutput",
-        "torch.load",
-        "torch.hub.load",
-        "torch.hub.load_state_dict_from_url",
-        "torch.jit.load",
-        "torch.storage._load_from_bytes",
-        "torch.save",
-        "torch.fx.graph_module.reduce_graph_module",
-        "torch.utils.cpp_extension.load",
-        "numpy.load",
-        "numpy.save",
-        "numpy.f2py.compile",
-        "functools.reduce",
-        "operator.methodcaller",
-        "pickle.loads",
-        "_pickle.loads",
-        "cPickle.loads",
-        "runpy.run_path",
-        "importlib.import_module",
-        "shutil.rmtree",
-        "socket.socket",
-        "ctypes.CDLL",
-        "webbrowser.open",
-        "distutils.spawn.spawn",
-        "imp.load_source",
-        "pathlib.Path.write_text",
-        "torch._utils._rebuild_sparse_csr_tensor.x",
-        "pathlib.os.system",
-        "code.interact",
-        "pty.spawn",
-        "asyncio.run",
-        "timeit.timeit",
-        "torchgen.utils.x",
-        "functorch.vmap",
-        "numpy.testing._private.utils.runstring",
-        "torch.serialization.load",
-        "types.FunctionType",
-        "types.CodeType",
-    ],
-)
+HARMFUL = """
+    os.system posix.system nt.system builtins.eval builtins.exec builtins.getattr
+    builtins.__import__ builtins.open builtins.map builtins.type builtins.print __builtin__.eval
+    copy_reg._reconstructor copyreg._reconstructor subprocess.Popen subprocess.run
+    commands.getoutput torch.load torch.hub.load torch.hub.load_state_dict_from_url
+    torch.jit.load torch.storage._load_from_bytes torch.save
+    torch.fx.graph_module.reduce_graph_module torch.utils.cpp_extension.load numpy.load
+    numpy.save numpy.f2py.compile functools.reduce operator.methodcaller pickle.loads
+    _pickle.loads cPickle.loads runpy.run_path importlib.import_module shutil.rmtree
+    socket.socket ctypes.CDLL webbrowser.open distutils.spawn.spawn imp.load_source
+    pathlib.Path.write_text torch._utils._rebuild_sparse_csr_tensor.x pathlib.os.system
+    code.interact pty.spawn asyncio.run timeit.timeit torchgen.utils.x functorch.vmap
+    numpy.testing._private.utils.runstring torch.serialization.load types.FunctionType
+    types.CodeType
+"""
+
+
+@pytest.mark.parametrize("name", HARMFUL.split())
 def test_calls_that_have_no_business_in_a_checkpoint(name: str) -> None:
     assert is_harmful(call(name, "touch canary"))
     assert refused_by_weights_only(Global(*name.rpartition(".")[::2]))

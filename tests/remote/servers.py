@@ -141,6 +141,7 @@ class Reply(NamedTuple):
     content_range: str | None = None
     raw: bytes | None = None  # sent instead of an answer
     retry_after: str | None = None
+    location: str | None = None
 
 
 @contextmanager
@@ -174,6 +175,8 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
                 self.send_header("Content-Range", reply.content_range or whole)
             if reply.retry_after is not None:
                 self.send_header("Retry-After", reply.retry_after)
+            if reply.location is not None:
+                self.send_header("Location", reply.location)
             if reply.length:
                 self.send_header("Content-Length", str(len(body)))
             else:

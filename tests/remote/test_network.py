@@ -392,28 +392,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/again", "TooManyRedirects"),
     ],
 )
-def test_redirects_that_are_not_followed(target: str, said: str) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(302)
-            self.send_header("Location", target)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(InputError, match=said):
-            ckptkit.open(f"http://127.0.0.1:{server.server_port}/run.pth")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert len(asked) < 20  # and no second attempt
+def test_redirects_that_are_not_followed(target: str, said: str, server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(status=302, location=target)
+    with pytest.raises(InputError, match=said):
+        ckptkit.open(server.url)
+    assert len(server.requests) < 20  # and no second attempt
 
 
 def test_a_request_ends_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
