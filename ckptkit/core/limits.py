@@ -105,20 +105,18 @@ def from_environment(environment: Mapping[str, str]) -> Limits:
     found = {}
     for variable, text in environment.items():
         if variable in known:
-            found[known[variable]] = _number(variable, text)
+            name = known[variable]
+            most = CEILINGS.get(name, MOST)
+            digits = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
+            if not digits or int(text) > most:
+                expected = f"expected an integer from 0 to {most:,}"
+                raise UsageError(f"{variable}: {expected}, got {text!r}")
+            found[name] = int(text)
         elif variable.startswith(PREFIX):
             hint = guess(variable, known)
             message = f"{variable} is ignored: no limit has this name"
             warnings.warn(f"{message}; {hint}" if hint else message, stacklevel=1)
     return Limits(**found)
-
-
-def _number(variable: str, text: str) -> int:
-    most = CEILINGS.get(variable.removeprefix(PREFIX).lower(), MOST)
-    digits = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
-    if not digits or int(text) > most:
-        raise UsageError(f"{variable}: expected an integer from 0 to {most:,}, got {text!r}")
-    return int(text)
 
 
 LIMITS = from_environment(os.environ)
@@ -128,9 +126,12 @@ def check(name: str, seen: int, what: str) -> None:
     """Raise LimitError if `seen` exceeds the limit `name`."""
     limit: int = getattr(LIMITS, name)
     if seen > limit:
+        most = CEILINGS.get(name, MOST)
+        setting = f"{PREFIX}{name.upper()}={min(max(seen, 2 * limit), most)}"
+        hint = f"if you trust the file, {setting} raises the limit"
         raise LimitError(
             f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})",
-            hint=raise_limit_hint(name, seen),
+            hint=hint if seen <= most else None,
         )
 
 
@@ -141,16 +142,3 @@ def check_inflated(seen: int, size: int) -> None:
         seen - INFLATED * size,
         f"decompressed bytes of zip members beyond {INFLATED} times the size of the file",
     )
-
-
-def raise_limit_hint(name: str, seen: int) -> str | None:
-    """Return a hint with the environment variable that raises the limit to `seen` or more.
-
-    Return None if `seen` exceeds the maximum value of the limit.
-    """
-    limit: int = getattr(LIMITS, name)
-    most = CEILINGS.get(name, MOST)
-    if seen > most:
-        return None
-    setting = f"{PREFIX}{name.upper()}={min(max(seen, 2 * limit), most)}"
-    return f"if you trust the file, {setting} raises the limit"

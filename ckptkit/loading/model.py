@@ -22,7 +22,6 @@ from ckptkit.compute.torch_bridge import dtype_of, overflows
 from ckptkit.compute.torch_bridge import fill as fill_tensors
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
-from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, ModelError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some, without
@@ -496,23 +495,18 @@ def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tup
     """Yield (name, description) of weights that lose more than precision in the model's dtype."""
     for name, node in nodes.items():
         value: Any = own.get(name)
-        if isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype"):
-            lost = _loss(node, dtype_of(value))
-            if lost:
-                yield name, f"{node.dtype} to {value.dtype}: {lost}".replace("torch.", "")
-
-
-def _loss(tensor: Tensor, target: DType) -> str | None:
-    """Describe what a cast of a tensor to `target` loses, or return None. Ignore rounding."""
-    source = tensor.dtype
-    if source.kind == "complex" and target.kind in ("float", "int", "bool"):
-        return "imaginary parts"
-    if source.kind == "float" and target.kind in ("int", "bool"):
-        return "fractions"
-    if source.kind != target.kind or source.kind not in ("float", "int"):
-        return None
-    count = overflows(tensor, target)
-    return f"{plural(count, 'value')} too large" if count else None
+        if not (isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype")):
+            continue
+        target, lost = dtype_of(value), None
+        kinds = node.dtype.kind, target.kind
+        if kinds[0] == "complex" and kinds[1] in _NUMBERS:
+            lost = "imaginary parts"
+        elif kinds[0] == "float" and kinds[1] in ("int", "bool"):
+            lost = "fractions"
+        elif kinds in (("float", "float"), ("int", "int")) and (count := overflows(node, target)):
+            lost = f"{plural(count, 'value')} too large"
+        if lost:
+            yield name, f"{node.dtype} to {value.dtype}: {lost}".replace("torch.", "")
 
 
 def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:

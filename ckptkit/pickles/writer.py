@@ -304,11 +304,13 @@ class _Writer:
 
     def _storage(self, typed: TypedStorage) -> bytes:
         """Return opcodes that push ('storage', class, key, location, numel), and BINPERSID."""
+        return b"".join(self._reference(typed))
+
+    def _reference(self, typed: TypedStorage) -> tuple[bytes, bytes, bytes]:
+        """Return the opcodes of a storage: before the key, the key, and after the key."""
         tag, made, key, location, numel = self.persistent_id(typed)
-        return b"".join((
-            b"(", self._string(tag), self._global(made), _unicode(key.encode()),
-            self._string(location), _integer(numel), b"tQ",
-        ))  # fmt: skip
+        before = b"(" + self._string(tag) + self._global(made)
+        return before, _unicode(key.encode()), self._string(location) + _integer(numel) + b"tQ"
 
     def _tensor(self, tensor: Tensor) -> bytes:
         index = self.tensors.get(tensor)
@@ -355,11 +357,10 @@ class _Writer:
             before += self._global(_META_TENSOR_NO_STORAGE) + b"(" + self._dtype(tensor)
             before += own + b"tR"
         else:
-            parts = self.persistent_id(TypedStorage(tensor.storage, dtype))
-            before += self._global(_TENSOR_V3 if dtype is None else _TENSOR_V2)
-            before += b"((" + self._string(parts[0]) + self._global(parts[1])
-            key = _unicode(parts[2].encode())
-            after = self._string(parts[3]) + _integer(parts[4]) + b"tQ" + _integer(tensor.offset)
+            before += self._global(_TENSOR_V3 if dtype is None else _TENSOR_V2) + b"("
+            start, key, after = self._reference(TypedStorage(tensor.storage, dtype))
+            before += start
+            after += _integer(tensor.offset)
             after += own + self._global(_ORDERED_DICT) + b")R"
             after += self._dtype(tensor) if dtype is None else b""
             bits = [self._string(bit) + b"\x88s" for bit in ("conj", "neg") if getattr(tensor, bit)]

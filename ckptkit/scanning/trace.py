@@ -15,7 +15,7 @@ The stack of a traced pickle contains these values:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -479,39 +479,26 @@ def brief(args: Any) -> str:
 
     The arguments may contain text of the file. Escape the result before you print it.
     """
-    text = "".join(_pieces(args, SHOWN_LEVELS))
+    text = _shown(args, SHOWN_LEVELS)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-def _pieces(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, tuple) or (
-        isinstance(value, Sign) and value.made is None and not value.text
-    ):
-        items = value if isinstance(value, tuple) else value.items or ()
-        ends = "()"
-        if not isinstance(value, tuple):
-            ends = "[]" if value.sort == judge.LIST else "{}"
-        yield ends[0]
-        if depth == 0 and items:
-            yield "..."
-        else:
-            inside = (("", ", ")[n > 0] + "".join(_pieces(each, depth - 1))
-                      for n, each in enumerate(items[:SHOWN_ITEMS]))  # fmt: skip
-            yield from inside
-        yield ends[1]
-    elif isinstance(value, Sign):
-        if value.text:
-            yield f"<{value.text}>"
-        else:
-            yield f"{value.made}(...)" if isinstance(value.made, Global) else "<a result>"
-    elif isinstance(value, Global):
-        yield str(value)[:SHOWN]
-    elif isinstance(value, (str, bytes)):
-        yield repr(value[:SHOWN])
-    elif isinstance(value, int) and abs(value) >= 1 << 64:
-        yield "<a large integer>"
-    else:
-        yield repr(value)
+def _shown(value: Any, depth: int) -> str:
+    if isinstance(value, Sign) and value.text:
+        return f"<{value.text}>"
+    if isinstance(value, Sign) and value.made is not None:
+        return f"{value.made}(...)" if isinstance(value.made, Global) else "<a result>"
+    if isinstance(value, (tuple, Sign)):
+        items, ends = (value, "()") if isinstance(value, tuple) else (value.items or (), "{}")
+        if isinstance(value, Sign) and value.sort == judge.LIST:
+            ends = "[]"
+        parts = [_shown(each, depth - 1) for each in items[:SHOWN_ITEMS]] if depth else ["..."]
+        return ends[0] + ", ".join(parts if items else ()) + ends[1]
+    if isinstance(value, (str, bytes)):
+        return repr(value[:SHOWN])
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "<a large integer>"
+    return str(value)[:SHOWN] if isinstance(value, Global) else repr(value)
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
