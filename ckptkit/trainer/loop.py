@@ -8,6 +8,8 @@ and saves. The other modules are ``run.py`` (builds the parts of a run), ``data.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import isfinite
@@ -26,7 +28,22 @@ from ckptkit.trainer.config import Config, RequestError, RunFiles
 from ckptkit.trainer.data import Labelled, loaded, split
 from ckptkit.trainer.log import Measure, logged, memory_report, memory_snapshot, shapes_traced
 from ckptkit.trainer.run import Run, prepare, switches_restored
-from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
+
+
+class Stopped(CkptkitError):
+    """A run stopped early on SIGTERM, after saving its checkpoint."""
+
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, epoch: int, step: int, out: Path, form: str) -> None:
+        hint = f"--resume {out} continues the run"
+        if form != "full":
+            hint = "next time, use --save-form full: then --resume can continue"
+        super().__init__(
+            f"stopped by SIGTERM in epoch {epoch} after step {step}; the checkpoint is saved",
+            where=str(out),
+            hint=hint,
+        )
 
 
 class Step(NamedTuple):
@@ -113,7 +130,7 @@ def train_epoch(
     measure: Measure = nullcontext,
     bar: Bar = no_bar,
     evaluate: Callable[[int], None] = lambda step: None,
-    stop: StopRequest | None = None,
+    stop: threading.Event | None = None,
 ) -> float:
     """Train one epoch. Return the mean loss.
 
@@ -152,7 +169,7 @@ def train_epoch(
         seen += step.images
         if config.eval_every and run.step % config.eval_every == 0:
             evaluate(run.step)
-        if stop and any(group.all_reduce_sum(stop.requested)) and step is not steps[-1]:
+        if stop and any(group.all_reduce_sum(stop.is_set())) and step is not steps[-1]:
             break
     else:
         run.step, run.order = 0, None
@@ -233,6 +250,28 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
         if group.rank == 0:
             log(f"accuracy {accuracy:.4f}")
         return accuracy
+
+
+@contextmanager
+def on_sigterm() -> Iterator[threading.Event]:
+    """Set the event when SIGTERM arrives, the signal of cluster schedulers.
+
+    A second SIGTERM calls the previous handler, and usually ends the process.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+
+    def note(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

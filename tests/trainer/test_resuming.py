@@ -20,7 +20,6 @@ from ckptkit.trainer import loop, parallel, saving
 from ckptkit.trainer.config import Config, RunFiles
 from ckptkit.trainer.gpu_checks import train_in_processes
 from ckptkit.trainer.run import Run
-from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 
 from ..conftest import ENVIRONMENT
 from .conftest import Prepare, same
@@ -290,7 +289,7 @@ def test_a_stop_within_an_epoch_is_resumed_bit_for_bit(tmp_path: Path) -> None:
             yield step
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(loop.Stopped) as caught:
         loop.train(config, tmp_path / "half.pth", log=loop.silent, bar=kill)
     assert signal.getsignal(signal.SIGTERM) == before
     assert caught.value.exit_code == 143
@@ -311,14 +310,13 @@ def test_a_second_sigterm_is_not_caught() -> None:
     signals: list[int] = []
     original = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        with on_sigterm() as stop:
+        with loop.on_sigterm() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert (stop.requested, signals) == (True, [])
+            assert (stop.is_set(), signals) == (True, [])
             os.kill(os.getpid(), signal.SIGTERM)
             assert signals == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, original)
-    assert not StopRequest().requested
 
 
 @pytest.mark.slow
