@@ -149,34 +149,22 @@ def test_strip_nothing() -> None:
     assert not done.notes
 
 
-def test_strip_prefix_of_two_components() -> None:
-    root = OrderedMapping(named("a.b.w", "a.b.c.w"))
-    root.state = {
-        "_metadata": OrderedMapping(
-            {path: {"version": n} for n, path in enumerate(["", "a", "a.b", "a.b.c"])}
-        )
-    }
-    done = strip_prefix(Checkpoint(root), "a.b.")
-    assert list(metadata(done).items()) == [("", {"version": 2}), ("c", {"version": 3})]
-
-
-def test_strip_prefix_of_two_components_keeps_paths_of_others() -> None:
-    root = OrderedMapping(named("a.b.w", "a.x"))
-    root.state = {
-        "_metadata": OrderedMapping(
-            {path: {"version": n} for n, path in enumerate(["", "a", "a.b"])}
-        )
-    }
-    done = strip_prefix(Checkpoint(root), "a.b.")
-    assert dict(metadata(done)) == {"": {"version": 2}, "a": {"version": 1}}
-
-
-def test_strip_prefix_without_a_dot() -> None:
-    root = OrderedMapping(named("net_conv.w", "net_w"))
-    root.state = {"_metadata": OrderedMapping({"": {"version": 1}, "net_conv": {"version": 2}})}
-    done = strip_prefix(Checkpoint(root), "net_")
-    assert names(done) == ["conv.w", "w"]
-    assert dict(metadata(done)) == {"": {"version": 1}, "conv": {"version": 2}}
+@pytest.mark.parametrize(
+    ("old", "paths", "prefix", "expected"),
+    [
+        ("a.b.w a.b.c.w", ["", "a", "a.b", "a.b.c"], "a.b.", {"": 2, "c": 3}),
+        ("a.b.w a.x", ["", "a", "a.b"], "a.b.", {"": 2, "a": 1}),
+        ("net_conv.w net_w", ["", "net_conv"], "net_", {"": 0, "conv": 1}),
+    ],
+)
+def test_strip_moves_the_metadata(
+    old: str, paths: list[str], prefix: str, expected: dict[str, int]
+) -> None:
+    root = OrderedMapping(named(*old.split()))
+    versions = {path: {"version": n} for n, path in enumerate(paths)}
+    root.state = {"_metadata": OrderedMapping(versions)}
+    found = metadata(strip_prefix(Checkpoint(root), prefix))
+    assert [(path, each["version"]) for path, each in found.items()] == list(expected.items())
 
 
 def test_strip_says_where_else_the_prefix_is() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ckptkit.compute.strided import ZEROS
 from ckptkit.rules.notation import NotReversibleError, RuleError, UncoveredError, parse_rule
 from ckptkit.rules.planner import RuleSet, check_reversible
-from tests.rules.arrays import carried_out, numbered, same, shapes
+from tests.rules.arrays import carried_out, numbered, shapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -138,10 +138,6 @@ def test_keys_that_no_rule_takes() -> None:
         rules.outcome(of, keep="x.*")
 
 
-def test_a_rule_that_may_match_nothing() -> None:
-    assert plan("a -> b", "c ->? d", of={"a": ()}) == {"b": ()}
-
-
 def test_comments_and_empty_lines() -> None:
     rules = RuleSet.parse(["# names", "", "a -> b  # the first", "c [i] -> d [i] # y"])
     assert [str(rule) for rule in rules.rules] == ["a -> b", "c [i] -> d [i]"]
@@ -206,11 +202,3 @@ def test_a_parsed_rule_keeps_its_text() -> None:
     rule = parse_rule(text)
     assert rule.text == text
     assert str(rule) == "a.{l}.{p:q|k} [(h d) 1 ...] ->? b.{l} [p h d 1 ...] with h=4*2"
-
-
-def test_same_is_strict() -> None:
-    """The helper that compares: names, shapes and elements."""
-    a, b = numbered((2, 3), (2, 3))
-    assert same({"x": a}, {"x": a.copy()})
-    assert not same({"x": a}, {"x": b}) and not same({"x": a}, {"y": a})
-    assert not same({"x": a}, {"x": a.reshape(3, 2)})
