@@ -28,7 +28,8 @@ class Option:
       ``flag``, and "" means that `convert` has no option for this argument.
     - ``convert_help`` is the help of the option in `convert`.
     - ``recipe`` is the key in the dict of a recipe step. If the value of the step is this argument
-      itself, ``recipe`` is "". If recipes cannot set the argument, ``recipe`` is None.
+      itself, ``recipe`` is "". If recipes cannot set the argument, ``recipe`` is None. For edits
+      with several inputs, recipes give only the other inputs.
     """
 
     parameter: str
@@ -134,7 +135,7 @@ EDITS = (
         "join", "edits.combine:join",
         (Option("checkpoints", "files"),
          Option("last_wins", "flag", "--last-wins", None,
-                "On duplicate names, use the last tensor instead of failing.", recipe=None)),
+                "On duplicate names, use the last tensor instead of failing.")),
         "Combine several checkpoints into one state_dict.",
         command="join", several="first", has_key=True,
         help="For models saved in parts: an encoder and a decoder, or the stages of a pipeline.",
@@ -146,36 +147,30 @@ EDITS = (
          Option("method", "choice", "--method", None,
                 "Method of merging; see `ckptkit help merging`.",
                 choices=("linear", "slerp", "task", "ties", "dare-ties", "dare-linear",
-                         "passthrough"), recipe=None),
+                         "passthrough")),
          Option("base", "text", "--base", "BASE",
-                "Base model to subtract from the fine-tuned models.",
-                recipe=None),
+                "Base model to subtract from the fine-tuned models."),
          Option("weight", "settings", "--weight", "W[,GLOB=W...]",
                 "Weight of each SRC, in order (repeatable). GLOB=W is the weight of the tensors "
-                "whose names match GLOB. Default: 1.",
-                recipe=None),
+                "whose names match GLOB. Default: 1."),
          Option("density", "settings", "--density", "D[,GLOB=D...]",
                 "Fraction of the differences to keep, for each SRC in order (repeatable). "
-                "Default: 1.",
-                recipe=None),
+                "Default: 1."),
          Option("scale", "number", "--scale", "X",
                 "Factor of the sum of the differences. For passthrough: factor of the weights. "
-                "For slerp: fraction of the second model. Default: 1, for slerp 0.5.",
-                recipe=None),
+                "For slerp: fraction of the second model. Default: 1, for slerp 0.5."),
          Option("normalize", "switch", "--normalize/--no-normalize", None,
                 "Divide the weighted sum by the sum of --weight. Default: only for linear and "
-                "ties.", recipe=None),
+                "ties."),
          Option("rescale", "switch", "--rescale/--no-rescale", None,
                 "Scale the kept differences so that their L1 norm equals that of all differences. "
-                "Default: only for dare-*.",
-                recipe=None),
+                "Default: only for dare-*."),
          Option("layers", "strings", "--layers", "START:STOP",
-                "Range of layers of each SRC, in order (repeatable), for passthrough.",
-                recipe=None),
+                "Range of layers of each SRC, in order (repeatable), for passthrough."),
          Option("dtype", "text", "--dtype", "DTYPE",
-                "Compute in this dtype. Default: the dtype of the tensors.", recipe=None),
+                "Compute in this dtype. Default: the dtype of the tensors."),
          Option("seed", "count", "--seed", "N",
-                "Seed of the random choices of dare-*. Default: 0.", recipe=None)),
+                "Seed of the random choices of dare-*. Default: 0.")),
         "Merge the values of several models of one architecture.",
         command="merge", several="first", has_key=True,
         help="""The methods are those of mergekit. linear is the weighted mean. slerp interpolates
@@ -191,7 +186,7 @@ EDITS = (
         "average", "edits.combine:average",
         (Option("checkpoints", "files"),
          Option("weight", "settings", "--weight", "W",
-                "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
+                "Weight of each SRC, in order (repeatable). Default: equal weights.")),
         "Write the mean of the weights of several checkpoints.",
         command="average", several="last", has_key=True,
         help="""Sums elements in float64 and rounds once. Integer and bool buffers (such as

@@ -44,6 +44,7 @@ from ckptkit.rules.notation import (
     dimension_text,
     give_size,
     settings,
+    unknown_size,
 )
 
 Axes = tuple[str, ...]
@@ -275,9 +276,7 @@ class Solved:
     def _size(self, word: str) -> int:
         size = self.sizes.get((word, None))
         if size is None:
-            message = f"the size {word} is unknown"
-            hint = give_size(word, self.rule.unset)
-            raise about(self.rule.number, RuleError(message, hint=hint))
+            raise about(self.rule.number, unknown_size([word], self.rule.unset))
         return size
 
     def _all(self, variables: Axes) -> Iterator[dict[str, int]]:
@@ -344,11 +343,8 @@ class Solved:
     def _extent(self, axes: Axes, indices: Indices) -> int:
         missing = self.rule.unknown(axes, indices, self.sizes)
         if missing:
-            words = ", ".join(dict.fromkeys(word for word, _ in missing))
-            first = missing[0][0]
-            hint = give_size(first, self.rule.unset)
-            error = RuleError(f"the size of {words} is unknown", hint=hint)
-            raise about(self.rule.number, error)
+            words = [word for word, _ in missing]
+            raise about(self.rule.number, unknown_size(words, self.rule.unset))
         return self.rule.extent(axes, indices, self.sizes)
 
 
@@ -387,14 +383,11 @@ class BoundRule:
 
     def _shifts(self) -> dict[str, int]:
         found = {}
-        for variable in (*self.rule.left.variables, *self.rule.right.variables):
-            amount = variable.shift.amount if variable.shift is not None else 0
-            if isinstance(amount, str):
-                size = self.known.sizes.get(amount)
-                if size is None or len(size) != 1 or size[0] is None:
-                    hint = give_size(amount, self.known.unset)
-                    raise RuleError(f"the size {amount} is unknown", hint=hint)
-                found[amount] = size[0]
+        for word in (*self.rule.left.shift_words, *self.rule.right.shift_words):
+            size = self.known.sizes.get(word, ())
+            if len(size) != 1 or size[0] is None:
+                raise unknown_size([word], self.known.unset)
+            found[word] = size[0]
         return found
 
     def solve(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Solved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -61,6 +61,12 @@ def give_size(word: str, unset: Mapping[str, str]) -> str:
     asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
     hint = f"give the size with {asked}, as `with {word}=32` in the rule, or in config.json"
     return f"{unset[word]} is not set; {hint}" if word in unset else hint
+
+
+def unknown_size(words: Sequence[str], unset: Mapping[str, str]) -> RuleError:
+    """Return the error for sizes that are unknown."""
+    what = f"the size of {', '.join(dict.fromkeys(words))} is unknown"
+    return RuleError(what, hint=give_size(words[0], unset))
 
 
 # The parts of a rule. `str` converts each part back to the notation.

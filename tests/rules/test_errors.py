@@ -166,7 +166,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (["a [p d] -> b.{p} [d] with d=1|2"], {"a": (3, 2)}, "no variable has 2 labels", None),
     (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, but the given size is p=3", None),
     (["{m:**}x -> {m}"], {"x": ()}, "rule 1: a target name is empty", None),
-    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: the size n is unknown", "args={'n': 32}"),
+    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: the size of n is unknown", "args={'n': 32}"),
     (
         ["a.{e}.{m:x|y} [o] -> b [(e m o)]"],
         {"a.0.x": (8,), "a.0.y": (4,), "a.1.x": (4,), "a.1.y": (4,)},
@@ -188,7 +188,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["a [(p x d)] -> {p:u|v}.{x} [d] with x=1|2 d=2"],
         {"a": (6,)},
-        "rule 1: the size x is unknown",
+        "rule 1: the size of x is unknown",
         "args={'x': 32}",
     ),
     (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 requires 2", None),
