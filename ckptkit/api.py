@@ -253,6 +253,7 @@ def convert(
     # A folder remains a folder.
     keep = own if options.keep_format or formats.is_folder(own) else None
     if folder is not None:
+        from ckptkit.formats import sidecars
         from ckptkit.formats.distributed.training_state import beside
 
         checkpoint = beside(checkpoint, folder, take=options.all)
@@ -260,7 +261,7 @@ def convert(
     chosen = _format(path, keep, options)
     path = _in_folder(path, checkpoint, chosen)
     _check_suffix(path, checkpoint, chosen, options)
-    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
+    dtype = sidecars.of_weights(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps, options.strict)
     copied: tuple[str, ...] = ()
     others = Plan(())
@@ -270,8 +271,8 @@ def convert(
         options = replace(options, all=False)
         checkpoint, others = as_files(checkpoint, options)
     if folder is not None and chosen.is_folder and options.sidecars:
-        checkpoint, copied = _with_sidecars(checkpoint, folder)
-        checkpoint = _with_dtype(checkpoint, dtype)
+        checkpoint, copied = sidecars.with_sidecars(checkpoint, folder)
+        checkpoint = sidecars.with_dtype(checkpoint, dtype)
     copied = (*copied, *(file.name for file in others.files))
     return replace(_publish(checkpoint, chosen, path, options, others=others), copied=copied)
 
@@ -345,49 +346,6 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
         return path
     name = formats.named(name, format.suffixes)
     return in_folder(path, name) if remote else os.path.join(path, name)
-
-
-def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Add the sidecar files of `folder`, such as config.json, to the checkpoint. Also return their
-    names.
-
-    If a step has generated a sidecar file, keep the generated file.
-    """
-    from ckptkit.formats.sidecars import sidecars  # rare, so imported late
-
-    found = sidecars(folder, dict(checkpoint.companions))
-    changed = replace(
-        checkpoint,
-        companions=(*checkpoint.companions, *found.files),
-        warnings=(*checkpoint.warnings, *found.warnings),
-    )
-    return changed, tuple(name for name, _ in found.files)
-
-
-def _dtype_of(checkpoint: Checkpoint) -> str | None:
-    """Return the most common dtype of the weights."""
-    from ckptkit.formats.sidecars import of_weights
-
-    return of_weights(checkpoint)
-
-
-def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
-    """Return the checkpoint with a config.json that contains the new dtype of the weights.
-
-    If the steps did not change the dtype, do not change config.json. `old` is the dtype before the
-    steps.
-    """
-    from ckptkit.formats import sidecars
-
-    files, new = dict(checkpoint.companions), _dtype_of(checkpoint)
-    if sidecars.CONFIG not in files or new is None or new == old:
-        return checkpoint
-    text, changed = sidecars.renewed(files[sidecars.CONFIG], old, new)
-    if not changed:
-        return checkpoint
-    files[sidecars.CONFIG] = text
-    notes = (*checkpoint.notes, sidecars.note(changed))
-    return replace(checkpoint, companions=tuple(files.items()), notes=notes)
 
 
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:

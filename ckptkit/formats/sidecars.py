@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Folder
@@ -22,47 +22,28 @@ CONFIGS = frozenset({"config.json", "adapter_config.json"})
 LARGEST = 64 << 20  # maximum size of a file in bytes; a large tokenizer takes 33 MB
 # Names of the files to copy. Files with these names contain neither pickles nor code.
 _NAMES = CONFIGS | {
-    "added_tokens.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
+    "added_tokens.json", "generation_config.json", "merges.txt", "preprocessor_config.json",
+    "processor_config.json", "special_tokens_map.json", "spiece.model", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json", "vocab.json",
     "vocab.txt",
-}
+}  # fmt: skip
 _TEMPLATE = re.compile(r"chat_template[\w.-]*\.(json|jinja)")
 
 
-class Sidecars(NamedTuple):
-    """The files to copy, by name, and warnings about files that are not copied."""
+def with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Add the files beside the weights in `folder` to the checkpoint. Also return their names.
 
-    files: tuple[tuple[str, bytes], ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
-    """Return the files to copy from the folder of a model.
-
-    `made` contains the names of files to skip.
-
-    Return no files if the folder contains no configuration.
+    If the checkpoint has a file of the same name, keep the file of the checkpoint. If the folder
+    contains no configuration, add no files.
     """
     try:
         names = folder.list()
     except CkptkitError:  # web servers do not list files
-        return Sidecars()
-    if CONFIGS.isdisjoint(names):
-        return Sidecars()
+        names = []
     files: list[tuple[str, bytes]] = []
     warnings: list[str] = []
-    for name in names:
-        if name in made or not (name in _NAMES or _TEMPLATE.fullmatch(name)):
+    for name in () if CONFIGS.isdisjoint(names) else names:
+        if name in dict(checkpoint.companions) or not (name in _NAMES or _TEMPLATE.fullmatch(name)):
             continue
         try:
             source = folder.open(name)
@@ -72,7 +53,12 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
                 files.append((name, source.read(0, source.size)))
         except CkptkitError as error:
             warnings.append(f"{name} is not copied: {error.message}")
-    return Sidecars(tuple(files), tuple(warnings))
+    changed = replace(
+        checkpoint,
+        companions=(*checkpoint.companions, *files),
+        warnings=(*checkpoint.warnings, *warnings),
+    )
+    return changed, tuple(name for name, _ in files)
 
 
 # Reading and updating the dtype in config.json
@@ -98,48 +84,41 @@ def of_weights(checkpoint: Checkpoint) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
-    """Return a config.json with the dtype `new`, and the list of changes.
+def with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
+    """Return the checkpoint with a config.json that contains the dtype of the weights.
 
-    In the dict of a submodel (``text_config``), change the dtype only if it is `old` or equals the
-    dtype of the complete model. If the file has a ``quantization_config``, return `text` unchanged.
+    `old` is the dtype before the edits. If the edits did not change the dtype, or if the file has a
+    ``quantization_config``, do not change the file. In the dict of a submodel (``text_config``),
+    change the dtype only if it is `old` or equals the dtype of the complete model.
     """
+    files, new = dict(checkpoint.companions), of_weights(checkpoint)
+    if CONFIG not in files or new is None or new == old:
+        return checkpoint
     try:
-        config: Any = json.loads(text)
+        config: Any = json.loads(files[CONFIG])
     except (ValueError, RecursionError):
-        return text, []
+        return checkpoint
     if not isinstance(config, dict) or "quantization_config" in config:
-        return text, []
+        return checkpoint
     said = next((_plain(config[field]) for field in _FIELDS if field in config), None)
-    changed = list(_changes(config, new, None))
-    for part in config.values():
-        if isinstance(part, dict):
-            changed += _changes(part, new, {said, old})
+    submodels = [part for part in config.values() if isinstance(part, dict)]
+    changed: dict[str, None] = {}
+    for part in (config, *submodels):
+        for field in _FIELDS:
+            plain = _plain(part.get(field))
+            is_meant = part is config or plain in (said, old)
+            if plain is not None and plain != new and is_meant:
+                part[field] = new
+                changed[f"{field} {plain} -> {new}"] = None
     if not changed:
-        return text, []
-    made = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return made.encode("utf-8", "surrogatepass"), list(dict.fromkeys(changed))
-
-
-def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> Iterator[str]:
-    """Set the dtype fields of a dict to `new`. Yield a description of each change.
-
-    If `only` is given, change only fields with one of these dtypes.
-    """
-    for field in _FIELDS:
-        plain = _plain(part.get(field))
-        if plain is None or plain == new or (only is not None and plain not in only):
-            continue
-        part[field] = new
-        yield f"{field} {plain} -> {new}"
+        return checkpoint
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    files[CONFIG] = text.encode("utf-8", "surrogatepass")
+    notes = (*checkpoint.notes, f"{CONFIG}: {some(changed, 3)}")
+    return replace(checkpoint, companions=tuple(files.items()), notes=notes)
 
 
 def _plain(said: object) -> str | None:
     """Return the name of the dtype in a field of a configuration, or None for other values."""
     name = said.removeprefix("torch.") if isinstance(said, str) else None
     return name if name in dtypes.BY_NAME else None
-
-
-def note(changed: list[str]) -> str:
-    """Return the note that lists the changes in config.json."""
-    return f"{CONFIG}: {some(changed, 3)}"
