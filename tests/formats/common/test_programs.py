@@ -14,13 +14,7 @@ import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
 from ckptkit.edits.structure import extract
-from tests.formats.torchscript.scripts import (
-    QUIET,
-    by_torch,
-    constants_by_torch,
-    quantized,
-    script,
-)
+from tests.formats.torchscript.scripts import QUIET, by_torch, constants_by_torch, quantized, script
 from tests.test_imports import spied
 
 pytestmark = QUIET
@@ -105,10 +99,7 @@ def test_without_torch(program: Path, tmp_path: Path) -> None:
 def test_wrapped_and_extracted(program: Path, frozen: Path, tmp_path: Path) -> None:
     for path in (program, frozen):
         checkpoint = ckptkit.wrap(ckptkit.open(path), "model")
-        ckptkit.save(
-            checkpoint,
-            tmp_path / "wrapped.pth",
-        )
+        ckptkit.save(checkpoint, tmp_path / "wrapped.pth")
         got = load(tmp_path / "wrapped.pth")
         assert list(got) == ["model"] and list(got["model"]) == list(checkpoint.weights)
         (tmp_path / "wrapped.pth").unlink()

@@ -61,11 +61,7 @@ def test_segments_are_few() -> None:
         [number for _, number in each.holes]
         for each in segments
         if isinstance(each, ChecksumPlaceholder)
-    ] == [
-        [3],
-        [5],
-        [3, 5],
-    ]
+    ] == [[3], [5], [3, 5]]
 
 
 def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
