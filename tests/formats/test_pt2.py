@@ -116,27 +116,16 @@ META = ("fc.weight", "tensor_meta")
     ("edit", "error", "said"),
     [
         (change("fc.weight", to=[]), FormatError, "lacks the required field 'path_name'"),
-        (
-            change("fc.weight", "path_name", to="weight_9"),
-            CorruptError,
-            "record 'made/data/weights/weight_9', which contains a tensor, is missing",
-        ),
+        (change("fc.weight", "path_name", to="weight_9"), CorruptError,
+         "record 'made/data/weights/weight_9', which contains a tensor, is missing"),
         (change("fc.weight", "path_name", to="../../byteorder"), CorruptError, "is missing"),
         (change(*META, to=None), FormatError, "lacks the required field 'tensor_meta'"),
-        (
-            change(*META, "sizes", to=[{"as_expr": "s0"}, {"as_int": 3}]),
-            FormatError,
-            "lacks the required field 'as_int'",
-        ),
-        (
-            change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]),
-            TensorError,
-            "storage has 48",
-        ),
+        (change(*META, "sizes", to=[{"as_expr": "s0"}, {"as_int": 3}]), FormatError, "lacks the required field 'as_int'"),
+        (change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]), TensorError, "storage has 48"),
         (change(*META, "storage_offset", to={"as_int": -1}), TensorError, "non-negative"),
         (change(*META, "device", to="cpu"), FormatError, "lacks the required field 'device'"),
     ],
-)
+)  # fmt: skip
 def test_refused(
     path: Path, edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str
 ) -> None:

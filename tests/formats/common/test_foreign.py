@@ -172,27 +172,15 @@ def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) ->
 @pytest.mark.parametrize(
     ("names", "what", "hint"),
     [
-        (
-            ["saved_model.pb", "fingerprint.pb", "variables/variables.index"],
-            "TensorFlow model (SavedModel)",
-            "numpy.savez",
-        ),
-        (
-            ["checkpoint", "model.ckpt-9.index", "model.ckpt-9.data-00000-of-00001"],
-            "folder of TensorFlow checkpoints",
-            "numpy.savez",
-        ),
-        (
-            ["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"],
-            "Orbax checkpoint",
-            "numpy.savez",
-        ),
+        (["saved_model.pb", "variables/variables.index"], "TensorFlow model (SavedModel)", "numpy.savez"),
+        (["checkpoint", "model.ckpt-9.data-00000-of-00001"], "folder of TensorFlow checkpoints", "numpy.savez"),
+        (["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"], "Orbax checkpoint", "numpy.savez"),
         (["model_index.json", "unet/config.json"], "pipeline of several models", "unet"),
         (["config.json", "tokenizer.json"], "without a checkpoint", "name a checkpoint file"),
         ([], "without a checkpoint", "name a checkpoint file"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
-)
+)  # fmt: skip
 def test_a_folder(tmp_path: Path, names: list[str], what: str, hint: str) -> None:
     folder = tmp_path / "x"
     folder.mkdir()

@@ -200,11 +200,7 @@ for _ in range(200):
         (change("tensors", to=[3]), FormatError, "values that are not objects"),
         (change("tensors", 0, "dims", to=["x"]), FormatError, "instead of an integer"),
         (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "instead of an integer"),
-        (
-            change("tensors", 0, "dims", to=["-2", "-3"]),
-            TensorError,
-            "must be non-negative integers",
-        ),
+        (change("tensors", 0, "dims", to=["-2", "-3"]), TensorError, "must be non-negative integers"),
         (change("tensors", 0, "dims", to=["200", "3"]), TensorError, "storage has 24"),
         (change("tensors", 0, "dataType", to="STRING"), UnsupportedError, "STRING"),
         (change("tensors", 0, "isQuantized", to=True), UnsupportedError, "FLOAT"),
@@ -212,25 +208,13 @@ for _ in range(200):
         (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "missing"),
         (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "missing"),
         (change("tensors", 2, "device", to="cuda:0"), CorruptError, "two devices"),
-        (
-            change("mainModule", "parameters", 0, "tensorId", to="4"),
-            CorruptError,
-            "entry 4 of a list of 4 entries",
-        ),
+        (change("mainModule", "parameters", 0, "tensorId", to="4"), CorruptError, "entry 4 of a list of 4 entries"),
         (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
-        (
-            change("mainModule", "parameters", 0, "name", to=3),
-            FormatError,
-            "lacks the required field 'name'",
-        ),
-        (
-            change("mainModule", "attributes", 0, "id", to="2"),
-            CorruptError,
-            "entry 2 of a list of 2 entries",
-        ),
+        (change("mainModule", "parameters", 0, "name", to=3), FormatError, "lacks the required field 'name'"),
+        (change("mainModule", "attributes", 0, "id", to="2"), CorruptError, "entry 2 of a list of 2 entries"),
         (change("mainModule", "submodules", 0, to=DEEP), LimitError, "json_depth"),
     ],
-)
+)  # fmt: skip
 def test_refused(
     edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str
 ) -> None:
