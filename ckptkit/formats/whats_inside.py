@@ -15,6 +15,7 @@ import re
 import struct
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
+from pathlib import Path
 
 from ckptkit.core.bytesource import ByteSource, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
@@ -44,100 +45,26 @@ from ckptkit.pickles.streams import (
     Remark,
 )
 
-_AGAIN = "download the file itself, not its web page"
-_OTHER = "`ckptkit formats` lists what ckptkit reads"
-_UNPACK = "unpack it first"
-_UNPACK_BY = "unpack it first: {0} -c {{0}} > {{0}}.unpacked"
 _NUMPY = "; ckptkit reads what numpy.savez wrote"
-_TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
 _KERAS = "load it with Keras, and save its weights with numpy.savez" + _NUMPY
-_FLAX = "load it with flax.serialization, flatten it, and save it with numpy.savez" + _NUMPY
-_CAFFE = "load it with Caffe, and save it with numpy.savez" + _NUMPY
-_MATLAB = "read it with scipy.io.loadmat, and save it with numpy.savez" + _NUMPY
-_DEPLOYED = "this file is for inference: find the checkpoint from which it was exported"
-
-# Signatures of files: offset, bytes, description of the file, and hint.
-_SIGNATURES: tuple[tuple[int, bytes | tuple[bytes, ...], str, str], ...] = (
-    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run `git lfs pull`"),
-    (0, b"\x5d\0\0\x80\0", "an lzma file", _UNPACK_BY.format("unlzma")),
-    (0, b"\x04\x22\x4d\x18", "an lz4 file", _UNPACK_BY.format("unlz4")),
-    (0, b"\x1f\x9d", "a compressed file (.Z)", _UNPACK_BY.format("uncompress")),
-    (0, (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"),
-     "a zlib stream, such as a compressed joblib file", "unpack it with Python's zlib, or joblib"),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    (0, b"Rar!", "a RAR archive", _UNPACK),
-    (0, b"PK\x05\x06", "an empty zip archive", "download or save it again"),
-    (0, b"PK00PK", "a spanned zip archive", "join its parts first"),
-    (0, (b"lmgg", b"fmgg", b"tjgg", b"algg"), "a GGML model (llama.cpp before GGUF)",
-     "find the checkpoint from which it was converted"),
-    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras)", _KERAS),
-    (4, b"TFL3", "a TensorFlow Lite model", _DEPLOYED),
-    (4, b"PTMF", "a model for PyTorch mobile", _DEPLOYED),
-    (4, b"ET12", "an ExecuTorch program", _DEPLOYED),
-    (0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)",
-     "the file does not store names or shapes of tensors"),
-    (0, b"MATLAB 5.0 MAT-file", "a MATLAB file", _MATLAB),
-    (0, (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"%PDF", b"PAR1", b"ARROW1", b"SQLite format 3"),
-     "an image, document or table", _OTHER),
-    (0, (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe"), "a program or library", _OTHER),
-)  # fmt: skip
-# Protocol buffers have no signature. If the first byte can begin a protocol buffer, the file name
-# decides.
-_PROTOBUF = {
-    ".onnx": (
-        "an ONNX model",
-        "this file is for inference; read its arrays with onnx.numpy_helper",
-    ),
-    ".pb": ("a TensorFlow graph", _TENSORFLOW),
-    ".mlmodel": ("a Core ML model", _DEPLOYED),
-    ".caffemodel": ("a Caffe model", _CAFFE),
-}
-# The first bytes of an ONNX model: the fields ir_version and producer_name.
-_ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)
-# The first bytes of a msgpack map whose first key is a string.
-_FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)
+_TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
 # The last bytes of the index file of a TensorFlow checkpoint.
 _TABLE_END = bytes.fromhex("57fb808b247547db")
-_HTML = (b"<!doctype html", b"<html", b"<head")
-_XML = (b"<?xml", b"<error", b"<net")
-_CONFIG = "is the configuration of a model, not its weights"
-_WEIGHTS = "the weights are in another file of the folder"
-# Text files: the first bytes, other bytes near the beginning, a description, and a hint.
-_TEXTS: tuple[tuple[bytes | tuple[bytes, ...], bytes, str, str], ...] = (
-    (_HTML, b"", "is an HTML page, not a checkpoint", _AGAIN),
-    (_XML, b"<net ", "is an OpenVINO model", _DEPLOYED),
-    (_XML, b"", "is an XML document, not a checkpoint",
-     "servers send such documents when a download fails"),
-    (b"model_checkpoint_path:", b"", "contains only the name of the latest TensorFlow checkpoint",
-     _TENSORFLOW),
-    (b"{", b'"model_type"', _CONFIG, _WEIGHTS),
-    (b"{", b'"architectures"', _CONFIG, _WEIGHTS),
-    ((b"{", b"["), b"", "is a JSON file, not a checkpoint",
-     "for shards, name their folder or their index file"),
-)  # fmt: skip
-# Folders: a pattern for the name of one of their files, a description, and a hint.
-_FOLDERS = (
-    (r"saved_model\.pb|keras_metadata\.pb", "is a TensorFlow model (SavedModel)", _TENSORFLOW),
-    (r".*\.data-[0-9]{5}-of-[0-9]{5}", "is a folder of TensorFlow checkpoints", _TENSORFLOW),
-    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|_METADATA", "is an Orbax checkpoint (JAX)",
-     "restore it with Orbax, and save it with numpy.savez" + _NUMPY),
-    (r"model_index\.json", "is a pipeline of several models (diffusers)",
-     "name the folder of one model, such as unet"),
-)  # fmt: skip
 
 
 def refusal(probe: Probe) -> InputError:
     """Return the error for a file or folder that has no supported format."""
     kind: type[InputError] = FormatError
     head = probe.head
-    text = head.lstrip().lower()
     if probe.is_folder:
-        what, hint = _folder(probe)
+        what, hint = _foreign("folder", probe)
     elif not head:
         kind, what = TruncatedError, "is empty"
         hint = "the download or save did not finish; get the file again"
-    elif (found := _signature(probe)) is not None:
-        what, hint = f"is {found[0]}", found[1].format(shell_word(probe.name))
+    elif found := _foreign("file", probe):
+        what, hint = found
+    elif _ends_like_an_index(probe.source):
+        what, hint = "is the index of a TensorFlow checkpoint", _TENSORFLOW
     elif probe.zip is not None:
         kind, what, hint = _zip(probe.zip)
     elif head[257:262] == b"ustar":  # a valid tar file matches another format
@@ -146,39 +73,42 @@ def refusal(probe: Probe) -> InputError:
     elif not head.strip(b"\0"):
         what = "begins with zeros: the save or copy did not finish"
         hint = "get the file again"
-    elif text.startswith(_HTML) or _is_text(head):
+    elif _is_text(head):
         what = "is a text file, not a checkpoint"
         hint = f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
-        for start, inside, *said in _TEXTS:
-            if text.startswith(start) and inside in text:
-                what, hint = said
-                break
+        what, hint = _foreign("text", probe) or (what, hint)
     elif _are_floats(head):
         what = "has no header; the bytes look like float32 numbers"
         hint = "if you know the shape, read the file with numpy.fromfile and save with numpy.savez"
         hint += _NUMPY
     else:
-        what, hint = "does not have a format that ckptkit supports", _OTHER
+        what = "does not have a format that ckptkit supports"
+        hint = "`ckptkit formats` lists what ckptkit reads"
     return kind(what, hint=hint)
 
 
-def _signature(probe: Probe) -> tuple[str, str] | None:
-    """Return description and hint for a file with a known signature. Return None otherwise."""
-    head, source = probe.head, probe.source
-    for offset, magic, what, hint in _SIGNATURES:
-        if head[offset:].startswith(magic):
-            return what, hint
-    protobuf = _PROTOBUF.get("." + probe.name.lower().rpartition(".")[2])
-    if protobuf is not None and head[0] in (0x08, 0x0A):  # the tag of field 1, a number or message
-        return protobuf
-    if _ONNX.match(head):
-        return _PROTOBUF[".onnx"]
-    if _FLAX_MAP.match(head):
-        return "a msgpack file (Flax)", _FLAX
+def _foreign(kind: str, probe: Probe) -> tuple[str, ...]:
+    """Return description and hint of the first row in foreign.toml that matches, or ().
+
+    `kind` is "file", "text" or "folder".
+    """
+    import tomllib  # imported only for files that ckptkit cannot read
+
+    text = Path(__file__).with_name("foreign.toml").read_text("utf-8")
+    for row in tomllib.loads(text)[kind]:
+        begins = re.match(row.get("head", "").encode("latin-1"), probe.head, re.DOTALL)
+        named = re.search(row.get("name", ""), probe.name.lower())
+        inside = "inside" not in row or any(
+            re.fullmatch(row["inside"], name) for name in probe.names
+        )
+        if begins and named and inside:
+            return row["what"], row["hint"].replace("{file}", shell_word(probe.name))
+    return ()
+
+
+def _ends_like_an_index(source: ByteSource) -> bool:
     size = len(_TABLE_END)
-    if source.size >= 48 and source.read(source.size - size, size) == _TABLE_END:
-        return "the index of a TensorFlow checkpoint", _TENSORFLOW
-    return None
+    return source.size >= 48 and source.read(source.size - size, size) == _TABLE_END
 
 
 def _are_floats(head: bytes) -> bool:
@@ -226,16 +156,6 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
         return FormatError, what, "unpack it first: `unzip {where}`"
     what = "is a zip archive without a data.pkl, not a checkpoint"
     return FormatError, what, "`unzip -l {where}` lists its files"
-
-
-def _folder(probe: Probe) -> tuple[str, str]:
-    for pattern, what, hint in _FOLDERS:
-        if any(re.fullmatch(pattern, name) for name in probe.names):
-            return what, hint
-    if "Manifest.json" in probe.names and probe.name.rstrip("/").endswith(".mlpackage"):
-        return "is a Core ML model", _DEPLOYED
-    hint = "name a checkpoint file, or the folder that contains the file"
-    return "is a folder without a checkpoint", hint
 
 
 # Programs
