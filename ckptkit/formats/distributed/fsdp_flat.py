@@ -73,8 +73,12 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
     Raises UnknownError if ckptkit cannot determine how the state was split.
     """
-    shapes, (first, *others) = _parameters(model, joiner)
+    shapes, replicas = _parameters(model, joiner)
     files = {each.rank: each.file for each in ranks}
+    complete = [group for group in replicas if files.keys() >= set(group)]
+    if not complete:
+        raise UnknownError("no replica of the model has the files of all its ranks")
+    first, *others = complete
     states = {each.rank: _states(each) for each in ranks}
     units = _units(shapes, [states[rank] for rank in first])
     state: dict[str, State] = {name: {} for name in shapes}

@@ -25,13 +25,7 @@ from ckptkit.core.tree import Node
 from ckptkit.core.weights import is_optimizer
 from ckptkit.formats.distributed import fsdp_flat
 from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked
-from ckptkit.formats.distributed.meshes import (
-    CLASSES,
-    MeshPiece,
-    Piece,
-    parallelism,
-    pieces_in,
-)
+from ckptkit.formats.distributed.meshes import CLASSES, MeshPiece, Piece, parallelism, pieces_in
 from ckptkit.formats.distributed.reading import RankGroup, RankReader, groups, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe

@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import (
-    CkptkitError,
-    LimitError,
-)
+from ckptkit.core.errors import CkptkitError, LimitError
 from ckptkit.core.tensor import Tensor, contiguous_stride
 from ckptkit.formats.distributed.meshes import SHARD, STRIDED, Mesh, MeshPiece, Placement, chunk
 from tests.formats.parallel.old_forms import (

@@ -62,5 +62,16 @@ def test_the_parts_make_the_whole(name: str, tmp_path: Path) -> None:
         assert_same(made["optimizer"]["state"], expected["state"])
 
 
+def test_an_optimizer_with_a_replica_whose_rank_is_missing(tmp_path: Path) -> None:
+    """The other replica of HYBRID_SHARD is complete."""
+    folder = parts("fsdp1dt_hsdp_2x2_f32", tmp_path)
+    for path in folder.glob("*_rank_3.pt"):
+        path.unlink()
+    ckptkit.save(ckptkit.open(folder), tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    expected = torch.load(vector(folder.name) / "full_optim.pt", weights_only=True)
+    assert_same(made["optimizer"]["state"], expected["state"])
+
+
 def test_every_vector_is_here() -> None:
     assert {path.name for path in vector(".").iterdir()} == {*NAMES, *REFUSED}

@@ -183,6 +183,19 @@ def several_dimensions(folder: Path) -> Checkpoint:
     return ckptkit.open(folder)
 
 
+def half_of_each_replica(folder: Path) -> Checkpoint:
+    """Ranks 0 and 3 of two replicas: the model is whole, but no replica of the optimizer is."""
+    replicate = Plain("torch.distributed.tensor.placement_types", "Replicate", {})
+    for rank in (0, 3):
+        ranks = torch.arange(4).reshape(2, 2)
+        mesh = mesh_of_tensor(ranks, _coordinate_on_dim=[rank // 2, rank % 2])
+        held = dtensor(WHOLE, WHOLE.chunk(2)[rank % 2], mesh, (replicate, shard(0)))
+        save({"w": held}, folder / f"model_world_size_4_rank_{rank}.pt")
+        state = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": []}
+        torch.save(state, folder / f"optim_world_size_4_rank_{rank}.pt")
+    return ckptkit.open(folder)
+
+
 def no_weights(folder: Path) -> Checkpoint:
     """Pieces that are in no mapping of weights: nothing gives them names."""
     for rank in range(2):
@@ -253,6 +266,7 @@ RANKS = {
         CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in",
     ),
     "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several mesh dimensions"),
+    "a flat optimizer of two halves": Row(half_of_each_replica, None, "no replica of the model"),
     "a flat optimizer of a model without names": Row(no_weights, None, "contain no DTensors"),
 }  # fmt: skip
 
