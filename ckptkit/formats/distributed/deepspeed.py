@@ -235,7 +235,7 @@ class RankFiles:
         self.models, self.optims = dict(sorted(models.items())), dict(sorted(optims.items()))
         self.stage_3 = any(name.startswith("zero") for name in models.values())
         if 0 not in models:
-            raise _incomplete([_NAMES[0].format(0) if models else "mp_rank_00_model_states.pt"])
+            _check({}, 1, _NAMES[0] if models else "mp_rank_00_model_states.pt")
 
     def check_complete(self, ranks: int) -> None:
         """Raise CorruptError unless each rank has an optimizer file.
@@ -253,25 +253,23 @@ class RankFiles:
 
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
+    """Raise CorruptError unless there is one file for each rank. `name` is a template."""
     # In a corrupt file, `ranks` can be huge.
     some_ranks = range(min(ranks, len(found) + NAMES))
     missing = [name.format(rank) for rank in some_ranks if rank not in found][:NAMES]
     if missing:
-        raise _incomplete(missing, ranks - sum(rank < ranks for rank in found))
+        total = ranks - sum(rank < ranks for rank in found)
+        names = some(missing) + and_more(total - len(missing))
+        raise CorruptError(
+            f"is incomplete: {names} {'is' if total == 1 else 'are'} missing",
+            hint="copy the missing files; each rank wrote a file, perhaps on another machine",
+        )
     stale = [name for rank, name in found.items() if rank >= ranks]
     if stale:
         raise CorruptError(
             f"has {ranks:,} ranks, but contains files of other ranks: {some(stale)}",
             hint="these files are from another run: move them to another folder",
         )
-
-
-def _incomplete(missing: Collection[str], total: int = 1) -> CorruptError:
-    names = some(missing) + and_more(total - len(missing))
-    return CorruptError(
-        f"is incomplete: {names} {'is' if total == 1 else 'are'} missing",
-        hint="copy the missing files; each rank wrote a file, perhaps on another machine",
-    )
 
 
 # Assembling full-precision weights and the optimizer state from the optim_states of all ranks

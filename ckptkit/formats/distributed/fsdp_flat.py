@@ -52,7 +52,7 @@ from ckptkit.core.weights import as_tensor, locate
 from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked
 from ckptkit.formats.distributed.meshes import REPLICATE, ShardPiece, view
-from ckptkit.formats.distributed.reading import Fields, FlatRow, is_flat, own, reader_of, shared_out
+from ckptkit.formats.distributed.reading import Fields, FlatRow, is_flat, own, reader_of, split_row
 from ckptkit.formats.distributed.table import TP, RankFile
 from ckptkit.formats.format import Probe
 
@@ -218,10 +218,7 @@ def _cut(
         return
     if len(flat) != len(values) or not all(map(is_flat, flat)):
         raise UnknownError(f"some ranks have no flat shard of {unit[0]!r}")
-    row, start = FlatRow(flat), 0
-    for name in unit:
-        yield name, shared_out((row,), shapes[name], start)
-        start += prod(shapes[name])
+    yield from split_row(FlatRow(flat), {name: shapes[name] for name in unit}).items()
 
 
 def _groups(groups: list[Node], units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
@@ -334,7 +331,7 @@ def _whole(shards: Sequence[Fields]) -> dict[str, Node]:
                 if tensor is None or not is_flat(tensor) or not 0 <= padding <= tensor.numel:
                     raise FormatError(f"has no flat parameter {key!r}", where=fields.place)
                 pieces.append(view(tensor, (0,), (tensor.numel - padding,)))
-            made |= _unflattened(prefix, key, backing, FlatRow(pieces))
+            made |= _parameters_of(prefix, key, backing, FlatRow(pieces))
     for module in modules[0]:
         _share(made, module)
     for key, node in held[0].items():
@@ -389,17 +386,16 @@ def _backing(fields: Fields, names: str, shapes: str, numels: str, padding: str)
     return Backing(listed, sizes, fields.integers(numels), fields.integers(padding))
 
 
-def _unflattened(prefix: str, key: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
+def _parameters_of(prefix: str, key: str, backing: Backing, row: FlatRow) -> dict[str, Tensor]:
     """Split a flat parameter. Return the original parameters by name."""
     names, shapes, sizes, _ = backing
-    if len(names) != len(shapes) or sizes != list(map(prod, shapes)) or sum(sizes) != row.numel:
+    if (
+        len(set(names)) != len(shapes)
+        or sizes != list(map(prod, shapes))
+        or sum(sizes) != row.numel
+    ):
         raise CorruptError(
             f"{key!r} has {row.numel:,} elements, but its metadata lists {sum(sizes):,} elements "
             f"in tensors of the shapes {some(map(str, shapes))}"
         )
-    made: dict[str, Node] = {}
-    start = 0
-    for name, shape, size in zip(names, shapes, sizes, strict=True):
-        made[prefix + name] = shared_out((row,), shape, start)
-        start += size
-    return made
+    return split_row(row, {prefix + n: shape for n, shape in zip(names, shapes, strict=True)})

@@ -15,7 +15,6 @@ Sources:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from math import gcd
 from typing import Any
@@ -29,12 +28,12 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats import strict_json
 from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner
+from ckptkit.formats.distributed.parts import CONSOLIDATED
 from ckptkit.formats.distributed.reading import reader_of
 from ckptkit.formats.distributed.table import TP
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import LLAMA_PARTS
 
-NAME = re.compile(r"consolidated\.(?P<tp>[0-9]{2})\.pth")
 PARAMS = "params.json"
 # Metadata key of the dimension along which the embedding was split.
 EMBEDDING = "llama.embedding_cut"
@@ -62,7 +61,7 @@ def layout_of(params: Mapping[str, Any], *, by_rows: bool) -> table.ParallelLayo
 
 def matches(probe: Probe) -> bool:
     """Return whether the folder contains a shard with a number above 00."""
-    found = set(filter(NAME.fullmatch, probe.names))
+    found = set(filter(CONSOLIDATED.fullmatch, probe.names))
     return bool(found - {"consolidated.00.pth"})
 
 
@@ -77,7 +76,7 @@ def read(probe: Probe) -> Checkpoint:
         source = folder.open(PARAMS)
         text = source.read(0, min(source.size, _BYTES))
     params = read_params(text)
-    parts = table.read_parts(reader, NAME)
+    parts = table.read_parts(reader, CONSOLIDATED)
     names = "norm", "tok_embeddings", "layers.0.attention.wq", "layers.0.attention.wo"
     tensors = (as_tensor(parts[0].entries.get(f"{name}.weight")) for name in names)
     norm, embedding, query, output = tensors

@@ -24,7 +24,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
@@ -75,9 +74,6 @@ class Arguments:
                 return found
         return None
 
-    def flag(self, name: str) -> bool:
-        return self.values.get(name) is True
-
     @property
     def sizes(self) -> dict[str, int]:
         """Return the sizes of tensor, pipeline and expert parallelism."""
@@ -115,7 +111,8 @@ def arguments_of(root: Mapping[Node, Node]) -> Arguments:
 
 def layout_of(arguments: Arguments, *, legacy: bool) -> table.ParallelLayout:
     """Return the layout of a model that was trained with these arguments."""
-    gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
+    flags = {name for name, value in arguments.values.items() if value is True}
+    gated = 1 if flags.isdisjoint(("swiglu", "gated_linear_unit")) else 2
     experts = arguments.number("num_experts")
     apart = arguments.number("expert_tensor_parallel_size")
     if experts and apart and apart != arguments.sizes[TP]:
@@ -130,9 +127,9 @@ def layout_of(arguments: Arguments, *, legacy: bool) -> table.ParallelLayout:
         copies = tuple((name, LEGACY + WORD) for name in twice)
         rows = table.known_rows("megatron-legacy", gated=gated, fused=arguments.fused)
         return table.ParallelLayout(rows, (layers,), copies)
-    tied = not arguments.flag("untie_embeddings_and_output_weights")
     numbers = layers, table.Offset(_EXPERTS, (EP,), experts, "experts")
-    copies = (("output_layer.weight", WORD),) if tied else ()
+    is_tied = "untie_embeddings_and_output_weights" not in flags
+    copies = (("output_layer.weight", WORD),) if is_tied else ()
     return table.ParallelLayout(table.known_rows("megatron", gated=gated), numbers, copies)
 
 
@@ -153,7 +150,12 @@ def read(probe: Probe) -> Checkpoint:
     UnsupportedError if the layout has no rule for a tensor.
     """
     folder, reader, names = probe.folder, RankReader(probe.folder), _folders(probe)
-    roots = {name: _root(reader, folder, name) for name in names}
+    roots: dict[str, dict[Node, Node]] = {}
+    for name in names:
+        root = reader.read(FILE, folder.sub(name)).root
+        if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
+            raise FormatError("contains no Megatron-LM model", where=f"{folder.name}/{name}/{FILE}")
+        roots[name] = root
     first = roots[names[0]]
     arguments = arguments_of(first)
     sizes = arguments.sizes
@@ -184,12 +186,9 @@ def read(probe: Probe) -> Checkpoint:
         joiner.notes.append(f"dropped the state of single ranks: {', '.join(left)}")
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     names_of = "legacy names" if legacy else "mcore names"
-    return joiner.checkpoint(
-        {"model": merged, **_other_entries(first, arguments)},
-        reader,
-        f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}",
-        key="model",
-    )
+    about = f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}"
+    made = {"model": merged, **_other_entries(first, arguments)}
+    return joiner.checkpoint(made, reader, about, key="model")
 
 
 def _facts(root: Mapping[Node, Node]) -> Iterator[tuple[str, str]]:
@@ -198,18 +197,6 @@ def _facts(root: Mapping[Node, Node]) -> Iterator[tuple[str, str]]:
     yield "the number of ranks", " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
     yield "iteration", _text(root.get("iteration"))
     yield "checkpoint_version", _text(root.get("checkpoint_version"))
-
-
-def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
-    inner = folder.sub(name)
-    if FILE not in inner:
-        raise CorruptError(
-            f"{name} has no {FILE}", hint="copy it from the same source as the other files"
-        )
-    root = reader.read(FILE, inner).root
-    if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
-        raise FormatError("contains no Megatron-LM model", where=f"{inner.name}/{FILE}")
-    return root
 
 
 def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> list[RankFile]:

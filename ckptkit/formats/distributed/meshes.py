@@ -249,7 +249,8 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
     """Parse a DTensor or ShardedTensor. Return None for any other node.
 
     `meshes` caches parsed meshes by the id of their node. The caller must keep the nodes alive.
-    Raises FormatError if the pickled state does not have a form that torch writes.
+    Raises FormatError if the pickled state does not have a form that torch writes. The functions
+    below raise an ordinary exception in this case.
     """
     name = _class_of(node)
     if name is None:
@@ -312,16 +313,13 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     tensor = held["_local_tensor"]
     if isinstance(tensor, Object):
         tensor = tensor.tensor
-    if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
-        raise FormatError("contains a DTensor whose local tensor is missing or has another dtype")
     mesh = meshes.get(id(spec["mesh"])) or _mesh(attributes(spec["mesh"]))
     meshes[id(spec["mesh"])] = mesh
     placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
+    if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
+        raise ValueError
     if len(placements) != len(mesh.shape):
-        raise FormatError(
-            f"contains a DTensor with {len(placements)} placements on a mesh of {len(mesh.shape)} "
-            "dimensions, but each mesh dimension needs one placement"
-        )
+        raise ValueError
     order: dict[int, tuple[int, ...]] = {}
     for entry in spec.get("shard_order") or ():  # (tensor dimension, mesh dimensions)
         inner = attributes(entry)
@@ -349,10 +347,10 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     if "axes" in layout:  # torch 2.13
         inner = [attributes(axis) for axis in layout["axes"]]
         pairs = [(each["shape"], each["stride"]) for each in inner]
-    elif isinstance(layout["shape"], (tuple, list)):
-        pairs = list(zip(layout["shape"], layout["stride"], strict=True))
     else:
-        pairs = [(layout["shape"], layout["stride"])]
+        shapes, strides = layout["shape"], layout["stride"]
+        is_list = isinstance(shapes, (tuple, list))
+        pairs = list(zip(shapes, strides, strict=True)) if is_list else [(shapes, strides)]
     axes = [list(zip(_flat(shape), _flat(stride), strict=True)) for shape, stride in pairs]
     shape = tuple(prod(n for n, _ in axis) for axis in axes)
     steps = list(flatten(axes))
@@ -384,7 +382,7 @@ def _placement(node: Node, rank: int) -> Placement:
     dim = state["dim"] if "dim" in state else node.args[0]
     factor = state.get("split_factor", 1)
     if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
-        raise FormatError("contains a tensor that is sharded along a nonexistent dimension")
+        raise ValueError
     return Placement(kind, dim % rank, factor)
 
 
@@ -399,10 +397,10 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
     place = held.get("_coordinate_on_dim")
     if not isinstance(place, (list, tuple)) or len(place) != len(mesh.shape):
         return None
-    if not all(type(i) is int and 0 <= i < n for i, n in zip(place, mesh.shape, strict=True)):
-        raise FormatError("contains a rank whose coordinates are outside its mesh")
-    steps = contiguous_stride(mesh.shape)
-    index: int = sum(i * step for i, step in zip(place, steps, strict=True))
+    if any(i not in range(n) for i, n in zip(place, mesh.shape, strict=True)):
+        raise ValueError
+    steps = zip(place, contiguous_stride(mesh.shape), strict=True)
+    index: int = sum(i * step for i, step in steps)
     return mesh.ranks[index]
 
 
@@ -410,7 +408,7 @@ def _integers(tensor: Node) -> tuple[int, ...]:
     """Return the elements of a small integer tensor."""
     is_tensor = isinstance(tensor, Tensor) and tensor.storage is not None
     if not is_tensor or tensor.dtype.kind != "int" or tensor.nbytes > _RANK_BYTES:
-        raise FormatError("contains a device mesh whose ranks are not a small tensor of integers")
+        raise ValueError
     data, size = b"".join(stream(contiguous(tensor).locate())), tensor.dtype.itemsize
     numbers = (data[at : at + size] for at in range(0, len(data), size))
     return tuple(int.from_bytes(number, "little", signed=True) for number in numbers)
@@ -421,20 +419,15 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     described, process = attributes(metadata), attributes(group)
     listed = list(map(_listed, described["shards_metadata"]))
     rank, world = _integer(process["global_rank"]), _integer(process["global_world_size"])
-    if _sizes(described["size"]) != whole.shape:
-        raise FormatError(
-            f"contains a ShardedTensor of shape {whole.shape} whose metadata has another shape"
-        )
     shards = []
     for each in local:
         held = attributes(each)
         _, offsets, sizes = _listed(held["metadata"])
         tensor = held["tensor"]
-        is_tensor = isinstance(tensor, Tensor) and tensor.dtype == whole.dtype
-        if not is_tensor or tensor.shape != sizes or (rank, offsets, sizes) not in listed:
-            raise FormatError(
-                f"contains a shard of rank {rank:,} that is not the tensor that its metadata lists"
-            )
+        if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (whole.dtype, sizes):
+            raise ValueError
+        if (rank, offsets, sizes) not in listed or _sizes(described["size"]) != whole.shape:
+            raise ValueError
         shards.append(LocalShard(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))
     return ShardPiece(whole.dtype, whole.shape, rank, ranks, world, tuple(shards))
@@ -456,7 +449,7 @@ def _sizes(node: Node) -> Shape:
 
 def _integer(node: Node) -> int:
     if type(node) is not int or node < 0 or node >> 63:
-        raise FormatError("contains a shard whose sizes are not integers from 0 to 2**63 - 1")
+        raise ValueError
     return node
 
 

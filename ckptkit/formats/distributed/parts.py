@@ -45,14 +45,14 @@ from ckptkit.formats.format import Probe
 
 _OF_FSDP = "an FSDP checkpoint"
 _WORLD = re.compile(r"world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.")
-_LAYER = re.compile(r"layer_([0-9]{2,9})-model_([0-9]{2,9})-model_states\.pt")
-_ZERO = re.compile(
+LAYER = re.compile(r"layer_(?P<layer>[0-9]{2,9})(?:-model_(?P<tp>[0-9]{2,9}))?-model_states\.pt")
+TENSOR_RANK = re.compile(r"mp_rank_(?P<tp>[0-9]{2,9})_model_states\.pt")
+CONSOLIDATED = re.compile(r"consolidated\.(?P<tp>[0-9]{2})\.pth")
+ZERO = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_(?:model|optim)_states\.pt"
 )
 _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
-_TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
-_CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
 # The keys are training arguments that contain a number of parallel ranks. The values are the
 # abbreviations of the parallel axes.
 _SIZES = {
@@ -224,7 +224,7 @@ def _megatron(root: Mapping[Node, Node], path: str) -> PartOf | None:
 
 def _deepspeed(root: Mapping[Node, Node], path: str) -> PartOf | None:
     world = root.get("mp_world_size")
-    named = _TENSOR_RANK.fullmatch(os.path.basename(path))
+    named = TENSOR_RANK.fullmatch(os.path.basename(path))
     if world is None or not ((type(world) is int and world > 1) or (named and int(named[1]))):
         return None
     rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
@@ -244,7 +244,7 @@ def _llama(root: Mapping[Node, Node], path: str) -> PartOf | None:
 
     In a shard, ``attention.wo.weight`` has fewer columns than ``norm.weight`` has elements.
     """
-    named = _CONSOLIDATED.fullmatch(os.path.basename(path))
+    named = CONSOLIDATED.fullmatch(os.path.basename(path))
     keys = ("norm.weight", "layers.0.attention.wo.weight")
     norm, output = (as_tensor(root.get(key)) for key in keys)
     if not named or norm is None or output is None:
@@ -261,12 +261,12 @@ def _named(root: Mapping[Node, Node], path: str) -> PartOf | None:
     if (found := _WORLD.search(name)) and not name.startswith("extra_state"):
         what = f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}"
         return PartOf("fsdp", what) if int(found[1]) > 1 else None
-    if found := _LAYER.fullmatch(name):
+    if (found := LAYER.fullmatch(name)) and found["tp"]:
         what = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
         return PartOf("deepspeed", what)
     if found := _VLLM.fullmatch(name):
         return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM")
-    if (found := _ZERO.fullmatch(name)) and root:
+    if (found := ZERO.fullmatch(name)) and root:
         # `counts` contains the numbers of ranks over which ZeRO partitioned the tensors.
         inner = root.get("optimizer_state_dict")
         cut = inner.get("partition_count") if isinstance(inner, dict) else None

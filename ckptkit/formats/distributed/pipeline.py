@@ -27,14 +27,12 @@ from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import deepspeed, table
 from ckptkit.formats.distributed.joining import Joiner
 from ckptkit.formats.distributed.meshes import attributes
+from ckptkit.formats.distributed.parts import LAYER, TENSOR_RANK, ZERO
 from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.distributed.table import MEAN, SAME, SUM, TP, LayoutRow, cut
 from ckptkit.formats.format import Probe
 
 INFO = "universal_checkpoint_info"
-LAYER = re.compile(r"layer_(?P<layer>[0-9]{2,9})(?:-model_(?P<tp>[0-9]{2,9}))?-model_states\.pt")
-MODEL = re.compile(r"mp_rank_(?P<tp>[0-9]{2,9})_model_states\.pt")
-_ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
 # This expression matches the regular expressions that ckptkit accepts from a file. ckptkit refuses
 # all other regular expressions, because a hostile expression can take very long to match.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
@@ -53,7 +51,7 @@ def matches(probe: Probe) -> bool:
     names = folder.list()
     if deepspeed.UNIVERSAL in names or any(map(deepspeed.EXPERT.fullmatch, names)):
         return False
-    return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
+    return any(map(LAYER.fullmatch, names)) or len(list(filter(TENSOR_RANK.fullmatch, names))) > 1
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -71,10 +69,10 @@ def read(probe: Probe) -> Checkpoint:
 
 def _read(probe: Probe, folder: Folder) -> Checkpoint:
     names, reader, joiner = folder.list(), RankReader(folder), Joiner(probe)
-    models = [reader.fields(name).node for name in filter(MODEL.fullmatch, names)]
+    models = [reader.fields(name).node for name in filter(TENSOR_RANK.fullmatch, names)]
     first = models[0] if models else {}
     layers = any(map(LAYER.fullmatch, names))
-    parts = table.read_parts(reader, LAYER if layers else MODEL, "" if layers else "module")
+    parts = table.read_parts(reader, LAYER if layers else TENSOR_RANK, "" if layers else "module")
     axes = {TP: 1 + max(part.at[TP] for part in parts)}
     numbers = {part.at.get(_LAYER, 0) for part in parts}
     for number in sorted(numbers):
@@ -98,7 +96,7 @@ def _read(probe: Probe, folder: Folder) -> Checkpoint:
         known = {"gpt_j_residual": False} if configs else {}
         rows = _neox_rows({**known, **args, **configs})
     merged = table.merge(parts, axes[TP], table.ParallelLayout(rows), joiner)
-    left = [name for name in names if _ZERO.fullmatch(name)]
+    left = [name for name in names if ZERO.fullmatch(name)]
     if left:
         joiner.notes.append(f"dropped the optimizer and its fp32 weights: {some(left)}")
     kept = without(first, ("module", INFO, "mp_world_size"))

@@ -244,6 +244,15 @@ def shared_out(
     return Tensor(storage, rows[0].dtype, shape, contiguous_stride(shape))
 
 
+def split_row(row: FlatRow, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """Split a flat tensor that contains parameters of these shapes, in order."""
+    made, start = {}, 0
+    for name, shape in shapes.items():
+        made[name] = shared_out((row,), shape, start)
+        start += prod(shape)
+    return made
+
+
 # Groups of files whose names differ only in the rank number
 
 

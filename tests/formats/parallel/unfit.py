@@ -352,33 +352,34 @@ def two_shards_alone(folder: Path) -> Any:
     ).checkpoint
 
 
+FORM = "in a form that ckptkit does not know"
 PIECES = {
     "two boxes of one tensor alone": Row(two_shards_alone, UnsupportedError, "several shards on one rank"),
-    "a form of in a form that ckptkit does not know": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "in a form that ckptkit does not know"),
+    "a form of in a form that ckptkit does not know": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, FORM),
     "a local tensor of another dtype": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),
-        FormatError, "or has another dtype"),
-    "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, "2 placements"),
+        FormatError, FORM),
+    "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, FORM),
     "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
-    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "along a nonexistent dimension"),
+    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, FORM),
     "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
     "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not record"),
     "another shape than the placements say": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements give (3, 2)"),
     "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
-    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "outside its mesh"),
-    "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not a small tensor of integers"),
+    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, FORM),
+    "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, FORM),
     "a mesh of many ranks": Row(
-        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not a small tensor of integers"),
+        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, FORM),
     "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
-    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), FormatError, "not the tensor that its metadata lists"),
+    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), FormatError, FORM),
     "a shard that is not listed": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), FormatError, "not the tensor that its metadata lists"),
-    "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not the tensor that its metadata lists"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), FormatError, FORM),
+    "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, FORM),
     "another size in the metadata": Row(
-        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata has another shape"),
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, FORM),
     "offsets below 0": Row(
-        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not integers from 0 to 2**63 - 1"),
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, FORM),
 }  # fmt: skip
 
 
@@ -502,7 +503,7 @@ MEGATRON = {
         UnsupportedError, "experts are split over 1 ranks"),
     "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "padded_vocab_size is 20"),
     "a part without its file": Row(
-        moved(megatron(), lambda folder: (folder / PART / FILE).unlink()), CorruptError, "has no model_optim"),
+        moved(megatron(), lambda folder: (folder / PART / FILE).unlink()), PathError, "model_optim_rng.pt"),
     "a part without a model": Row(
         moved(megatron(), lambda folder: torch.save({"a": 1}, folder / PART / FILE)), FormatError, "no Megatron-LM model"),
     "a part of more axes": Row(
