@@ -16,6 +16,7 @@ import sys
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -65,7 +66,7 @@ class Matrix(nn.Module):
 """
 NAME = "it's a $run *"  # a shell would change it
 Make = Callable[[Path], Path]
-CASES: list[tuple[str, Make, tuple[str, ...], str]] = []
+CASES: list[tuple[str, str, Make, tuple[str, ...], str]] = []
 
 
 def case(code: str, *options: str, torch_says: str = "") -> Callable[[Make], Make]:
@@ -75,7 +76,7 @@ def case(code: str, *options: str, torch_says: str = "") -> Callable[[Make], Mak
     """
 
     def add(make: Make) -> Make:
-        CASES.append((code, make, options, torch_says))
+        CASES.append((make.__name__, code, make, options, torch_says))
         return make
 
     return add
@@ -94,6 +95,14 @@ def saved(folder: Path, value: object, suffix: str = ".pth") -> Path:
     return folder / f"{NAME}{suffix}"
 
 
+def make_saved(value: Callable[[], object], folder: Path) -> Path:
+    return saved(folder, value())
+
+
+def halved() -> dict[str, Any]:
+    return {name: value.half() for name, value in weights().items()}
+
+
 def rewritten(path: Path, version: str | None) -> Path:
     """Exchange the version record of an archive; None leaves it out."""
     with zipfile.ZipFile(path) as archive:
@@ -107,22 +116,38 @@ def rewritten(path: Path, version: str | None) -> Path:
     return path
 
 
+# What torch.save writes: a name, the code of its finding, the options of doctor, and the value.
+SAVED: list[tuple[str, str, str, Callable[[], object]]] = [
+    ("module", "prefix", "", lambda: prefixed("module.", weights())),
+    ("two_wrappers", "prefix", "", lambda: prefixed("module._orig_mod.", weights())),
+    ("some_are_wrapped", "prefix", "", lambda: {**prefixed("module.", weights()), "temperature": torch.ones(1)}),
+    ("wrapped_beside_a_model", "prefix", "--model nets.py:Net", lambda: prefixed("module.", weights())),
+    ("bare_beside_a_model", "prefix", "--model nets.py:Wrapped", lambda: weights()),
+    ("another_prefix_beside_a_model", "prefix", "--model nets.py:Wrapped", lambda: prefixed("net.", weights())),
+    ("prefix_of_one_of_two", "prefix", "--key gen", lambda: {"gen": prefixed("module._orig_mod.", weights()), "disc": weights()}),
+    ("bare_one_of_two_beside_a_model", "prefix", "--key gen --model nets.py:Wrapped", lambda: {"gen": weights(), "disc": weights()}),
+    ("unexpected_in_one_of_two", "unexpected", "--key gen --model nets.py:Net", lambda: {"gen": {**weights(), "more": torch.ones(9)}, "disc": weights()}),
+    ("renamed_in_one_of_two", "renamed", "--key gen --model nets.py:Named", lambda: {"gen": names("layers.", "encoder.layer."), "disc": weights()}),
+    ("dtype_of_one_of_two", "dtype", "--key gen --model nets.py:Net", lambda: {"gen": halved(), "disc": weights()}),
+    ("attribute", "attribute", "", lambda: prefixed("model.", weights())),
+    ("compiled_parts", "inner-prefix", "", lambda: {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}),
+    ("renamed_by_prefix", "renamed", "--model nets.py:Named", lambda: names("layers.", "encoder.layer.")),
+    ("tied", "tied", "--model nets.py:Tied", lambda: {"embed.weight": torch.ones(6, 4)}),
+    ("mismatched", "mismatched", "--model nets.py:Net", lambda: {**weights(), "2.weight": torch.ones(5, 3), "2.bias": torch.ones(5)}),
+    ("unexpected", "unexpected", "--model nets.py:Net", lambda: {**weights(), "a[0]*.weight": torch.ones(9), "it's": torch.ones(7)}),
+    ("dtype", "dtype", "--model nets.py:Net", lambda: halved()),
+    ("whole_module", "module", "", lambda: nn.Sequential(nn.Linear(2, 2))),
+    ("wrapper", "wrapper", "", lambda: {"model": weights(), "epoch": 3}),
+    ("wrapper_alone", "wrapper", "", lambda: {"state_dict": weights()}),
+    ("objects_beside", "weights-only", "", lambda: {"model": weights(), "args": Namespace(lr=0.1)}),
+    ("arrays", "weights-only", "", lambda: {"w": np.ones(2)}),
+    ("slices", "slices", "", lambda: {"a": torch.ones(1000, 1000)[:2]}),
+]  # fmt: skip
+for _name, _code, _options, _value in SAVED:
+    CASES.append((_name, _code, partial(make_saved, _value), tuple(_options.split()), ""))
+
+
 # Names
-
-
-@case("prefix")
-def module(folder: Path) -> Path:
-    return saved(folder, prefixed("module.", weights()))
-
-
-@case("prefix")
-def two_wrappers(folder: Path) -> Path:
-    return saved(folder, prefixed("module._orig_mod.", weights()))
-
-
-@case("prefix")
-def some_are_wrapped(folder: Path) -> Path:
-    return saved(folder, {**prefixed("module.", weights()), "temperature": torch.ones(1)})
 
 
 @case("attribute")
@@ -131,75 +156,16 @@ def lightning(folder: Path) -> Path:
     return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
 
 
-@case("prefix", "--model", "nets.py:Net")
-def wrapped_beside_a_model(folder: Path) -> Path:
-    return saved(folder, prefixed("module.", weights()))
-
-
-@case("prefix", "--model", "nets.py:Wrapped")
-def bare_beside_a_model(folder: Path) -> Path:
-    return saved(folder, weights())
-
-
-@case("prefix", "--model", "nets.py:Wrapped")
-def another_prefix_beside_a_model(folder: Path) -> Path:
-    return saved(folder, prefixed("net.", weights()))
-
-
-def one_of_two(folder: Path, state: dict[str, Any]) -> Path:
-    return saved(folder, {"gen": state, "disc": weights()})
-
-
-@case("prefix", "--key", "gen")
-def prefix_of_one_of_two(folder: Path) -> Path:
-    return one_of_two(folder, prefixed("module._orig_mod.", weights()))
-
-
 @case("inner-prefix", "--key", "gen")
 def compiled_parts_of_one_of_two(folder: Path) -> Path:
     state = {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}
-    return one_of_two(folder, state)
-
-
-@case("prefix", "--key", "gen", "--model", "nets.py:Wrapped")
-def bare_one_of_two_beside_a_model(folder: Path) -> Path:
-    return one_of_two(folder, weights())
-
-
-@case("unexpected", "--key", "gen", "--model", "nets.py:Net")
-def unexpected_in_one_of_two(folder: Path) -> Path:
-    return one_of_two(folder, {**weights(), "more": torch.ones(9)})
-
-
-@case("renamed", "--key", "gen", "--model", "nets.py:Named")
-def renamed_in_one_of_two(folder: Path) -> Path:
-    return one_of_two(folder, names("layers.", "encoder.layer."))
-
-
-@case("dtype", "--key", "gen", "--model", "nets.py:Net")
-def dtype_of_one_of_two(folder: Path) -> Path:
-    return one_of_two(folder, {name: value.half() for name, value in weights().items()})
-
-
-@case("attribute")
-def attribute(folder: Path) -> Path:
-    return saved(folder, prefixed("model.", weights()))
+    return saved(folder, {"gen": state, "disc": weights()})
 
 
 @case("attribute")
 def lightning_with_a_loss(folder: Path) -> Path:
     state = {**prefixed("net.", weights()), "loss.weight": torch.ones(2)}
     return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
-
-
-@case("inner-prefix")
-def compiled_parts(folder: Path) -> Path:
-    return saved(folder, {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)})
-
-
-@case("renamed", "--model", "nets.py:Named")
-def renamed_by_prefix(folder: Path) -> Path:
-    return saved(folder, names("layers.", "encoder.layer."))
 
 
 @case("renamed", "--model", "nets.py:Named")
@@ -219,57 +185,12 @@ def names(old: str = "", new: str = "") -> dict[str, Any]:
     return {name.replace(old, new, 1) if old else name: state[name] for name in state}
 
 
-@case("tied", "--model", "nets.py:Tied")
-def tied(folder: Path) -> Path:
-    return saved(folder, {"embed.weight": torch.ones(6, 4)})
-
-
-@case("mismatched", "--model", "nets.py:Net")
-def mismatched(folder: Path) -> Path:
-    return saved(folder, {**weights(), "2.weight": torch.ones(5, 3), "2.bias": torch.ones(5)})
-
-
-@case("unexpected", "--model", "nets.py:Net")
-def unexpected(folder: Path) -> Path:
-    return saved(folder, {**weights(), "a[0]*.weight": torch.ones(9), "it's": torch.ones(7)})
-
-
-@case("dtype", "--model", "nets.py:Net")
-def dtype(folder: Path) -> Path:
-    return saved(folder, {name: value.half() for name, value in weights().items()})
-
-
 # The content
-
-
-@case("module")
-def whole_module(folder: Path) -> Path:
-    return saved(folder, nn.Sequential(nn.Linear(2, 2)))
-
-
-@case("wrapper")
-def wrapper(folder: Path) -> Path:
-    return saved(folder, {"model": weights(), "epoch": 3})
-
-
-@case("wrapper")
-def wrapper_alone(folder: Path) -> Path:
-    return saved(folder, {"state_dict": weights()})
 
 
 @case("weights-only", torch_says="Weights only load failed")
 def objects(folder: Path) -> Path:
     return saved(folder, {**weights(), "args": Namespace(lr=0.1)})
-
-
-@case("weights-only")
-def objects_beside(folder: Path) -> Path:
-    return saved(folder, {"model": weights(), "args": Namespace(lr=0.1)})
-
-
-@case("weights-only")
-def arrays(folder: Path) -> Path:
-    return saved(folder, {"w": np.ones(2)})
 
 
 @case("pickle", torch_says="Unsupported operand 149")
@@ -291,11 +212,6 @@ def optimizer(folder: Path) -> Path:
     model(torch.ones(1, 512)).sum().backward()
     adam.step()
     return saved(folder, {"model": model.state_dict(), "optimizer": adam.state_dict()})
-
-
-@case("slices")
-def slices(folder: Path) -> Path:
-    return saved(folder, {"a": torch.ones(1000, 1000)[:2]})
 
 
 @case("quantized")
@@ -499,7 +415,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize(
-    "code, make, options, torch_says", CASES, ids=lambda each: getattr(each, "__name__", None)
+    "code, make, options, torch_says", [each for _, *each in CASES], ids=[each[0] for each in CASES]
 )
 def test_the_finding_is_gone(
     code: str, make: Make, options: tuple[str, ...], torch_says: str, folder: Path,
@@ -586,5 +502,5 @@ def has_command(call: ast.Call) -> bool:
 def test_every_code_with_a_command_has_a_case() -> None:
     with_command = set[str]().union(*(codes_of(call) for call in calls() if has_command(call)))
     elsewhere = {"delta"}  # deltas/test_deltas.py::test_other_commands_know_a_delta
-    tested = {code for code, *_ in CASES} | {*OTHERS} | elsewhere
+    tested = {code for _, code, *_ in CASES} | {*OTHERS} | elsewhere
     assert tested == with_command
