@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, some
-
-if TYPE_CHECKING:
-    from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.check/1"
 FINDINGS = 1
@@ -43,7 +38,8 @@ def command(
     """
     from ckptkit import api
     from ckptkit.analysis.config_check import compare
-    from ckptkit.edits import config_file
+    from ckptkit.cli.like import expected
+    from ckptkit.edits import config_file, rules
     from ckptkit.edits.expect import Expectations
 
     with api.reading(file, key=key) as checkpoint:
@@ -62,8 +58,11 @@ def command(
         found = [{"code": "expectation", "text": text} for text in failures]
         wrong = [each for each in compared if each.found is not None]
         found += [{"code": each.code, "text": str(each)} for each in wrong]
-        if like is not None and (text := _unlike(checkpoint, like)) is not None:
-            found.append({"code": "like", "text": text})
+        if like is not None:
+            try:
+                rules.check_like(checkpoint, expected(like), like)
+            except rules.UnlikeError as error:
+                found.append({"code": "like", "text": error.message})
     if as_json:
         facts = {"checked_config": sizes is not None, "compared": fields, "findings": found}
         render.emit_json({"schema": SCHEMA, "file": file, **facts})
@@ -76,16 +75,3 @@ def command(
         agrees.append(met if lines else "no expectations given")
         render.emit_text(f"{file}: {'; '.join(agrees)}")
     return FINDINGS if found else 0
-
-
-def _unlike(checkpoint: Checkpoint, like: str) -> str | None:
-    """Describe how names and shapes differ from --like. Return None if names and shapes are
-    equal."""
-    from ckptkit.cli.like import expected
-    from ckptkit.edits.rules import UnlikeError, check_like
-
-    try:
-        check_like(checkpoint, expected(like), like)
-    except UnlikeError as error:
-        return error.message
-    return None

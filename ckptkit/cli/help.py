@@ -52,21 +52,16 @@ def page(topic: str, piped: int | None = PIPED) -> Iterator[str]:
             continue
         if number and part:
             yield ""
-        for is_table, lines in groupby(part.strip("\n").split("\n") if part else (), _is_row):
+        texts = part.strip("\n").split("\n") if part else []
+        for is_table, lines in groupby(texts, lambda line: line.startswith("|")):
             if is_table:
                 cells = (_BAR.split(line)[1:-1] for line in lines)
-                heads, _, *rows = ([_cell(cell) for cell in row] for row in cells)
+                heads, _, *rows = (
+                    [cell.strip().replace(r"\|", "|") for cell in row] for row in cells
+                )
                 yield from render.table(heads, rows, whole=True, piped=piped)
             else:
                 yield from _paragraphs("\n".join(lines))
-
-
-def _is_row(line: str) -> bool:
-    return line.startswith("|")
-
-
-def _cell(text: str) -> str:
-    return text.strip().replace(r"\|", "|")
 
 
 def _paragraphs(text: str) -> Iterator[str]:

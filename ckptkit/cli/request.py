@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.cli import render
@@ -64,7 +65,11 @@ class Request:
             fork=self.workers is None,
         )
         if self.like is not None:
-            steps = (*steps, self._check_like(self.like))
+            from ckptkit.cli.like import expected
+            from ckptkit.edits.rules import check_like
+
+            shapes = expected(self.like)
+            steps = (*steps, partial(check_like, expected=shapes, name=self.like))
         where = self.sources[-1] if source is None else source
         with self.prepared(options) as options:
             if self.dst == STREAM:
@@ -109,14 +114,6 @@ class Request:
             why = "already contains the object of --json" if self.as_json else "is a terminal"
             raise UsageError(f"standard output {why}", where=STREAM, hint="name a file")
         return streamed(lambda path: convert(source, path, *steps, options=options), STREAM, copy)
-
-    def _check_like(self, name: str) -> Callable[[Checkpoint], Checkpoint]:
-        """Return a step that compares names and shapes with those of --like."""
-        from ckptkit.cli.like import expected
-        from ckptkit.edits.rules import check_like
-
-        shapes = expected(name)
-        return lambda checkpoint: check_like(checkpoint, shapes, name)
 
 
 def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit import edits, formats, quantized
 from ckptkit.analysis.matching import Kind, prefixes, shapes_of
-from ckptkit.analysis.summary import Summary, summarize
+from ckptkit.analysis.summary import summarize
 from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.api import Conversion, PathLike, convert
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -32,7 +32,7 @@ from ckptkit.core.errors import (
 )  # fmt: skip
 from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.text import is_url, shown_url, without
-from ckptkit.core.tree import Global, children, key_text
+from ckptkit.core.tree import children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit
 from ckptkit.diagnosis.cause import Cause, Facts, Fix, cause, some, together
@@ -276,13 +276,25 @@ def _content(
     # Another check reports classes and functions that `torch.load` rejects.
     if isinstance(source, ByteSource) and checkpoint.globals and format.loaded_by_torch:
         step = refused_by_weights_only(source)
+    devices: tuple[str, ...] | None = ("cpu",)
+    if not {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
+        here: Any = building.environment()
+        devices = tuple(here["devices"]) if here["torch"] else None
+    names = [
+        (each.module, each.name)
+        for each in checkpoint.globals
+        if each.module.partition(".")[0] == "torch"
+        and "." not in each.name
+        and each.name not in _OLD
+        and not each.name.endswith("Storage")
+    ]
     facts = Facts(
         path,
         summary,
         checkpoint.root,
-        devices=_devices(summary),
-        lacking=_lacking(checkpoint),
-        ambiguous=_ambiguous(checkpoint),
+        devices=devices,
+        lacking=tuple(building.torch_lacks(names)) if names else (),
+        ambiguous=tuple(_ambiguous(checkpoint)),
         no_index=isinstance(source, Folder)
         and format.shards
         and not any(name.endswith(INDEX) for name in source.list()),
@@ -298,45 +310,15 @@ def _content(
     return content.causes(facts)
 
 
-def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """Return the devices of this machine.
-
-    If the tensors need other devices than the CPU and torch is not installed, return None.
-    """
-    if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
-        return ("cpu",)
-    here: Any = building.environment()
-    return tuple(here["devices"]) if here["torch"] else None
-
-
-def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
-    def may_be_new(name: Global) -> bool:
-        is_torch = name.module.partition(".")[0] == "torch" and "." not in name.name
-        return is_torch and name.name not in _OLD and not name.name.endswith("Storage")
-
-    names = [(name.module, name.name) for name in checkpoint.globals if may_be_new(name)]
-    return tuple(building.torch_lacks(names)) if names else ()
-
-
-def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the entries that could be the weights.
-
-    Return an empty tuple if the choice is not ambiguous.
-    """
+def _ambiguous(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the names of the entries that could be the weights, if the choice is ambiguous."""
     try:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:
-        found = children(checkpoint.root)
-        names = (key_text(key) for key, node in found if _holds_weights(node))
-        return tuple(filter(None, names))
-    return ()
-
-
-def _holds_weights(node: Any) -> bool:
-    try:
-        return locate(node) is not None
-    except AmbiguousError:
-        return False
+        for key, node in children(checkpoint.root):
+            with suppress(AmbiguousError):
+                if locate(node) is not None and key_text(key):
+                    yield key_text(key)
 
 
 def _fit(

@@ -604,7 +604,9 @@ class Browser(App[str]):
         if not isinstance(branch, Branch) or branch.share is None:
             self.notify("select a tensor to see its values", timeout=2)
             return
-        share, index, across = branch.share, self.index, self._columns()
+        share, index = branch.share, self.index
+        # the number of columns that fit into the panel
+        across = max(1, (self.query_one("#panel").size.width - 8) // CELL)
 
         def find() -> Text:
             try:
@@ -616,10 +618,6 @@ class Browser(App[str]):
 
         first = tensor(branch, self.contents, "reading...")
         self._later(self.contents.shows(branch, index), first, find)
-
-    def _columns(self) -> int:
-        """Return the number of columns that fit into the panel."""
-        return max(1, (self.query_one("#panel").size.width - 8) // CELL)
 
     def action_search(self) -> None:
         self._ask("search: words in names, shapes, dtypes", self.words)

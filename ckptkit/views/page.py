@@ -288,7 +288,11 @@ def _differences(
             rows.append((share._replace(same=None), b.tallies.get(theirs[name])))
             found.append("missing")
     other = {ours[name]: facts for name, facts in _others(diff, a, b, ours, theirs)}
-    differences = {ours[name]: found for name, found in diff.changed if _is_float(a, ours[name])}
+    differences = {
+        ours[name]: found
+        for name, found in diff.changed
+        if a.shares[ours[name]].row.tensor.dtype.kind in ("float", "complex")
+    }
     compared = [
         moved.ComparedTensor(share.place, state, differences.get(number))
         for number, ((share, _), state) in enumerate(zip(rows, found, strict=True))
@@ -308,10 +312,6 @@ def _differences(
         "advice": list(map(escape, diff.advice)),
         "uncompared": list(map(escape, diff.uncompared)),
     }
-
-
-def _is_float(seen: PageFile, number: int) -> bool:
-    return seen.shares[number].row.tensor.dtype.kind in ("float", "complex")
 
 
 def _part(part: moved.MovedPart) -> dict[str, Any]:
