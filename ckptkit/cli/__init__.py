@@ -55,7 +55,13 @@ GROUPS = {
 }  # fmt: skip
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
-ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands whose modules are not in ckptkit.cli
+# Commands whose modules have other names
+ELSEWHERE = {
+    "train": "ckptkit.trainer.command:command",
+    "digest": "ckptkit.cli.verify:digest",
+    **{name: f"ckptkit.cli.small:{name}" for name in ("recover", "rules", "formats", "env")},
+    "completion": "ckptkit.cli.small:completion",
+}
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -111,7 +117,9 @@ class CommandLine(click.Group):
 
             command = edits.command(name)
         else:
-            command = import_module(ELSEWHERE.get(name, f"ckptkit.cli.{name}")).command
+            place = ELSEWHERE.get(name, f"ckptkit.cli.{name}:command")
+            module, _, attribute = place.partition(":")
+            command = getattr(import_module(module), attribute)
         _add_everywhere(command)
         command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:

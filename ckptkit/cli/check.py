@@ -38,7 +38,7 @@ def command(
     """
     from ckptkit import api
     from ckptkit.analysis.config_check import compare
-    from ckptkit.cli.like import expected
+    from ckptkit.cli.model_class import expected
     from ckptkit.edits import config_file, rules
     from ckptkit.edits.expect import Expectations
 

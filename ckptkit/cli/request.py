@@ -65,7 +65,7 @@ class Request:
             fork=self.workers is None,
         )
         if self.like is not None:
-            from ckptkit.cli.like import expected
+            from ckptkit.cli.model_class import expected
             from ckptkit.edits.rules import check_like
 
             shapes = expected(self.like)

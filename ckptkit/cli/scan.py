@@ -91,9 +91,7 @@ def command(
             facts = map(json_facts.scanned, watched())
             render.emit_json({"schema": SCHEMA, "files": facts})
         elif as_sarif:
-            from ckptkit.cli import scan_sarif
-
-            render.emit_json(scan_sarif.log(watched(), strict))
+            render.emit_json(scan_text.sarif(watched(), strict))
         else:
             for each in watched():
                 is_remarked = not (quiet or isinstance(each, Failure)) and each.remarks
