@@ -75,16 +75,15 @@ def wrappers(names: Sequence[str]) -> list[str]:
     If several prefixes are nested, the outermost prefix is first.
     """
     found: list[str] = []
-    while len(found) < MAX_WRAPPERS and (prefix := _common(names)):
-        found.append(prefix)
-        names = [name.removeprefix(prefix) for name in names]
+    while len(found) < MAX_WRAPPERS:
+        wrapped = [name for name in names if name.startswith(tuple(WRAPPERS))]
+        counts = {each: sum(map(str.startswith, wrapped, repeat(each))) for each in WRAPPERS}
+        common = [each for each, count in counts.items() if 2 * count > len(names)]
+        if not common:
+            break
+        found.append(common[0])
+        names = [name.removeprefix(common[0]) for name in names]
     return found
-
-
-def _common(names: Sequence[str]) -> str:
-    wrapped = [name for name in names if name.startswith(tuple(WRAPPERS))]
-    counts = {each: sum(map(str.startswith, wrapped, repeat(each))) for each in WRAPPERS}
-    return next((each for each, count in counts.items() if 2 * count > len(names)), "")
 
 
 def add_module(path: str, prefix: str = "module.", *options: str) -> str:

@@ -116,19 +116,9 @@ def _is_plain(row: TensorRow) -> bool:
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
     """Return the object QUANTIZATION of the JSON schema for a quantized weight."""
-    return {
-        "weight": group.name,
-        "family": group.family,
-        "label": group.label,
-        "shape": group.shape,
-        "parts": group.parts,
-        "dropped": group.dropped,
-        "reason": group.reason or None,
-    }
-
-
-def _local_shapes(row: TensorRow) -> list[tuple[int, ...]] | None:
-    return None if row.local is None else [each.shape for each in row.local.local()]
+    names = ("family", "label", "shape", "parts", "dropped")
+    facts = {name: getattr(group, name) for name in names}
+    return {"weight": group.name, **facts, "reason": group.reason or None}
 
 
 SIZE = Fact("nbytes", "size", lambda row: row.nbytes, size, lambda row: number(row.nbytes))
@@ -146,6 +136,10 @@ def _attribute(name: str, usual: object = None, text: Callable[[Any], str] = str
     return Fact(name, title, value, text, attrgetter(f"tensor.{name}"), brief=False)
 
 
+def _only_json(name: str, json: Callable[[TensorRow], Any]) -> Fact:
+    return Fact(name, "", lambda row: None, json=json, brief=False)
+
+
 FACTS: tuple[Fact, ...] = (
     Fact("dtype", "dtype", lambda row: row.dtype, escape, lambda row: row.tensor.dtype.name, "{}"),
     Fact("shape", "shape", lambda row: row.tensor.shape, shape, lambda row: row.tensor.shape, "{}"),
@@ -154,34 +148,19 @@ FACTS: tuple[Fact, ...] = (
     Fact("device", "device", lambda row: row.device, escape, lambda row: row.device, "on {}"),
     Fact("remark", "", remark),
     # Only JSON and the details of a single tensor contain the following facts.
-    Fact(
-        "stride",
-        "stride",
-        lambda row: "" if row.tensor.is_contiguous else shape(row.tensor.stride),
-        json=lambda row: row.tensor.stride,
-        brief=False,
-    ),
+    Fact("stride", "stride", lambda row: None if row.tensor.is_contiguous else row.tensor.stride,
+         lambda stride: "" if stride is None else shape(stride), lambda row: row.tensor.stride,
+         brief=False),
     _attribute("offset", 0, lambda offset: f"{offset:,}" if offset else ""),
-    Fact(
-        "storage",
-        "storage",
-        lambda row: row.storage,
-        lambda number: "" if number is None else str(number),
-        lambda row: row.storage,
-        brief=False,
-    ),
+    Fact("storage", "storage", lambda row: row.storage,
+         lambda number: "" if number is None else str(number), lambda row: row.storage,
+         brief=False),
     _attribute("requires_grad"),
     _attribute("kind", "tensor"),
     _attribute("layout", "strided"),
-    Fact("local_shapes", "", lambda row: None, json=_local_shapes, brief=False),
-    Fact(
-        "quantization",
-        "",
-        lambda row: None,
-        json=lambda row: None if row.group is None else quantization(row.group),
-        brief=False,
-    ),
-)
+    _only_json("local_shapes", lambda row: row.local and [t.shape for t in row.local.local()]),
+    _only_json("quantization", lambda row: row.group and quantization(row.group)),
+)  # fmt: skip
 BRIEF = tuple(fact for fact in FACTS if fact.brief)
 _FOLDED = tuple(fact for fact in BRIEF if fact is not SIZE)
 _PHRASED = tuple(fact for fact in FACTS if fact.phrase)

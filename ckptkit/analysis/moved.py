@@ -57,7 +57,13 @@ def layers(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
         below = tuple((name, relative(each)) for name, each in blocks.items())
         label = ranges(names) or "(root)"
         made.append(_moved(label, f"{kind}.*", found, below if len(below) > 1 else ()))
-    return sorted(made, key=_order)
+
+    def order(part: MovedPart) -> tuple[bool, float]:
+        """Missing and mismatched tensors come first, then the largest changes."""
+        others = part.states.keys() - {CHANGED, SAME}
+        return not others, float("-inf") if part.relative is None else -part.relative
+
+    return sorted(made, key=order)
 
 
 def relative(tensors: Iterable[ComparedTensor]) -> Relative:
@@ -82,13 +88,6 @@ def _moved(
 ) -> MovedPart:
     states = Counter(each.state for each in found)
     return MovedPart(label or "(root)", pattern.lstrip("."), dict(states), relative(found), blocks)
-
-
-def _order(layer: MovedPart) -> tuple[bool, float]:
-    """Return a sort key for groups. Groups with missing or mismatched tensors come first, then
-    groups with the largest changes."""
-    others = layer.states.keys() - {CHANGED, SAME}
-    return not others, float("-inf") if layer.relative is None else -layer.relative
 
 
 def _groups(

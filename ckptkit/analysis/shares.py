@@ -5,7 +5,7 @@ If several tensors share elements, the elements are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,7 +63,13 @@ class Branch:
 
 def shares(summary: Summary, root: Node) -> list[Share]:
     """Return a Share for each row of `summary`. `root` is the tree of the checkpoint."""
-    optimizers = set(_optimizers(root))
+    optimizers: set[tuple[str, ...]] = set()  # the path of each optimizer state_dict
+    inside: Path | None = None
+    for path, node in walk(root):
+        inside = None if inside is not None and len(path) <= len(inside) else inside
+        if inside is None and is_optimizer(node):
+            inside = path
+            optimizers.add(tuple(map(key_text, path)))
     lengths = sorted({len(path) for path in optimizers})
     prefix = join(summary.weights) + "." if summary.weights else ""
     in_weights = any(row.name is not None for row in summary.rows)
@@ -74,8 +80,9 @@ def shares(summary: Summary, root: Node) -> list[Share]:
         role, place = OTHER, row.place
         if row.name is not None:
             role, place = WEIGHTS, prefix + row.name
-        elif _is_below(row.path, optimizers, lengths):
-            role = OPTIMIZER
+        elif optimizers:
+            keys = tuple(map(key_text, row.path))
+            role = OPTIMIZER if any(keys[:n] in optimizers for n in lengths) else OTHER
         key = row.memory(number)
         same = first.setdefault(key, number)
         counts = (row.name is not None or not in_weights) and key not in counted
@@ -85,13 +92,6 @@ def shares(summary: Summary, root: Node) -> list[Share]:
         parameters, nbytes = row.tensor.numel if counts else 0, row.nbytes if is_first else 0
         found.append(Share(row, role, place, parameters, nbytes, None if is_first else same))
     return found
-
-
-def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence[int]) -> bool:
-    """Return True if `path` starts with one of `places`. `lengths` contains the lengths of
-    `places`."""
-    keys = tuple(map(key_text, path)) if places else ()
-    return any(keys[:length] in places for length in lengths)
 
 
 def branches(shares: Iterable[Share]) -> Branch:
@@ -134,13 +134,3 @@ def joined(branch: Branch) -> Branch:
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch
-
-
-def _optimizers(root: Node) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each optimizer state_dict."""
-    inside: Path | None = None
-    for path, node in walk(root):
-        inside = None if inside is not None and len(path) <= len(inside) else inside
-        if inside is None and is_optimizer(node):
-            inside = path
-            yield tuple(map(key_text, path))

@@ -426,7 +426,13 @@ class _Survey:
                 self.objects.append(Opaque(path, made))
                 if kind is Object and is_harmful(node):
                     self.harmful.setdefault(made, []).append(path)
-        self._mark_shared()
+        # Set `is_shared` for the tensors that share a storage with another tensor.
+        held = [row.storage for row in self.rows if row.storage is not None]
+        if not all(map(lt, held, islice(held, 1, None))):  # most files share no storage
+            counts = Counter(held)
+            for number, row in enumerate(self.rows):
+                if row.storage is not None and counts[row.storage] > 1:
+                    self.rows[number] = row._replace(is_shared=True)
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
         """Add the rows of a tensor subclass, or the row of a shard of a distributed tensor.
@@ -470,16 +476,6 @@ class _Survey:
 
     def _number(self, storage: Storage) -> int:
         return self.numbers.setdefault(storage, len(self.numbers))
-
-    def _mark_shared(self) -> None:
-        """Set `is_shared` for the tensors that share a storage with another tensor."""
-        held = [row.storage for row in self.rows if row.storage is not None]
-        if all(map(lt, held, islice(held, 1, None))):
-            return  # fast path for most files: no storage is shared
-        shared = {storage for storage, count in Counter(held).items() if count > 1}
-        for number, row in enumerate(self.rows if shared else ()):
-            if row.storage in shared:
-                self.rows[number] = row._replace(is_shared=True)
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about harmful calls, and about weights that ckptkit cannot dequantize."""

@@ -34,7 +34,7 @@ from ckptkit.core.tree import Path, join, key_text
 from ckptkit.formats.table import GGUF
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.diff import Changed, Diff, Kind
+    from ckptkit.analysis.diff import Changed, Diff
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.compute.tallies import Tally
     from ckptkit.lora.reading import Adapter
@@ -68,7 +68,10 @@ def of_checkpoint(
     """
     state: list[str] = []
     if not flat and summary.weights and len(rows) == len(summary.rows):
-        state = _training_entries(summary)
+        places = [row.path for row in summary.rows] + [value.path for value in summary.values]
+        found = dict.fromkeys(_entry(path) for path in places if len(path) > 1)
+        own = _entry(summary.weights)
+        state = [name for name in found if name != own and _TRAINING.fullmatch(name)]
         rows = [row for row in rows if _entry(row.path) not in state]
     tables = columns.tables(rows, flat=flat, sort=sort, among=summary.rows)
     folded = [_training_state(summary, state)] if state else []
@@ -88,14 +91,6 @@ def _entry(path: Path) -> str:
     return key_text(path[0]) if path else ""
 
 
-def _training_entries(summary: Summary) -> list[str]:
-    """Return the root keys of entries with training state."""
-    places: tuple[Sequence[Value | TensorRow], ...] = (summary.rows, summary.values)
-    found = dict.fromkeys(_entry(each.path) for each in flatten(places) if len(each.path) > 1)
-    own = _entry(summary.weights or ())
-    return [name for name in found if name != own and _TRAINING.fullmatch(name)]
-
-
 def _training_state(summary: Summary, entries: list[str]) -> Table:
     """Return the table of entries with training state. A row contains the number of tensors, their
     size and the first values."""
@@ -103,7 +98,10 @@ def _training_state(summary: Summary, entries: list[str]) -> Table:
     for entry in entries:
         tensors = [row for row in summary.rows if _entry(row.path) == entry]
         values = [value for value in summary.values if _entry(value.path) == entry]
-        texts = [f"{_name_of(each)}: {value_text(each.type, each.value)}" for each in values[:3]]
+        texts = []
+        for path, kind, value, _ in values[:3]:
+            last = tuple(key for key in path[1:] if not isinstance(key, int))[-1:]
+            texts.append(f"{escape(join(last))}: {value_text(kind, value)}")
         more = f", ... ({len(values):,})" if len(values) > len(texts) else ""
         nbytes = sum(row.nbytes for row in tensors)
         count = f"{len(tensors):,}" if tensors else ""
@@ -113,11 +111,6 @@ def _training_state(summary: Summary, entries: list[str]) -> Table:
     headers = ("entry", "tensors", "size", "values")
     title = "training state (--flat shows all)"
     return Table(title, headers, cells, headers[1:3], len(cells)).without_empty()
-
-
-def _name_of(value: Value) -> str:
-    """Return the last string key in the path of a value."""
-    return escape(join(tuple(key for key in value.path[1:] if not isinstance(key, int))[-1:]))
 
 
 BRIEF = ("file", "format", "size", "tensors", "parameters", "dtypes", "weights")
@@ -309,10 +302,11 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
 
     made = []
     for title, pairs in (("renamed:", found.renamed), ("renamed and reshaped?", found.reshaped)):
-        rows = fold_pairs(
-            ((p.old, p.new, (_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs),
-            rows_of,
-        )
+        named = []
+        for pair in pairs:
+            shapes = " -> ".join(dict.fromkeys((shape(pair.a.shape), shape(pair.b.shape))))
+            named.append((pair.old, pair.new, (shapes, f"{pair.confidence:.0%}", pair.why)))
+        rows = fold_pairs(named, rows_of)
         cells = [(escape(a.label), escape(b.label), *a.columns[-1]) for a, b in rows]
         made.append(Table(title, PAIRED, cells, ("sure",), len(pairs)))
     for title, names in (
@@ -341,10 +335,6 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
         groups.setdefault(kind, []).append(each)
     made += [_changed(list(groups.values()), len(unexplained), sort), entries(found)]
     return Report(found.summary, [], [table for table in made if table.rows], list(_notes(found)))
-
-
-def _shapes(a: Kind, b: Kind) -> str:
-    return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
 
 
 def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
