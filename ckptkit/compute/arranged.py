@@ -95,8 +95,9 @@ def contiguous(tensor: Tensor) -> Record:
         unit = "blocks" if dtype.block > 1 else f"elements of {dtype.bits} bits"
         raise TensorError(f"{unit} ({dtype}) are not contiguous, or do not start at a byte")
     else:
-        view = Arrange(dtype.itemsize, (_normal(of_view(tensor.shape, tensor)),))
-        record = Pending(view, (record,), nbytes)
+        shape, start = tensor.shape, tensor.offset
+        view = _normal(of_box(shape, (0,) * len(shape), shape, tensor.stride, start))
+        record = Pending(Arrange(dtype.itemsize, (view,)), (record,), nbytes)
     if tensor.storage.big_endian:
         record = swapped(record, dtype)
     if tensor.conj:
@@ -150,11 +151,6 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
         copies.append(of_box(shape, offsets, tensor.shape, stride, start, number))
     made = tuple(records.values())
     return Arranged(made, tuple(copies), dtype.itemsize, dtype.nbytes(prod(shape)))
-
-
-def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
-    """Return the copy that reads the elements of `tensor` from its storage in row-major order."""
-    return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
 
 
 def _outside(extent: Extent) -> Extent:

@@ -57,16 +57,16 @@ class Span(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.bottom - self.top, self.right - self.left
 
-    def blocks_of(self, grid: ScaleGrid) -> tuple[int, int, int, int]:
+    def blocks_of(self, grid: ScaleGrid, whole: bool) -> tuple[int, int, int, int]:
         """Return the ranges of rows and columns of the blocks that overlap this rectangle.
 
         The result is (first row, end row, first column, end column). The numbers count blocks of
-        `grid`.
+        `grid`. If `whole` is set, the range of columns contains all columns.
         """
-        return (
-            self.top // grid.height, -(-self.bottom // grid.height),
-            self.left // grid.width, -(-self.right // grid.width),
-        )  # fmt: skip
+        left, right = self.left // grid.width, -(-self.right // grid.width)
+        if whole:
+            left, right = 0, grid.columns
+        return self.top // grid.height, -(-self.bottom // grid.height), left, right
 
 
 def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
@@ -119,9 +119,8 @@ class Codes:
         kind, bits = self.packing.kind, self.packing.bits
         if kind == "flat":
             data, skip = self.flat(span)
-            high = self.packing.high_first
-            found = unpack(data[None], bits, skip + rows * columns, high_first=high)
-            return found[0, skip:].reshape(span.shape)
+            count, high = skip + rows * columns, self.packing.high_first
+            return unpack(data[None], bits, count, high_first=high)[0, skip:].reshape(span.shape)
         if kind == "parts":
             return self._parts(span)
         if kind == "columns":
@@ -153,9 +152,8 @@ class Codes:
 
     def _parts(self, span: Span) -> Array:
         """Read codes in the layout ``parts``."""
-        bits, itemsize, top = self.packing.bits, 1, 8
-        if bits == 3:  # a 32-bit word contains ten codes
-            itemsize, top = 4, 30
+        bits = self.packing.bits
+        itemsize, top = (4, 30) if bits == 3 else (1, 8)  # a 32-bit word contains ten codes
         count = self.size // itemsize  # number of codes in a part
         at = span.top * self.blocks.columns + span.left
         last = (span.bottom - 1) * self.blocks.columns + span.right
@@ -298,10 +296,8 @@ class Scale:
         return found
 
     def _blocks(self, span: Span) -> tuple[int, int, int, int, int]:
-        top, bottom, left, right = span.blocks_of(self.grid)
-        if self._whole:
-            left, right = 0, self.grid.columns
-        return 0 if self.numbers.shared else span.batch, top, bottom, left, right
+        batch = 0 if self.numbers.shared else span.batch
+        return batch, *span.blocks_of(self.grid, self._whole)
 
     def raw(self, span: Span) -> Array:
         """Return the same scales as `part`, but not converted to float32."""
@@ -354,9 +350,7 @@ class PackedZero:
         self.same = int(first[0]) if (shifted == first).all() else None
 
     def part(self, span: Span) -> Array:
-        top, bottom, left, right = span.blocks_of(self.grid)
-        if self._whole:
-            left, right = 0, self.grid.columns
+        top, bottom, left, right = span.blocks_of(self.grid, self._whole)
         return self._numbers[top:bottom, left:right]
 
 
@@ -529,6 +523,10 @@ class Dequantizer:
                 self.table[8] = -0.0  # bitsandbytes writes 0 to the file but computes with -0
         elif blocks.table is not None:
             self.table = table_of(blocks.table)
+        # The zero point that is subtracted from integer codes before the cast to float32.
+        self.shift: int | None = None
+        if blocks.packing.bits < 8 and not blocks.signed and isinstance(self.zero, PackedZero):
+            self.shift = self.zero.same
         # The dtypes to which scales and products are rounded.
         self.scale_dtype, self.product_dtype = (
             blocks.target if name == TARGET else name
@@ -562,9 +560,8 @@ class Dequantizer:
         else:
             values = np.frombuffer(self._memory.of(4 * made.size), "<f4").reshape(made.shape)
         scale = combined(self.scales, span, self.scale_dtype)
-        is_shifted = self._is_shifted
         is_nearest = self._numbers(span, values, scale)
-        if self.zero is not None and not is_shifted:
+        if self.zero is not None and self.shift is None:
             self._apply(np.subtract, values, self.zero, span)
             if isinstance(self.zero, Scale):
                 self._round(values)
@@ -590,12 +587,6 @@ class Dequantizer:
     def _apply(self, how: Any, values: Array, owner: Scale | PackedZero, span: Span) -> None:
         apply(how, values, owner.part(span), owner.grid, span, self.index)
 
-    @property
-    def _is_shifted(self) -> bool:
-        """True if zero points are subtracted from integer codes before the cast to float32."""
-        same = self.zero.same if isinstance(self.zero, PackedZero) else None
-        return same is not None and self.blocks.packing.bits < 8 and not self.blocks.signed
-
     def _round(self, values: Array) -> None:
         """Round float32 numbers to `product_dtype`, in place."""
         if self.product_dtype != "float32":
@@ -610,11 +601,10 @@ class Dequantizer:
         """
         blocks, bits = self.blocks, self.blocks.packing.bits
         if self.table is None:
-            codes, is_signed = self.codes(span), blocks.signed
-            if isinstance(self.zero, PackedZero) and self._is_shifted:
+            codes, is_signed = self.codes(span), blocks.signed or self.shift is not None
+            if self.shift is not None:
                 # The subtraction of bytes may wrap around, but the signed result is correct.
-                codes = codes - np.uint8((self.zero.same or 0) & 0xFF)
-                is_signed = True
+                codes = codes - np.uint8(self.shift & 0xFF)
             np.copyto(values, codes.view("i1") if is_signed else codes)
             if blocks.offset:
                 values -= np.float32(blocks.offset)
@@ -625,12 +615,8 @@ class Dequantizer:
                 np.take(self._two(4), pairs, out=values.reshape(-1).view("<u8"), mode="clip")
                 return False
         codes = self.codes(span)
-        if (
-            bits == 8
-            and len(self.table) == 256
-            and codes.size % 2 == 0
-            and codes.flags.c_contiguous
-        ):
+        is_paired = codes.size % 2 == 0 and codes.flags.c_contiguous
+        if bits == 8 and len(self.table) == 256 and is_paired:
             pairs = codes.reshape(-1).view("<u2")
             np.take(self._two(8), pairs, out=values.reshape(-1).view("<u8"), mode="clip")
         else:
@@ -853,15 +839,9 @@ def dequantized_record(
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        fits = (
-            0 <= axis < len(tensor.shape)
-            and scale.shape == zero_point.shape == tensor.shape[axis : axis + 1]
-        )
-        if (
-            not fits
-            or scale.dtype.kind != "float"
-            or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _CHANNELS
-        ):
+        are_numbers = {scale.dtype.numpy, zero_point.dtype.numpy} <= _CHANNELS
+        fits = scale.shape == zero_point.shape == tensor.shape[axis : axis + 1] and axis >= 0
+        if not fits or not are_numbers or scale.dtype.kind != "float" or not scale.shape:
             raise TensorError(
                 f"scales ({scale.dtype} {scale.shape}) and zero points ({zero_point.dtype} "
                 f"{zero_point.shape}) do not fit axis {axis} of a tensor of shape {tensor.shape}"

@@ -73,8 +73,10 @@ class GgmlDequantize(Operation):
         blocks_read = stream_reusing_buffer(source, first * size, last * size, most)
         for piece in aligned(blocks_read, size, most):
             blocks = np.frombuffer(piece, "u1").reshape(-1, size)
-            if self.big_endian:
-                blocks = _swapped(blocks, FIELDS[self.type])
+            if self.big_endian:  # swap the bytes of each 16-bit field
+                blocks = blocks.copy()
+                for at in FIELDS[self.type]:
+                    blocks[:, at : at + 2] = blocks[:, at : at + 2][:, ::-1].copy()
             with np.errstate(all="ignore"):  # ggml returns infinities and NaN too
                 codes, *numbers = DECODERS[self.type](blocks)
             codes = codes.reshape(-1).view("i1")
@@ -86,14 +88,6 @@ class GgmlDequantize(Operation):
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
         unit = TYPES[self.type].block * BY_NAME[self.target].itemsize
         return ends_after(extent, max(1, size // unit) * unit)
-
-
-def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:
-    """Return a copy of the blocks, with the bytes of each 16-bit field swapped."""
-    blocks = blocks.copy()
-    for at in fields:
-        blocks[:, at : at + 2] = blocks[:, at : at + 2][:, ::-1].copy()
-    return blocks
 
 
 def _computed(
@@ -243,16 +237,6 @@ def _grid(name: str) -> Array:
 
 
 @cache
-def _signs() -> tuple[Array, Array]:
-    """Return two tables that map a byte of sign bits to a word.
-
-    To negate the codes whose sign bits are set, xor a word of eight codes with the first word, and
-    add the second word.
-    """
-    return _bits() * np.uint64(255), _bits()
-
-
-@cache
 def _parity() -> Array:
     """Return a table that maps seven sign bits to eight sign bits, with an even number of ones."""
     seven = np.arange(128)
@@ -261,10 +245,12 @@ def _parity() -> Array:
 
 
 def _signed(words: Array, signs: Array) -> Array:
-    """Negate each code, in place, if its bit in `signs` is set. No code is 0."""
-    flip, add = (np.take(each, signs, mode="clip") for each in _signs())
-    words ^= flip
-    words += add
+    """Negate each code, in place, if its bit in `signs` is set. No code is 0.
+
+    Words contain eight codes. To negate a code, invert its bits and add 1.
+    """
+    words ^= np.take(_bits() * np.uint64(255), signs, mode="clip")
+    words += np.take(_bits(), signs, mode="clip")
     return words
 
 
@@ -437,7 +423,7 @@ def _iq4_xs(b: Array) -> Parts:
     return codes, _half(b, 0) * scale
 
 
-# Ternary types
+# Ternary type TQ1_0
 
 
 def _tq1_0(b: Array) -> Parts:
@@ -455,10 +441,6 @@ def _tq1_0(b: Array) -> Parts:
     return _less(codes, 1), _half(b, 52)
 
 
-def _tq2_0(b: Array) -> Parts:
-    return _less(_in_turns(_planes(b, 0, 2, 32, PAIRS, 3), 32), 1), _half(b, 64)
-
-
 DECODERS: dict[str, Callable[[Array], Parts]] = {
     "Q4_0": lambda b: (_less(_nibbles(b, 2, 1, 16), 8), _half(b, 0)),
     "Q4_1": lambda b: (_nibbles(b, 4, 1, 16), _half(b, 0), -_half(b, 2)),
@@ -468,8 +450,9 @@ DECODERS: dict[str, Callable[[Array], Parts]] = {
     "Q4_K": lambda b: (_nibbles(b, 16, 4, 32), *_scales_of_6_bits(b)),
     "IQ4_NL": lambda b: (_looked_up("IQ4", _nibbles(b, 2, 1, 16)), _half(b, 0)),
     "Q2_0": lambda b: (_less(np.take(_table("ternary"), b[:, 2:], mode="clip"), 1), _half(b, 0)),
+    "TQ2_0": lambda b: (_less(_in_turns(_planes(b, 0, 2, 32, PAIRS, 3), 32), 1), _half(b, 64)),
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs, "IQ3_XXS": _iq3_xxs, "IQ1_S": _iq1_s, "IQ3_S": _iq3_s, "IQ2_S": _iq2_s,
-    "IQ4_XS": _iq4_xs, "IQ1_M": _iq1_m, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4, "Q1_0": _q1_0,
+    "IQ4_XS": _iq4_xs, "IQ1_M": _iq1_m, "TQ1_0": _tq1_0, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
+    "Q1_0": _q1_0,
 }  # fmt: skip

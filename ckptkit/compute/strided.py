@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
 from ckptkit.core.errors import CorruptError
@@ -144,11 +144,9 @@ class Axes:
 
     def __init__(self, strides: Iterable[int], total: int) -> None:
         self.strides = sorted({*strides, 1}, reverse=True)
-        outer = [total, *self.strides[:-1]]
-        fits = all(big % small == 0 for big, small in zip(outer, self.strides, strict=True))
-        self.sizes = (
-            [big // small for big, small in zip(outer, self.strides, strict=True)] if fits else []
-        )
+        pairs = list(zip([total, *self.strides[:-1]], self.strides, strict=True))
+        fits = all(big % small == 0 for big, small in pairs)
+        self.sizes = [big // small for big, small in pairs] if fits else []
 
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
         """Return the box of this array that a copy reads or writes.
@@ -163,39 +161,24 @@ class Axes:
             offsets.append(digit)
         counts, others = [1] * len(offsets), [0] * len(offsets)
         for n, stride, other in dims:
-            if not self._spread(self.strides.index(stride), n, other, offsets, counts, others):
-                return None
-        for offset, count, size in zip(offsets, counts, self.sizes, strict=True):
-            if offset + count > size:
-                return None
+            axis = self.strides.index(stride)
+            while n > 1:
+                if axis < 0 or counts[axis] != 1:
+                    return None
+                size = self.sizes[axis]
+                if offsets[axis] + n <= size:
+                    counts[axis], others[axis] = n, other
+                    break
+                if offsets[axis] or n % size:
+                    return None
+                # The dimension exceeds its axis, and continues along the next outer axis.
+                if size > 1:
+                    counts[axis], others[axis] = size, other
+                n, other, axis = n // size, other * size, axis - 1
+        ends = map(add, offsets, counts)
+        if any(end > size for end, size in zip(ends, self.sizes, strict=True)):
+            return None
         return tuple(map(Interval, offsets, counts, others))
-
-    def _spread(
-        self,
-        axis: int,
-        n: int,
-        other: int,
-        offsets: list[int],
-        counts: list[int],
-        others: list[int],
-    ) -> bool:
-        """Assign a dimension to its axis. If the dimension exceeds the axis, use outer axes too.
-
-        Return False if the elements do not form a box.
-        """
-        while n > 1:
-            if axis < 0 or counts[axis] != 1:
-                return False
-            size = self.sizes[axis]
-            if offsets[axis] + n <= size:
-                counts[axis], others[axis] = n, other
-                return True
-            if offsets[axis] or n % size:
-                return False
-            if size > 1:
-                counts[axis], others[axis] = size, other
-            n, other, axis = n // size, other * size, axis - 1
-        return True
 
 
 @lru_cache(64)  # cached, because the layers of a model have equal shapes and copies

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -175,8 +175,12 @@ def _forked(
     try:
         pid = os.fork()
         if not pid:
-            foreign = (feed, answers, *(other.answers for other in others))
-            _end_after(function, numbers, answer, foreign)
+            try:
+                for descriptor in (feed, answers, *(other.answers for other in others)):
+                    os.close(descriptor)
+                _serve(function, numbers, answer)
+            finally:
+                os._exit(0)  # run no cleanup code of the parent process
     except OSError:
         os.close(answers)
         raise
@@ -197,18 +201,6 @@ def _blocked_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _end_after(
-    function: Callable[[int], object], numbers: int, answer: int, foreign: Iterable[int]
-) -> NoReturn:
-    """Run a worker, then exit. Do not run the cleanup code of the parent process."""
-    try:
-        for descriptor in foreign:
-            os.close(descriptor)
-        _serve(function, numbers, answer)
-    finally:
-        os._exit(0)
 
 
 def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None:

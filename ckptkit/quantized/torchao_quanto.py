@@ -19,14 +19,6 @@ Data = dict[str, Any]
 Inner = dict[str, Tensor]
 
 
-def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight in a safetensors file, or a pickled weight."""
-    node = view.nodes[mark]
-    if isinstance(node, Object):
-        return recognize_pickled(view, mark, node)
-    return recognize_torchao(view, mark)
-
-
 def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWeight | None:
     """Recognize a pickled object of a torchao class."""
     args, tensor = node.args, node.tensor
@@ -49,10 +41,13 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
 
 
 def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight by `mark`, the name of its codes.
+    """Recognize a pickled weight, or a weight in a safetensors file.
 
-    For ``fc.weight``, this name is ``fc._weight_qdata``.
+    In a safetensors file, `mark` is the name of its codes, such as ``fc._weight_qdata``.
     """
+    node = view.nodes[mark]
+    if isinstance(node, Object):
+        return recognize_pickled(view, mark, node)
     head, _, last = mark.rpartition("._")
     name = f"{head}.{last}" if head else mark.removeprefix("_")
     name = name.removesuffix("_qdata")
@@ -138,7 +133,7 @@ _KINDS: dict[str, str | g.BlockForm] = {
 }  # fmt: skip
 _CODES = ("uint8", "float4_e2m1fn_x2", *g.FLOAT8)  # dtypes of codes in blocks
 TORCHAO = QuantizationMethod(
-    "torchao", "torchao Float8, Int8, Intx, MX, NVFP4, also pickled", recognize_any,
+    "torchao", "torchao Float8, Int8, Intx, MX, NVFP4, also pickled", recognize_torchao,
     endings=("_qdata",), subclasses=True, oracle="torchao 0.18.0",
 )  # fmt: skip
 
