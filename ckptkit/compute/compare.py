@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptkit.compute.arranged import contiguous, once, place, refusal, repeated, times
@@ -86,10 +85,8 @@ def compare(
         return None  # small equal tensors do not need numpy
     keep_memory()
     with np.errstate(all="ignore"):  # differences of infinities are NaN, and squares may overflow
-        if exact:
-            found = _compare_bytes(extents, a.dtype, measure)
-        else:
-            found = _compare_values(extents, types, (atol or 0.0, rtol or 0.0), measure)
+        tolerance = None if exact else (atol or 0.0, rtol or 0.0)
+        found = _compare(extents, types, tolerance, measure)
     if found is None or not axes:
         return found
     first = place(found.first, a.shape, axes)
@@ -143,16 +140,13 @@ class _Measure:
             self.largest = max(self.largest, float(np.abs(wide - y[near]).max(initial=0.0)))
         return None
 
-    def of(self, found: Difference, largest: float | None = None) -> Difference:
-        """Return `found` with the accumulated distances.
-
-        If `largest` is None, use the largest difference that was accumulated.
-        """
+    def of(self, found: Difference) -> Difference:
+        """Return `found` with the accumulated distances."""
         relative = (self.moved / self.squares) ** 0.5 if self.squares else None
         norms = (self.squares * self.others) ** 0.5
         return replace(
             found,
-            largest=self.largest if largest is None else largest,
+            largest=self.largest if found.largest is None else found.largest,
             relative=relative,
             cosine=self.product / norms if norms else None,
             distance=self.moved**0.5,
@@ -182,76 +176,61 @@ def equal(left: Extent, right: Extent) -> bool:
     )
 
 
-def _compare_bytes(
-    extents: tuple[Extent, Extent], dtype: DType, measure: _Measure | None
+def _compare(
+    extents: tuple[Extent, Extent],
+    types: tuple[DType, DType],
+    tolerance: tuple[float, float] | None,
+    measure: _Measure | None,
 ) -> Difference | None:
-    count, first, at, begin = 0, -1, 0, 0  # `begin` is the start of the first block that differs
-    for left, right in _in_step(extents, (dtype, dtype)):
-        is_equal = bytearray(left) == right  # Python compares two memoryviews slowly
+    """Compare bytes, or values as ``torch.isclose`` does.
+
+    `tolerance` is a pair (absolute, relative). If it is None, compare bytes.
+    """
+    count, first, at, largest = 0, -1, 0, 0.0
+    begin: int | None = None  # the start of the first block whose bytes differ
+    units = [dtype.itemsize for dtype in types]
+    for left, right in in_step(map(stream_reusing_buffer, extents), units, WIDE):
+        # Python compares two memoryviews slowly.
+        is_equal = types[0] == types[1] and bytearray(left) == right
+        begin = at if begin is None and not is_equal else begin
+        # While the bytes of all blocks are equal, measure nothing. See the end of this function.
+        if begin is not None and (measure is not None or not (is_equal or tolerance is None)):
+            x = decode(left, types[0])
+            y = x if is_equal else decode(right, types[1])
+            if tolerance is not None:
+                x, y = _wide(x), _wide(y)
+            if measure is not None:
+                measure.add(x, x if is_equal else y)
         if not is_equal:
-            odd = _codes(left, dtype) != _codes(right, dtype)
-            if odd.ndim > 1:
-                odd = odd.any(axis=1)
-            if not count:
-                first, begin = at + int(odd.argmax()), at
-            count += int(np.count_nonzero(odd))
-        # While all blocks are equal, measure nothing. If a block differs, the second loop adds the
-        # blocks before it.
-        if measure is not None and count:
-            x = decode(left, dtype)
-            measure.add(x, x if is_equal else decode(right, dtype))
-        at += len(left) // dtype.itemsize
+            if tolerance is None:
+                odd = _codes(left, types[0]) != _codes(right, types[1])
+            else:
+                distance = _distances(x, y)
+                most, (atol, rtol) = float(distance.max()), tolerance
+                largest = max(largest, most)
+                odd = np.isinf(distance)  # an infinite difference exceeds any tolerance
+                if most > atol:
+                    odd |= distance > (np.abs(y) * rtol + atol if rtol else atol)
+            if odd.any():
+                first = at + int(odd.argmax()) if not count else first
+                count += int(np.count_nonzero(odd))
+        at += len(left) // units[0]
     if not count:
         return None
-    found = Difference(count, first)
+    found = Difference(count, first, None if tolerance is None else largest)
     if measure is None:
         return found
-    equal = stream_reusing_buffer(extents[0], 0, begin * dtype.itemsize)
-    for piece in aligned(equal, dtype.itemsize, WIDE * dtype.itemsize):
-        x = decode(piece, dtype)
+    equal = stream_reusing_buffer(extents[0], 0, (begin or 0) * units[0])
+    for piece in aligned(equal, units[0], WIDE * units[0]):
+        x = decode(piece, types[0])
         measure.add(x, x)
     return measure.of(found)
 
 
 def _codes(piece: Piece, dtype: DType) -> Array:
-    """Return elements as integers or as rows of bytes. `==` on the result compares bytes."""
-    if dtype.itemsize in (1, 2, 4, 8):
-        return np.frombuffer(piece, f"<u{dtype.itemsize}")
-    return np.frombuffer(piece, np.uint8).reshape(-1, dtype.itemsize)
-
-
-def _compare_values(
-    extents: tuple[Extent, Extent],
-    types: tuple[DType, DType],
-    tolerance: tuple[float, float],
-    measure: _Measure | None,
-) -> Difference | None:
-    """Compare values as ``torch.isclose`` does. `tolerance` is a pair (absolute, relative)."""
-    atol, rtol = tolerance
-    count, first, at, largest = 0, -1, 0, 0.0
-    alike = types[0] == types[1]
-    for left, right in _in_step(extents, types):
-        is_equal = alike and bytearray(left) == right
-        if measure is not None or not is_equal:
-            x = _wide(left, types[0])
-            y = x if is_equal else _wide(right, types[1])
-            if measure is not None:
-                measure.add(x, y)
-        if not is_equal:
-            distance = _distances(x, y)
-            most = float(distance.max())
-            largest = max(largest, most)
-            if most > atol or np.isinf(most):  # an infinite difference exceeds any tolerance
-                limit = np.abs(y) * rtol + atol if rtol else atol
-                differs = (distance > limit) | np.isinf(distance)
-                if differs.any():
-                    first = at + int(differs.argmax()) if not count else first
-                    count += int(np.count_nonzero(differs))
-        at += len(left) // types[0].itemsize
-    if not count:
-        return None
-    found = Difference(count, first, largest)
-    return found if measure is None else measure.of(found, largest)
+    """Return elements as integers or as opaque items. `==` on the result compares bytes."""
+    unit = f"<u{dtype.itemsize}" if dtype.itemsize in (1, 2, 4, 8) else f"V{dtype.itemsize}"
+    return np.frombuffer(piece, unit)
 
 
 def _distances(x: Array, y: Array) -> Array:
@@ -267,14 +246,7 @@ def _distances(x: Array, y: Array) -> Array:
     return distance
 
 
-def _in_step(
-    extents: tuple[Extent, Extent], types: tuple[DType, DType]
-) -> Iterator[list[memoryview]]:
-    return in_step(map(stream_reusing_buffer, extents), [dtype.itemsize for dtype in types], WIDE)
-
-
-def _wide(piece: Piece, dtype: DType) -> Array:
-    values = decode(piece, dtype)
+def _wide(values: Array) -> Array:
     return values.astype(_wide_type(values))
 
 
