@@ -248,9 +248,6 @@ def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterat
     old and new bytes. If `remote` is true, also check files at URLs. Skip a file if every read of
     the file already detects changes. For a checkpoint in memory, `place` is None.
     """
-    if place is None:
-        yield
-        return
     try:
         yield
     except Exception as error:
@@ -261,8 +258,9 @@ def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterat
         raise changed
 
 
-def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
-    for each in place.opened() if isinstance(place, Folder) else (place,):
+def _changing(place: ByteSource | Folder | None, remote: bool) -> CkptkitError | None:
+    sources = place.opened() if isinstance(place, Folder) else filter(None, (place,))
+    for each in sources:
         if each.compares_answers or (each.remote and not remote):
             continue
         try:

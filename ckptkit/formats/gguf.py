@@ -49,7 +49,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shown, some
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node, StoredList
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Remark
@@ -119,15 +119,13 @@ def read(probe: Probe) -> Checkpoint:
             first, folder = files[0], place[0] if place and len(files) > 1 else None
     warnings: list[str] = []
     tensors: dict[Node, Node] = {}
-    where: dict[str, str] = {}
     values = {key: value for each in reversed(files) for key, value in each.values.items()}
     aligned = first.values.get(ALIGNMENT, None if part else 32)
     for each in files:
         for name, tensor in _tensors(each, values, aligned, warnings):
-            if name in where:
-                both = {where[name]: 0, each.source.name: 0}
-                raise AmbiguousError(f"the tensor {shown(name)} occurs twice: {some(both)}")
-            where[name] = each.source.name
+            if name in tensors:
+                what = f"the tensor {shown(name)} is also in an earlier file of the model"
+                raise AmbiguousError(what, where=each.source.name)
             tensors[name] = tensor
     root = {key: values[key] for key in dict.fromkeys((*first.values, *values))}
     entry = TENSORS

@@ -315,30 +315,24 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
-    file = file_of(tensors, metadata)
-    return Plan((file,), tuple(notes), whole)
+    return Plan((file_of(tensors, metadata),), tuple(notes), whole)
 
 
-class HeaderEntries(NamedTuple):
-    """The tensors of a file in order, its `__metadata__`, and notes on dropped values."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str | None]
-    notes: Sequence[str]
+# The tensors of a file in order, its `__metadata__`, and notes on dropped values.
+Contents = tuple[dict[str, Tensor], dict[str, str | None], Sequence[str]]
 
 
-def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
+def contents(checkpoint: Checkpoint, options: Options) -> Contents:
     """Return the tensors and metadata to write for a checkpoint. Raises the errors of `layout`."""
     # If the input file contained the complete tree, write the complete tree again.
-    if options.all or checkpoint.origin is WHOLE:
-        return _whole(checkpoint, options)
+    is_whole = options.all or checkpoint.origin is WHOLE
+    return _whole(checkpoint, options) if is_whole else prepared(checkpoint, options)
+
+
+def prepared(checkpoint: Checkpoint, options: Options) -> Contents:
+    """Return the weights, and other values as metadata. Raises the errors of `layout`."""
     if options.objects == "error":
         refuse_objects(checkpoint)
-    return prepared(checkpoint, options)
-
-
-def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Return the weights, and other values as metadata. Raises the errors of `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
@@ -355,10 +349,10 @@ def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     }
     notes += [f"dropped: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
-    return HeaderEntries(stored, metadata, notes)
+    return stored, metadata, notes
 
 
-def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
+def _whole(checkpoint: Checkpoint, options: Options) -> Contents:
     """Return the entries for the complete tree, as :mod:`safetensors_tree` describes.
 
     Raises the errors of the .pth writer, because ckptkit must be able to convert the output to a
@@ -388,7 +382,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
         **checkpoint.extras,
         RESERVED: text,
     }
-    return HeaderEntries(whole.tensors, metadata, notes)
+    return whole.tensors, metadata, notes
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:

@@ -459,8 +459,6 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
 
     Raises the errors of `safetensors.layout`. Raises LimitError if the index is too large.
     """
-    if options.objects == "error":
-        refuse_objects(checkpoint)
     # Reserve the metadata key `total_size`, so that no tie uses this key.
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
     tensors, metadata, notes = safetensors.prepared(checkpoint, options)
