@@ -295,6 +295,10 @@ def find_data(read: Read, name: bytes, row: Row) -> int:
 def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tuple[int, bool]:
     """Return the size of a local header, and whether a data descriptor follows the member's bytes.
 
+    If a descriptor follows the data, a value in the local header may be 0. torch writes three
+    numbers into the zip64 field of a local header: the size, then 0 in place of the stored size,
+    then the offset. The 32-bit sizes are also 0.
+
     Raises an InputError if header and directory differ in more than the descriptor flag.
     """
     offset, stored, size, crc, method, flags = row
@@ -313,34 +317,19 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
         )
     is_empty = described and not (own_crc or own_stored or own_size)
     same = is_empty or (own_crc == crc and own_stored == stored and own_size == size)
-    if not same or (x and _field(data, end) != (b"FB", x - 4)):
-        fields = extra_fields(read(offset + 30 + n, x), name)
-        _check_local((own_crc, own_stored, own_size), described, fields, name, row)
-    return 30 + n + x, described
-
-
-def _check_local(
-    own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
-) -> None:
-    """Compare CRC and sizes of a local header with the directory.
-
-    If a descriptor follows the data, a value in the local header may be 0. torch writes three
-    numbers into the zip64 field of a local header: the size, then 0 in place of the stored size,
-    then the offset. The 32-bit sizes are also 0.
-    """
-    offset, stored, size, crc = row[:4]
-    field = fields.get(ZIP64_FIELD, b"")
+    if same and (not x or _field(data, end) == (b"FB", x - 4)):
+        return 30 + n + x, described
+    field = extra_fields(read(offset + 30 + n, x), name).get(ZIP64_FIELD, b"")
     wide = list(struct.unpack(f"<{len(field) // 8}Q", field)) if len(field) % 8 == 0 else [-1]
-    own_size = wide.pop(0) if own[2] == U32 and wide else own[2]
-    own_stored = wide.pop(0) if own[1] == U32 and wide else own[1]
-    differ = any(
-        found != expected and not (described and found == 0)
-        for found, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
-    )
+    own_size = wide.pop(0) if own_size == U32 and wide else own_size
+    own_stored = wide.pop(0) if own_stored == U32 and wide else own_stored
+    pairs = ((own_crc, crc), (own_stored, stored), (own_size, size))
+    differ = any(own != listed and not (described and own == 0) for own, listed in pairs)
     if differ or any(value not in (0, size, stored, offset) for value in wide):
         raise AmbiguousError(
             f"CRC or sizes of record {shown(name)} differ between header and directory"
         )
+    return 30 + n + x, described
 
 
 def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
