@@ -226,16 +226,6 @@ def _output(machine: Any, data: bytes) -> Iterator[bytes]:
             return
 
 
-def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
-    """Return at most `most` decompressed bytes, and the error that stopped decompression.
-
-    If there was no error, return None in its place.
-    """
-    found: list[bytes] = []
-    failure = _collect(source, method, most, found.append)
-    return b"".join(found), failure
-
-
 class Spool(LocalFile):
     """An unnamed temporary file of decompressed bytes. The file disappears when the process ends.
 
@@ -264,9 +254,18 @@ def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, Ckptk
     """
     import tempfile  # imported only for compressed files
 
+    failure: CkptkitError | None = None
+    left = most
     try:
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
-            failure = _collect(source, method, most, file.write)
+            try:
+                for piece in pieces(source, method):
+                    file.write(piece[:left])
+                    if len(piece) > left:
+                        raise LimitError(f"inflates to more than {most:,} bytes")
+                    left -= len(piece)
+            except (CorruptError, TruncatedError, MissingPackageError, LimitError) as error:
+                failure = error
             if file.tell() > IN_MEMORY:
                 file.flush()
                 return Spool(source, os.dup(file.fileno())), failure
@@ -280,22 +279,3 @@ def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, Ckptk
             where=source.name,
             hint="set the variable TMPDIR to a folder with more free space",
         ) from error
-
-
-def _collect(
-    source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
-) -> CkptkitError | None:
-    """Pass at most `most` decompressed bytes to `keep`.
-
-    Return the error that stopped decompression, or None.
-    """
-    left = most
-    try:
-        for piece in pieces(source, method):
-            keep(piece[:left])
-            if len(piece) > left:
-                return LimitError(f"inflates to more than {most:,} bytes")
-            left -= len(piece)
-    except (CorruptError, TruncatedError, MissingPackageError) as error:
-        return error
-    return None

@@ -15,7 +15,7 @@ from struct import Struct
 from ckptkit.core.bytesource import ByteSource, Memory, Section, in_file
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
 from ckptkit.core.limits import LIMITS, UNPACKED, check
-from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
+from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
 from ckptkit.formats.tar import BLOCK, is_tar, lenient_number
@@ -142,9 +142,8 @@ class _Search:
         self._count()
         source = part.source
         if part.packed is not None:
-            head, _ = unpack(source, part.packed, 512)
-        else:
-            head = source.read(0, min(512, source.size))
+            source, _ = spool(source, part.packed, 512)
+        head = source.read(0, min(512, source.size))
         if part.open_end and part.packed is None:
             if looks_like_a_pickle(head):
                 stream = PickleStream(part.where, source, 0, source.size)
