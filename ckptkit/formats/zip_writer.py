@@ -58,23 +58,6 @@ class ZipMember(NamedTuple):
     crc: int | None = None
 
 
-class _Text:
-    """A buffer of literal bytes, with holes for CRCs that are computed later."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.holes: list[tuple[int, int]] = []
-
-    def take(self, last: bytes = b"") -> Segment:
-        """Append `last`, return the bytes of the buffer, and clear the buffer."""
-        data, holes = bytes(self.data) + last if self.data else last, self.holes
-        self.data.clear()
-        if not holes:
-            return data
-        self.holes = []
-        return ChecksumPlaceholder(data, tuple(holes))
-
-
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Return the segments of a zip file that contains `members`, in order.
 
@@ -82,35 +65,43 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     segment is the position of the member in `members`.
     """
     segments: list[Segment] = []
-    text, directory = _Text(), _Text()
+    text, directory = bytearray(), bytearray()  # literal bytes
+    # Positions in `text` and `directory` of CRCs that are computed later, and segment numbers.
+    holes: list[tuple[int, int]] = []
+    more_holes: list[tuple[int, int]] = []
     offset = count = 0
     for name, content, crc in members:
+        size = len(content) if isinstance(content, bytes) else content.length
         if isinstance(content, bytes):
-            size, crc = len(content), zlib.crc32(content)
-        else:
-            size = content.length
-        if size == 0:
+            crc = zlib.crc32(content)
+        elif size == 0:
             crc = 0
         if crc is None:
-            text.holes.append((len(text.data) + _LOCAL_CRC, count))
-            directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
+            holes.append((len(text) + _LOCAL_CRC, count))
+            more_holes.append((len(directory) + _CENTRAL_CRC, count))
         raw = name.encode()
         header = _local_header(raw, offset, size, crc or 0)
-        directory.data += _central_entry(raw, offset, size, crc or 0)
+        directory += _central_entry(raw, offset, size, crc or 0)
+        text += header
         if isinstance(content, bytes) and size <= _JOINED:
-            text.data += header + content
-        elif size == 0:
-            text.data += header
-        elif isinstance(content, bytes) or crc is not None:
-            segments += (text.take(header), content)
-        else:
-            segments += (text.take(header), Checksummed(content, count))
+            text += content
+        elif size:
+            segments.append(_segment(text, holes))
+            if isinstance(content, bytes) or crc is not None:
+                segments.append(content)
+            else:
+                segments.append(Checksummed(content, count))
+            text.clear()
+            holes = []
         offset += len(header) + size
         count += 1
-    text.holes += [(len(text.data) + position, number) for position, number in directory.holes]
-    text.data += directory.data + ends(offset, len(directory.data), count)
-    segments.append(text.take())
-    return segments
+    holes += [(len(text) + position, number) for position, number in more_holes]
+    text += directory + ends(offset, len(directory), count)
+    return [*segments, _segment(text, holes)]
+
+
+def _segment(text: bytearray, holes: list[tuple[int, int]]) -> Segment:
+    return ChecksumPlaceholder(bytes(text), tuple(holes)) if holes else bytes(text)
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
