@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint, PartOf
@@ -282,75 +281,38 @@ def _named(root: Mapping[Node, Node], path: str) -> PartOf | None:
 
 
 _LOOKED_AT = 8  # maximum number of subfolders to list
-
-
-class RefusedLayout(NamedTuple):
-    """A layout that ckptkit cannot join.
-
-    The folder contains a path that matches `pattern`, and the file or folder `beside`. If `beside`
-    is empty, the path is sufficient.
-    """
-
-    pattern: str
-    beside: str
-    what: str
-    hint: str
-
-
-REFUSED = {
-    "vllm": RefusedLayout(
-        _VLLM.pattern, "",
-        "is a vLLM sharded state: its tensors are fused and sharded per rank, and no file records "
-        "the layout",
-        "convert the original model; only vLLM can load a sharded state "
-        "(load_format='sharded_state')",
-    ),
-    "zarr": RefusedLayout(
-        r"[^/.][^/]*/\.zarray", "metadata.json",
-        "is a Megatron-LM checkpoint in the zarr format, which Megatron-LM no longer supports",
-        "load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
-    ),
-    "olmo": RefusedLayout(
-        r"model/rank[0-9]{1,6}\.pt", "optim",
-        "is a local sharded checkpoint of OLMo: flat parameters of FSDP, in OLMo's own format",
-        "merge it with OLMo: `python scripts/unshard.py {where} {new} --type local`",
-    ),
-    "colossalai": RefusedLayout(
-        r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)", "",
-        "is a distributed checkpoint of ColossalAI: each rank wrote its own shards",
-        "load it in ColossalAI, and save it with booster.save_model(model, folder, shard=True, "
-        "gather_dtensor=True)",
-    ),
-    "nemo": RefusedLayout(
-        r"((mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_"
-        r"[0-9]{3})/[^/]*\.ckpt", "",
-        "is a checkpoint of NeMo 1: each rank wrote its own shards",
-        "merge tensor and pipeline ranks with NeMo 1: megatron_change_num_partitions.py "
-        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; load FSDP "
-        "shards in the training script, and save the whole model",
-    ),
-}  # fmt: skip
+# Paths below the folder, by the name of the layout. The file refused.toml describes the layouts.
+REFUSED = re.compile(
+    r"(?P<vllm>model-rank-[0-9]{1,6}-part-[0-9]{1,6}\.safetensors)|(?P<zarr>[^/.][^/]*/\.zarray)"
+    r"|(?P<colossalai>(?:pytorch_)?model-(?:meta-)?dist-[0-9]{5}.*\.(?:bin|safetensors|json))"
+    r"|(?P<olmo>model/rank[0-9]{1,6}\.pt)|(?P<nemo>(?:(?:mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}"
+    r"|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3})/[^/]*\.ckpt)"
+)
+_BESIDE = {"zarr": "metadata.json", "olmo": "optim"}  # a name that the folder also contains
 
 
 def matches(probe: Probe) -> bool:
     """Return whether the folder has a layout that ckptkit cannot join."""
-    return next(_refused(probe), None) is not None
+    return _refused(probe) is not None
 
 
-def _refused(probe: Probe) -> Iterator[RefusedLayout]:
+def _refused(probe: Probe) -> str | None:
+    """Return the name of the layout in refused.toml, or None."""
     paths = list(probe.names)
-    for name in islice(probe.folder.folders(), _LOOKED_AT):
+    for name in probe.folder.folders()[:_LOOKED_AT]:
         try:
             paths += [f"{name}/{inner}" for inner in probe.folder.sub(name).list()]
         except CkptkitError:  # no permission to list the subfolder
             continue
-    for each in REFUSED.values():
-        is_there = not each.beside or each.beside in probe.names
-        if is_there and any(re.fullmatch(each.pattern, path) for path in paths):
-            yield each
+    kinds = (found.lastgroup or "" for found in map(REFUSED.fullmatch, paths) if found)
+    there = (kind for kind in kinds if kind not in _BESIDE or _BESIDE[kind] in paths)
+    return next(there, None)
 
 
 def read(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError with the message and hint for the layout."""
-    kind = next(_refused(probe))
-    raise UnsupportedError(kind.what, hint=kind.hint)
+    import tomllib  # imported only for folders that ckptkit refuses
+
+    text = Path(__file__).with_name("refused.toml").read_text("utf-8")
+    kind = tomllib.loads(text)[_refused(probe) or ""]
+    raise UnsupportedError(kind["what"], hint=kind["hint"])

@@ -54,7 +54,6 @@ from ckptkit.core.errors import (
     CorruptError,
     FormatError,
     PathError,
-    TensorError,
     UnsupportedError,
     UsageError,
 )
@@ -602,10 +601,7 @@ def cut_all(
     """
     parts = [OrderedMapping() for _ in range(count)]
     for name, tensor in tensors.items():
-        if tensor.storage is None or tensor.layout != "strided":
-            raise TensorError(
-                f"{name[:80]!r} cannot be split: it is not a strided tensor with data"
-            )
+        _strided(name, [(tensor, "the input")])
         row = table.row(name)
         if row.word in (DROP, REFUSE, SUM, MEAN):
             why = row.reason or "ckptkit cannot reverse its rule"

@@ -25,7 +25,6 @@ from ckptkit.core.errors import (
     CorruptError,
     FormatError,
     PathError,
-    TensorError,
     UnsupportedError,
     UsageError,
 )
@@ -582,7 +581,7 @@ LLAMA = {
     "parts of an unknown number": Row(llama_parts(None), UsageError, "ranks=2"),
     "parts that are not even": Row(llama_parts(3), UsageError, "is not divisible by 3 ranks"),
     "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "the dimension along"),
-    "a sparse weight": Row(llama_parts(2, sparse), TensorError, "not a strided tensor"),
+    "a sparse weight": Row(llama_parts(2, sparse), UnsupportedError, "not a strided tensor"),
     "what was averaged": Row(averaged, UsageError, "cannot be split"),
 }  # fmt: skip
 
