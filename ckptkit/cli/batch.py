@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -175,7 +174,8 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
     asked = work.check(found[0].path).options
     shards = asked.shard_size is not None
     jobs = batch.plan(found, work.recipe, format=asked.format, shards=shards)
-    report = _Report(name, into, given)
+    outcomes: dict[str, Outcome] = {}
+    warned = 0
     how = {"force": given["force"], "dry_run": given["dry_run"]}
     with (
         render.Progress("batch", sum(job.input.size for job in jobs)) as progress,
@@ -184,71 +184,43 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
     ):
         for job, outcome in results:
             progress(job.input.size)
-            report.add(job, outcome)
-    return report.end(jobs)
-
-
-class _Report:
-    """Collect the outcomes of all jobs, and print the report at the end."""
-
-    def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
-        self._name, self._into, self._given = name, shown_url(into), given
-        self._states: Counter[str] = Counter()
-        self._size = self._warned = 0
-        self._failed: dict[str, Outcome] = {}
-        # output -> facts about the job, which --json and --dry-run print
-        self._rows: dict[str, dict[str, Any]] = {}
-
-    def add(self, job: Job, outcome: Outcome) -> None:
-        """Count the outcome of a job. Print the first warning of the job. If the job has no
-        warnings, print the first note."""
-        self._states[outcome.state] += 1
-        self._size += outcome.size
-        if outcome.error is not None:
-            self._failed[job.output] = outcome
-        lines = (*outcome.warnings, *outcome.left_out)
-        if lines and not self._given["quiet"]:
-            self._warned += 1
-            more = f" ({and_more(len(lines) - 1).strip()})" if len(lines) > 1 else ""
-            say = render.warn if outcome.warnings else render.note
-            if self._warned <= SHOWN:
-                say(f"{job.output}: {lines[0]}{more}")
-        if self._given["as_json"] or self._given["dry_run"]:
-            self._rows[job.output] = _facts(job, outcome)
-
-    def end(self, jobs: Sequence[Job]) -> int:
-        """Print the report and return the exit code."""
-        failed = [self._failed[job.output] for job in jobs if job.output in self._failed]
-        rows = (self._rows[job.output] for job in jobs)
-        if self._given["as_json"]:
-            facts = {
-                "schema": SCHEMA,
-                "command": self._name,
-                "into": self._into,
-                "dry_run": self._given["dry_run"],
-                "counts": {state: self._states[state] for state in STATES},
-                "size": self._size,
-                "jobs": rows,
-            }
-            render.emit_json(facts)
-        elif not self._given["quiet"]:
-            counts = [(word, self._states[state]) for state, word in STATES.items()]
-            sentence = ", ".join(f"{count:,} {word}" for word, count in counts if count)
-            size = f"; {render.size(self._size)}" if self._size else ""
-            lines: list[str] = []
-            if self._given["dry_run"]:
-                lines = [
-                    f"{row['output']}: {STATES[row['state']]}, from {row['file']}" for row in rows
-                ]
-            render.emit_text(*lines, f"{self._name} into {self._into}: {sentence}{size}")
-        if self._warned > SHOWN:
-            more = self._warned - SHOWN
-            render.note(f"{more:,} more files with warnings or notes (--json lists them)")
-        for each in failed[:SHOWN]:
-            render.error(str(each.error), each.hint)
-        if len(failed) > SHOWN:
-            render.error(f"{len(failed) - SHOWN:,} more failed (--json lists them)")
-        return failed[0].exit_code if failed else 0
+            outcomes[job.output] = outcome
+            lines = (*outcome.warnings, *outcome.left_out)
+            if lines and not given["quiet"]:  # print the first warning, or else the first note
+                warned += 1
+                more = f" ({and_more(len(lines) - 1).strip()})" if len(lines) > 1 else ""
+                say = render.warn if outcome.warnings else render.note
+                if warned <= SHOWN:
+                    say(f"{job.output}: {lines[0]}{more}")
+    rows = [(job, outcomes[job.output]) for job in jobs]
+    states = Counter(outcome.state for _, outcome in rows)
+    size = sum(outcome.size for _, outcome in rows)
+    if given["as_json"]:
+        facts = {
+            "schema": SCHEMA,
+            "command": name,
+            "into": shown_url(into),
+            "dry_run": given["dry_run"],
+            "counts": {state: states[state] for state in STATES},
+            "size": size,
+            "jobs": (_facts(job, outcome) for job, outcome in rows),
+        }
+        render.emit_json(facts)
+    elif not given["quiet"]:
+        for job, outcome in rows if given["dry_run"] else ():
+            source = shown_url(job.input.path)
+            render.emit_text(f"{job.output}: {STATES[outcome.state]}, from {source}")
+        counts = (f"{states[state]:,} {word}" for state, word in STATES.items() if states[state])
+        written = f"; {render.size(size)}" if size else ""
+        render.emit_text(f"{name} into {shown_url(into)}: {', '.join(counts)}{written}")
+    if warned > SHOWN:
+        render.note(f"{warned - SHOWN:,} more files with warnings or notes (--json lists them)")
+    failed = [outcome for _, outcome in rows if outcome.error is not None]
+    for each in failed[:SHOWN]:
+        render.error(str(each.error), each.hint)
+    if len(failed) > SHOWN:
+        render.error(f"{len(failed) - SHOWN:,} more failed (--json lists them)")
+    return failed[0].exit_code if failed else 0
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:

@@ -211,12 +211,12 @@ def _check_stripped(
     chosen = list(chain.from_iterable(("--key", each) for each in key))
     places = [request.sources[-1], *([] if request.dst is None else [request.dst])]
     dash = ["--"] if any(each.startswith("-") for each in places) else []
-    words = ["inspect", *chosen[:2], *dash, places[0]]
-    hint = f"`{shell_command(['ckptkit', *words])}` lists the keys"
+    words = ["ckptkit", "inspect", *chosen[:2], *dash, places[0]]
+    hint = f"`{shell_command(words)}` lists the keys"
     if found:
-        where = ["--in-place"] if request.dst is None else []
-        words = ["strip-module", *where, *prefix_options(found), *chosen, *dash, *places]
-        hint = f"the keys begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
+        options = [*prefix_options(found), *chosen, *dash, *places]
+        words = ["ckptkit", "strip-module", *["--in-place"] * (request.dst is None), *options]
+        hint = f"the keys begin with {''.join(found)!r}: {shell_command(words)}"
     raise NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)
 
 
