@@ -51,7 +51,13 @@ def command(
     force: bool,
     fold: bool | None,
     sort: str,
-    **asked: Any,
+    spec: str | None,
+    args: dict[str, object],
+    read: Options,
+    key_b: str | None,
+    stored: bool,
+    globs: tuple[str, ...],
+    **how: Any,
 ) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
@@ -66,48 +72,10 @@ def command(
     Example: ckptkit diff epoch1.pth epoch2.pth
              ckptkit diff run.pth models.py:CNN --arg classes=10 --write-map map.json
     """
-    found = _compare(a, b, **asked)
-    name = shown_url(a)
-    if as_json:
-        names = {"a": name, "b": None if b is None else shown_url(b), "model": asked["spec"]}
-        render.emit_json({"schema": SCHEMA, **names, **found.as_json()})
-    else:
-        render.write(f"{line}\n" for line in _lines(found, fold is False, sort))
-    if write_map is not None and not found.renamed:
-        render.note("no key looks renamed: no map written")
-    elif write_map is not None:
-        _write_map(found, write_map, force, name, asked["read"])
-    return 0 if found.explained else DIFFERENT
-
-
-def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) -> None:
-    """Write the renamed keys as JSON {old: new}, and print the command that uses the file."""
     from json import dumps
 
-    from ckptkit.analysis.advice import rename
-
-    names = {pair.old: pair.new for pair in found.renamed}
-    render.publish(f"{dumps(names, indent=1)}\n".encode(), path, force)
-    guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
-    look = f", {guesses:,} of them uncertain" if guesses else ""
-    chosen = (*(() if read.key is None else ("--key", read.key)), *read.words)
-    what = f"wrote {path}: {render.plural(len(names), 'name')}{look}"
-    render.note(what, rename(name, path, *chosen))
-
-
-def _compare(
-    a: str,
-    b: str | None,
-    *,
-    spec: str | None,
-    args: dict[str, object],
-    read: Options,
-    key_b: str | None,
-    stored: bool,
-    globs: tuple[str, ...],
-    **how: Any,
-) -> Diff:
     from ckptkit import api
+    from ckptkit.analysis.advice import rename
     from ckptkit.analysis.diff import entire
     from ckptkit.run.comparing import compared
 
@@ -124,17 +92,34 @@ def _compare(
             from ckptkit.loading.model import against_model
 
             assert spec is not None
-            return against_model(first, built(spec, args), name, stored=stored, matches=matches)
-        other = read if key_b is None else replace(read, key=key_b)
-        opened = []
-        for path, options in ((a, read), (b, other)):
-            if not os.path.isdir(path) and not is_url(path):
-                options = replace(options, parts=None)  # --parts applies only to folders and URLs
-            opened.append(entire(stack.enter_context(api.reading(path, options))))
-        return compared(
-            opened[0], opened[1], stored=stored, name=name, matches=matches, **how,
-            watched=lambda nbytes: render.Progress(f"comparing {name}", nbytes),
-        )  # fmt: skip
+            found = against_model(first, built(spec, args), name, stored=stored, matches=matches)
+        else:
+            other = read if key_b is None else replace(read, key=key_b)
+            opened = []
+            for path, given in ((a, read), (b, other)):
+                if not os.path.isdir(path) and not is_url(path):
+                    given = replace(given, parts=None)  # --parts applies only to folders and URLs
+                opened.append(entire(stack.enter_context(api.reading(path, given))))
+            found = compared(
+                opened[0], opened[1], stored=stored, name=name, matches=matches, **how,
+                watched=lambda nbytes: render.Progress(f"comparing {name}", nbytes),
+            )  # fmt: skip
+    if as_json:
+        about = {"a": name, "b": None if b is None else shown_url(b), "model": spec}
+        render.emit_json({"schema": SCHEMA, **about, **found.as_json()})
+    else:
+        render.write(f"{line}\n" for line in _lines(found, fold is False, sort))
+    if write_map is not None and not found.renamed:
+        render.note("no key looks renamed: no map written")
+    elif write_map is not None:
+        names = {pair.old: pair.new for pair in found.renamed}
+        render.publish(f"{dumps(names, indent=1)}\n".encode(), write_map, force)
+        guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
+        look = f", {guesses:,} of them uncertain" if guesses else ""
+        chosen = (*(() if read.key is None else ("--key", read.key)), *read.words)
+        what = f"wrote {write_map}: {render.plural(len(names), 'name')}{look}"
+        render.note(what, rename(name, write_map, *chosen))
+    return 0 if found.explained else DIFFERENT
 
 
 def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
