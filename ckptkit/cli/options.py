@@ -321,14 +321,17 @@ def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParam
     return click.MissingParameter(text, ctx, parameter)
 
 
-def dequantize_said(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments. If no dtype follows --dequantize, insert an empty dtype."""
+def is_dtype(word: str) -> bool:
     from ckptkit.core import dtypes
 
+    plain = word.lower().removeprefix("torch.")
+    return plain in dtypes.BY_NAME or plain in dtypes.ALIASES
+
+
+def dequantize_said(args: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments. If no dtype follows --dequantize, insert an empty dtype."""
     for each, after in zip(args, [*args[1:], ""], strict=False):
-        plain = after.lower().removeprefix("torch.")
-        is_dtype = plain in dtypes.BY_NAME or plain in dtypes.ALIASES
-        yield "--dequantize=" if each == "--dequantize" and not is_dtype else each
+        yield "--dequantize=" if each == "--dequantize" and not is_dtype(after) else each
 
 
 class Writer(Command):

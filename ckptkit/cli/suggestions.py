@@ -19,9 +19,8 @@ from pathlib import Path
 
 import click
 
-from ckptkit.cli.options import BATCHABLE, Writer, dequantize_said
+from ckptkit.cli.options import BATCHABLE, Writer, dequantize_said, is_dtype
 from ckptkit.cli.reading import is_model
-from ckptkit.core import dtypes
 from ckptkit.core.errors import (
     CkptkitError,
     MissingFileError,
@@ -70,14 +69,9 @@ _WEIGHTED = re.compile(rf"(.+)[:@=]({_NUMBER.pattern})")
 _NOT_A_CHOICE = re.compile(r"'([^']*)' is not one of")
 
 
-def _is_dtype(word: str) -> bool:
-    plain = word.lower().removeprefix("torch.")
-    return plain in dtypes.BY_NAME or plain in dtypes.ALIASES
-
-
 # Maps an option to a function that returns whether a word is a value of the option.
 VALUES: dict[str, Callable[[str], object]] = {
-    "--cast": _is_dtype,
+    "--cast": is_dtype,
     "--shard-size": lambda word: not word.isdigit() and parse_size(word),
     "--sub": lambda word: "=" in word,
     "--device": lambda word: "=" in word and all(map(_DEVICE.fullmatch, word.split("="))),
@@ -696,7 +690,7 @@ def _of_options(line: Line, sources: Words) -> Iterator[Line | None]:
     method = NEEDED["merge"] if is_linear else ()
     for option, value in pairwise(line.words):
         new, is_number = line.without(option, value), _NUMBER.fullmatch(value)
-        if option == "--to" and _is_dtype(value):
+        if option == "--to" and is_dtype(value):
             yield new.plus("--cast", value)
         elif option == "--to" and not _DEVICE.fullmatch(value):
             yield new.plus("--format", value)

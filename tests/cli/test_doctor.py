@@ -374,14 +374,6 @@ def test_tied(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
 
 
-def test_dtype(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    torch.save(net().half().state_dict(), tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
-    assert found.keys() == {"dtype"} and found["dtype"]["level"] == "note"
-    assert {tensor.dtype for tensor in load(paste(found["dtype"])).values()} == {torch.float32}
-
-
 def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(
         "from torch import nn\ndef make():\n    return nn.ModuleDict({'n': nn.BatchNorm1d(2)})"

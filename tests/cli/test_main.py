@@ -72,7 +72,8 @@ def test_no_command_is_usage_with_the_help(ckptkit: Ckptkit) -> None:
 
 
 def test_version(ckptkit: Ckptkit) -> None:
-    assert ckptkit("--version").stdout == f"ckptkit, version {package.__version__}\n"
+    for option in ("--version", "-V"):
+        assert ckptkit(option).stdout == f"ckptkit, version {package.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,6 @@ def test_every_other_word_for_an_option_leads_to_one() -> None:
             assert any(option in each for each in known.values()) or option == "--into"
 
 
-@pytest.mark.parametrize("words", ["--version", "-V"])
-def test_version(words: str, ckptkit: Ckptkit) -> None:
-    assert ckptkit(words).stdout.startswith("ckptkit, version ")
-
-
 @pytest.mark.parametrize(
     "words", ["--traceback inspect NONE", "inspect --traceback NONE", "inspect NONE --traceback"]
 )
