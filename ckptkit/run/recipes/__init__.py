@@ -28,7 +28,6 @@ A recipe in this folder is loaded by its name (``lightning``).
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -60,7 +59,6 @@ from ckptkit.rules.planner import RuleSet, unused_argument
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
 _BYTES = 1 << 20  # maximum size of a recipe in bytes
-_SHOWN = 120  # maximum number of characters of a value in a message
 _PARTS = {"about", "steps", "output", "args", "source", "checked"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
 
@@ -130,19 +128,13 @@ def _parsed(path: Path) -> Any:
 
         return plain_yaml.loaded(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not valid: {_line(str(error))}", where=where) from error
-
-
-def _line(text: str) -> str:
-    """Shorten a string from the file to one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+        text = " ".join(str(error).split())[:120]  # one line
+        raise UsageError(f"is not valid: {text}", where=where) from error
 
 
 def _shown(value: Any) -> str:
-    """Return a value as one short line."""
     try:
-        return _line(reprlib.repr(value))
+        return shown(value)
     except ValueError:  # Python does not convert an integer of thousands of digits to a string
         return "a huge number"
 
