@@ -231,6 +231,10 @@ class Checkpoint:
             warnings=(*self.warnings, *warnings),
         )
 
+    def unchanged(self, why: str) -> Checkpoint:
+        """Return this checkpoint with the warning `why` that a step is a no-op."""
+        return self.with_root(self.root, warnings=[NoOpWarning(why)])
+
     @property
     def chosen(self) -> tuple[str, ...]:
         """The command-line options that select the weights of this checkpoint."""

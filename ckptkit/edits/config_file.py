@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,8 @@ def read(path: str) -> Mapping[str, Any]:
     Raises PathError if the file cannot be opened, and UsageError if it is too large or contains no
     JSON object.
     """
-    source = LocalFile(path)
-    try:
+    with closing(LocalFile(path)) as source:
         return _parsed(source)
-    finally:
-        source.close()
 
 
 def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:

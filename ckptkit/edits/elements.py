@@ -320,8 +320,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
                 for start, end in joined or [[0, 0]]
             ]
     if not parts:
-        nothing = NoOpWarning("nothing to compact: no storage has unused bytes")
-        return ck.with_root(ck.root, warnings=[nothing])
+        return ck.unchanged("nothing to compact: no storage has unused bytes")
 
     def cut(leaf: Node) -> Node:
         found = parts.get(id(leaf.storage)) if isinstance(leaf, Tensor) else None

@@ -411,7 +411,7 @@ def rename(
     every = {**mapping, **changed}
     names = {old: every[old] for old in target.names if every[old] != old}
     if not names:
-        return ck.with_root(ck.root, warnings=[NoOpWarning(f"no key{target.place} is renamed")])
+        return ck.unchanged(f"no key{target.place} is renamed")
     names, ck = quantized_names.rename_together(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
@@ -561,8 +561,7 @@ def select(
             "this drops all weights", hint="`ckptkit inspect {where}` lists their names"
         )
     if not gone:
-        nothing = NoOpWarning("the globs keep every weight, so no weight is dropped")
-        return ck.with_root(ck.root, warnings=[nothing])
+        return ck.unchanged("the globs keep every weight, so no weight is dropped")
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)
     new = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, kept))

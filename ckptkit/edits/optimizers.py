@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import AmbiguousError, CollisionError, UsageError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
@@ -146,9 +146,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     else:
         keys = {each: number for number, each in enumerate(found.params)}
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
-        return ck.with_root(
-            ck.root, warnings=[NoOpWarning(f"{found.path} is already keyed by {by}")]
-        )
+        return ck.unchanged(f"{found.path} is already keyed by {by}")
     groups = [
         {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
     ]

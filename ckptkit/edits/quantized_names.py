@@ -175,11 +175,6 @@ def incomplete_warning(found: Quantization, kept: set[str]) -> list[str]:
         for group in found.groups
         if 0 < len(kept.intersection(group.parts)) < len(group.parts)
     ]
-    return (
-        [
-            f"only some tensors of {plural(len(names), 'quantized weight')} are kept, so these "
-            f"weights are incomplete and useless: {quoted(names)}"
-        ]
-        if names
-        else []
-    )
+    count = plural(len(names), "quantized weight")
+    what = f"only some tensors of {count} are kept, so these weights are incomplete and useless"
+    return [f"{what}: {quoted(names)}"] if names else []

@@ -10,7 +10,7 @@ from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FILLS, FLOATS, MoreRows
 from ckptkit.compute.operation import Concat, RecordSlice
 from ckptkit.core.bytesource import Pending
-from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import matcher, nearest, plural, quoted
@@ -63,9 +63,7 @@ def resize(
         if tensor.elements_key not in made and tensor.shape[0] != rows:
             made[tensor.elements_key] = _resized(tensor, rows, fill, seed)
     if not made:
-        return ck.with_root(
-            ck.root, warnings=[NoOpWarning(f"all selected weights already have {rows:,} rows")]
-        )
+        return ck.unchanged(f"all selected weights already have {rows:,} rows")
     sizes = {each.shape[0] for each in tied.values() if each.elements_key in made}
 
     def leaf(node: Node) -> Node:

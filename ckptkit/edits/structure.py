@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, some, typed_value
@@ -127,8 +127,7 @@ def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = Fa
         except UsageError:
             if not missing_ok:
                 raise
-            missing = NoOpWarning(f"there is no entry {key!r} to drop")
-            ck = ck.with_root(ck.root, warnings=[missing])
+            ck = ck.unchanged(f"there is no entry {key!r} to drop")
             continue
         holder = _holder(ck.root, path)
         if not path or not isinstance(holder, dict):
@@ -162,11 +161,9 @@ def bare(ck: Checkpoint) -> Checkpoint:
     """
     weights = ck.require_complete().required
     others = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
-    note = (
-        f"extracted the weights from {join(weights.path)!r}"
-        if weights.path
-        else "kept only the weights"
-    )
+    note = "kept only the weights"
+    if weights.path:
+        note = f"extracted the weights from {join(weights.path)!r}"
     if others:
         note += f"; dropped {others:,} other {'entry' if others == 1 else 'entries'}"
     notes = [note]
