@@ -8,7 +8,7 @@ updates to the weights of a base model. The mean of the factors is not the mean 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural, quoted, shell_command, some, typed
+from ckptkit.core.text import plural, quoted, shell_word, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, find, module_versions, rebuild, versions_state
 from ckptkit.core.tree import join as path_text
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
@@ -88,26 +88,23 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
     """
     checkpoints = several(checkpoints)
     weight = (1.0,) * len(checkpoints) if weight is None else tuple(weight)
-    if (
-        not checkpoints
-        or len(weight) != len(checkpoints)
-        or min(weight) < 0
-        or not 0 < sum(weight) < float("inf")
-    ):
-        raise UsageError(
-            f"{len(checkpoints)} checkpoints need {len(checkpoints)} weights, not negative and not "
-            "all 0"
-        )
+    count, total = len(checkpoints), sum(weight)
+    if len(weight) != count or not 0 < total < float("inf") or min(weight) < 0:
+        what = f"{count} checkpoints need {count} weights, not negative and not all 0"
+        raise UsageError(what)
     for each in checkpoints:
         refuse_adapter(each, _NO_MEAN, checkpoints)
         quantized_names.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
-    rows = _rows([*checkpoints[:-1], last])
+    for other in checkpoints[:-1]:
+        check_alike(other.require_complete(), last)
     taken: list[str] = []  # names of tensors that are not averaged
     new: dict[int, Tensor] = {}  # keys: ids of tensors of the last checkpoint
     # If two weights are tied in all inputs, they have the same key, so they get the same mean.
     means: dict[object, Tensor] = {}
-    for name, row in rows.items():
+    inputs = [each.weights for each in (*checkpoints[:-1], last)]
+    for name in inputs[-1]:
+        row = [each[name] for each in inputs]
         if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
             taken.append(name)
             continue
@@ -116,35 +113,30 @@ def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None
             types = tuple(each.dtype for each in row)
             means[key] = old.remade(mean_record(tuple(map(contiguous, row)), types, weight))
         new[id(old)] = replace(means[key], requires_grad=old.requires_grad, kind=old.kind)
-    count = plural(len(rows) - len(taken), "tensor")
-    notes = [f"averaged {count} of {plural(len(checkpoints), 'checkpoint')}"]
+    made = plural(len(inputs[-1]) - len(taken), "tensor")
+    notes = [f"averaged {made} of {plural(count, 'checkpoint')}"]
     if taken:
         notes.append(f"took {quoted(taken)} from the last checkpoint")
     return last.with_root(rebuild(last.root, lambda leaf: new.get(id(leaf), leaf)), notes=notes)
 
 
-def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
-    """Map each name to a list with one tensor from each checkpoint. Raises UsageError if names or
-    shapes differ."""
-    *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
-    for number, other in enumerate(others):
-        if odd := differing(last, other):
-            pair = (number, len(others))
-            files = [name for each in pair if (name := checkpoints[each].name)]
-            command = shell_command(("ckptkit", "diff", *files))
-            raise UsageError(
-                f"{' and '.join(_title(checkpoints, each) for each in pair)} differ in names or "
-                f"shapes: {quoted(odd)}",
-                hint=f"`{command}` shows how" if len(files) == 2 else None,
-            )
-    return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
-
-
-def differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Return the names that only one of two models has, or whose shapes differ."""
-    alone = sorted(ours.keys() ^ theirs.keys())
-    both = (name for name in ours if name in theirs)
-    return [*alone, *(name for name in both if ours[name].shape != theirs[name].shape)]
+def check_alike(one: Checkpoint, other: Checkpoint) -> None:
+    """Raise UsageError if the names or shapes of two models differ."""
+    ours, theirs = one.weights, other.weights
+    odd = sorted(ours.keys() ^ theirs.keys())
+    odd += [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
+    if not odd:
+        return
+    hint = None
+    if other.name and ours.keys().isdisjoint(theirs):
+        hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` joins parts of one model"
+    elif other.name:
+        hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows the differences"
+    raise UsageError(
+        f"differs in names or shapes from {other.name or 'another model'}: {quoted(odd)}",
+        where=one.name,
+        hint=hint,
+    )
 
 
 def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:

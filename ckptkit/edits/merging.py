@@ -30,10 +30,10 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike, parse
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import matcher, plural, quoted, shell_word, shown, some, typed
+from ckptkit.core.text import matcher, plural, quoted, shown, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
 from ckptkit.edits import quantized_names
-from ckptkit.edits.combine import differing, refuse_adapter
+from ckptkit.edits.combine import check_alike, refuse_adapter
 from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.structure import bare
 
@@ -127,7 +127,7 @@ def merge(
     hint = f"use one of {', '.join(METHODS)}"
     if method is None:
         for other in models[1:]:
-            _check_alike(models[0], other)
+            check_alike(models[0], other)
         option = typed("--method METHOD", "method=...")
         raise UsageError(f"a method is required: {option}", hint=hint)
     if method not in METHODS:
@@ -218,31 +218,13 @@ def _settings(
     return [reader(each) for each in given]
 
 
-def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
-    """Raise UsageError if the names or shapes of two models differ."""
-    ours, theirs = one.required.tensors, other.required.tensors
-    odd = differing(ours, theirs)
-    if not odd:
-        return
-    hint = None
-    if other.name and ours.keys().isdisjoint(theirs):
-        hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` joins parts of one model"
-    elif other.name:
-        hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows the differences"
-    raise UsageError(
-        f"differs in names or shapes from {other.name or 'another model'}: {quoted(odd)}",
-        where=one.name,
-        hint=hint,
-    )
-
-
 def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
     """Merge models with equal tensor names. If the method has a base model, this model is the first
     item of `uses`."""
     reference, *others = (each.model for each in uses)
     tensors = reference.required.tensors
     for other in others:
-        _check_alike(reference, other)
+        check_alike(reference, other)
     inputs = [each.model.required.tensors for each in uses]
     places = _places(tensors)
     new = _Merged(how)

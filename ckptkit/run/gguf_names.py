@@ -127,21 +127,20 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     origins = {back.get(each, each): origin for each, origin in origins.items()}
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     weights: dict[str, Tensor] = {}
-    beside: dict[str, int] = {}
+    beside: list[str] = []
     for each, tensor in original.weights.items():
-        if each not in converted and (why := _why_missing(each, original, embedding, way)):
-            left.append(f"{each} ({why})")
-            continue
-        if each not in converted and any(fnmatchcase(each, glob) for glob in MMPROJ):
-            beside[each] = 0
-            continue
-        weights[each] = tensor
         if each in converted:
             (first, *_) = origins[each].names
-            weights[each] = _cut(tensor, first, converted[each].shape)
-        if weights[each] is not tensor:
-            rows = tensor.shape[0] - weights[each].shape[0]
-            left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
+            cut = weights[each] = _cut(tensor, first, converted[each].shape)
+            if cut is not tensor:
+                rows = tensor.shape[0] - cut.shape[0]
+                left.append(f"{rows:,} rows of {each} (dropped by llama.cpp)")
+        elif why := _why_missing(each, original, embedding, way):
+            left.append(f"{each} ({why})")
+        elif any(fnmatchcase(each, glob) for glob in MMPROJ):
+            beside.append(each)
+        else:
+            weights[each] = tensor
     if beside:
         left.append(f"{plural(len(beside), 'weight')} for an mmproj file: {some(beside, 2)}")
     prefix = _prefix_advice(way, original, made.weights)
