@@ -95,14 +95,10 @@ class Arrangement:
                     self.known_sizes[word, part if word in ragged else None] = value
         for word in (*words.loops, *words.gathered, *words.scattered):
             count = words.labels(word)
-            if count is not None:
-                self._agree(word, count)
-
-    def _agree(self, word: str, count: int) -> None:
-        agreed = self.known_sizes.setdefault((word, None), count)
-        if agreed != count:
-            message = f"{word} has {count} labels, but the given size is {word}={agreed}"
-            raise about(self.number, RuleError(message))
+            if count is not None and self.known_sizes.setdefault((word, None), count) != count:
+                given = self.known_sizes[word, None]
+                message = f"{word} has {count} labels, but the given size is {word}={given}"
+                raise about(number, RuleError(message))
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
         variable = self.ragged.get(word)

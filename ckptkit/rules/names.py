@@ -454,15 +454,12 @@ def axis_words(rule: Rule) -> Words:
     """
     sides = (rule.left, "left"), (rule.right, "right")
     for side, where in sides:
-        if side.shape.count(REST) > 1:
-            raise RuleError(f"... occurs twice on the {where}")
-        for word, count in Counter([*side.words, *side.axes]).items():
+        indices = flatten(dict.fromkeys(each.words for each in side.variables))
+        rest = (each for each in side.shape if each == REST)
+        for word, count in Counter([*indices, *side.axes, *rest]).items():
             if count > 1:
                 hint = "an axis may occur only once on each side: in the name or in the shape"
                 raise RuleError(f"{word} occurs twice on the {where}", hint=hint)
-        for word, count in Counter(flatten({each.words for each in side.variables})).items():
-            if count > 1:
-                raise RuleError(f"the name on the {where} has {word} twice: alone and in ( )")
         if sum(variable.kind == STARS for variable in side.variables) > _STARS:
             raise RuleError(f"the name on the {where} has more than {_STARS} variables with **")
     left, right = ({*side.words, *side.axes} for side, _ in sides)

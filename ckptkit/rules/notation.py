@@ -128,11 +128,7 @@ class Side:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes in the shape, in order."""
-        found: list[str] = []
-        for dimension in self.shape:
-            if not isinstance(dimension, str):
-                found += dimension
-        return tuple(found)
+        return tuple(flatten(each for each in self.shape if not isinstance(each, str)))
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -146,10 +142,7 @@ class Side:
     @property
     def words(self) -> tuple[str, ...]:
         """Names of the variables in the tensor name, in order, without duplicates."""
-        found: dict[str, None] = {}
-        for variable in self.variables:
-            found.update(dict.fromkeys(variable.words))
-        return tuple(found)
+        return tuple(dict.fromkeys(flatten(each.words for each in self.variables)))
 
     @property
     def shift_words(self) -> set[str]:

@@ -75,7 +75,7 @@ LINES: list[tuple[str, str]] = [
     ("a -> b with h=1;", "unexpected|expected sizes"),
     ("a -> b h=1", "unexpected|expected sizes"),
     (f"a -> b with h={'9' * 30}", "digits"),
-    ("a.{l}.{(l e)} -> b.{l}.{e}", "alone and in"),
+    ("a.{l}.{(l e)} -> b.{l}.{e}", "l occurs twice on the left"),
     ("a.{(m e)} [] -> {m:*}.b [e]", "m matches any string, not a digit of a number"),
     ("a.{p:x|y}.{p:z|w} -> b.{p}", "p has different labels in one name"),
     ("a.{l+1} -> b.{l:x|y}", "only a number can have an offset"),
