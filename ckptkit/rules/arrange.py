@@ -374,7 +374,6 @@ class BoundRule:
         self.right = Pattern(rule.right.name, words.right_kinds, shifts)
         self.composites = [each.words for each in self.left.indices if len(each.words) > 1]
         self.label_loops = [word for word in words.loops if words.labels(word) is not None]
-        self.counted = [word for word in words.gathered if words.labels(word) is None]
         self.solved: dict[object, Solved] = {}
 
     def _shifts(self) -> dict[str, int]:
@@ -391,38 +390,32 @@ class BoundRule:
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
         if key not in self.solved:
+            # If a size is not given, the highest number in the keys determines the size.
+            sizes = dict(self.arrangement.known_sizes)
+            choices: list[Sequence[int]] = []
+            for position, word in enumerate(self.words.gathered):
+                kind = self.words.left_kinds.get(word)
+                if isinstance(kind, tuple):
+                    choices.append([n for n, label in enumerate(kind) if label != ABSENT])
+                else:
+                    most = 1 + max(each.indices[position] for each in members)
+                    choices.append(range(sizes.setdefault((word, None), most)))
+            self._check_complete(members, choices)
             given = dict(zip(self.label_loops, labels, strict=True))
-            self.solved[key] = self.arrangement.solve(given, self._sizes(members), members)
+            self.solved[key] = self.arrangement.solve(given, sizes, members)
         return self.solved[key]
 
-    def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
-        """Return the given sizes, and the sizes that the highest numbers in the keys imply."""
-        sizes = dict(self.arrangement.known_sizes)
-        for word in self.counted:
-            position = self.words.gathered.index(word)
-            sizes.setdefault((word, None), 1 + max(each.indices[position] for each in members))
-        self._check_complete(members, sizes)
-        return sizes
-
-    def _check_complete(self, members: list[SourceTensor], sizes: Mapping[Symbol, int]) -> None:
+    def _check_complete(self, members: list[SourceTensor], choices: list[Sequence[int]]) -> None:
         """Raise MisfitError unless the group has one tensor for each combination of indices."""
-        choices = [self._choices(word, sizes) for word in self.words.gathered]
         held = {member.indices: member.key for member in members}
         for indices, key in held.items():
             for word, index, choice in zip(self.words.gathered, indices, choices, strict=True):
                 if index not in choice:
                     message = f"{key}: {word}={index} must be less than the size {len(choice)}"
                     raise about(self.number, MisfitError(message))
-        if len(held) == prod(map(len, choices)):
-            return
-        missing = next(each for each in _product(choices) if each not in held)
-        raise self._missing(members[0], missing)
-
-    def _choices(self, word: str, sizes: Mapping[Symbol, int]) -> Sequence[int]:
-        labels = self.words.left_kinds.get(word)
-        if isinstance(labels, tuple):
-            return [number for number, label in enumerate(labels) if label != ABSENT]
-        return range(sizes[word, None])
+        if len(held) < prod(map(len, choices)):
+            missing = next(each for each in _product(choices) if each not in held)
+            raise self._missing(members[0], missing)
 
     def _missing(self, like: SourceTensor, indices: tuple[int, ...]) -> MisfitError:
         matched = self.left.match(like.key, Steps(1)) or {}
