@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ckptkit.analysis.diff import (
     Changed,
@@ -27,6 +27,7 @@ from ckptkit.analysis.diff import (
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
+from ckptkit.compute.lazy import np
 from ckptkit.compute.numbers import INVERSES, Compute, cast_record, decode, is_decoded
 from ckptkit.compute.operation import BUFFER, Reader, aligned, stream_reusing_buffer
 from ckptkit.core.bytesource import Pending, Record
@@ -34,9 +35,6 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # Maximum quantization error of each type. The error is the norm of the difference divided by the
 # norm of the weight.
@@ -159,8 +157,6 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
     """
     if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
         return False
-    import numpy as np
-
     (rows, columns), step = a.shape, a.shape[1] * a.dtype.itemsize
     read = Reader(contiguous(a).locate())
     places = sorted({rows * n // SAMPLES for n in range(SAMPLES)})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from ckptkit.compute.lazy import import_numpy, np
+from ckptkit.compute.lazy import np
 from ckptkit.core.bytesource import (
     READING,
     Derived,
@@ -53,8 +53,6 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
         keep_memory()
-        if extent.operation.needs_numpy:
-            import_numpy()
         yield from extent.operation.read(extent, start, stop)
         return
     for at in range(start, stop, PIECE):
@@ -247,7 +245,6 @@ class Slice(Operation):
     """The bytes of the input, from byte `start` on."""
 
     start: int
-    needs_numpy: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         return stream(extent.inputs[0], self.start + start, self.start + stop)
@@ -287,8 +284,6 @@ def part(extent: Extent, start: int, length: int) -> Extent:
 class Concat(Operation):
     """The concatenation of the inputs."""
 
-    needs_numpy: ClassVar[bool] = False
-
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         at = 0
         for each in extent.inputs:
@@ -319,7 +314,6 @@ class Inflate(Operation):
     name: str = ""
     crc: int | None = None
     seekable: ClassVar[bool] = False
-    needs_numpy: ClassVar[bool] = False
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:

@@ -319,7 +319,6 @@ class Apply(Operation):
     made_dtype: DType
     made_shape: Shape
     seekable: ClassVar[bool] = False
-    needs_numpy: ClassVar[bool] = False
     whole: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:

@@ -501,7 +501,6 @@ class Operation:
     __slots__ = ()
     # True if the time to read a part of the output is proportional to the size of this part.
     seekable: ClassVar[bool] = True
-    needs_numpy: ClassVar[bool] = True
     # True if the operation needs a complete tensor in memory. Only one such operation runs at a
     # time.
     whole: ClassVar[bool] = False

@@ -15,6 +15,7 @@ from typing import Any
 from ckptkit import formats
 from ckptkit.api import Conversion, convert, open_checkpoint
 from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.lazy import np
 from ckptkit.compute.operation import Concat, RecordSlice, in_step, stream_reusing_buffer
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Folder, LocalFile, Pending, Range, Record
@@ -116,8 +117,6 @@ def _files(checkpoint: Checkpoint) -> list[LocalFile]:
 
 def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[Edit]:
     """Yield edits that replace the changed bytes of a file, sorted by offset."""
-    import numpy as np
-
     new = after.required.tensors
     pairs: dict[int, tuple[Range, Record]] = {}
     for name, tensor in before.required.tensors.items():

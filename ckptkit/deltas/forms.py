@@ -36,8 +36,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from ckptkit.compute.lazy import np
 from ckptkit.compute.operation import (
     BUFFER,
     Pieces,
@@ -77,9 +78,6 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import flatten, shown
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.format import open_place
-
-if TYPE_CHECKING:
-    import numpy as np
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
@@ -156,7 +154,6 @@ class Unzstd(Operation):
 
     tensor: str
     seekable: ClassVar[bool] = False
-    needs_numpy: ClassVar[bool] = False
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -200,8 +197,6 @@ class Xor(Rows):
     rows: ClassVar[tuple[int, ...]] = (1, 1, 1)
 
     def of(self, *pieces: Piece) -> memoryview:
-        import numpy as np
-
         return as_bytes(np.bitwise_xor(*(np.frombuffer(each, np.uint8) for each in pieces)))
 
 
@@ -226,8 +221,6 @@ class Overwrite(Operation):
         return window(name, self._changed(extent), extent, start, stop)
 
     def _changed(self, extent: Derived) -> Iterator[memoryview]:
-        import numpy as np
-
         changes = self._changes(extent)
         places, values = next(changes, (None, None))
         at = 0
@@ -253,8 +246,6 @@ class Overwrite(Operation):
         self, extent: Derived
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Yield (increasing positions, new elements at these positions) in batches."""
-        import numpy as np
-
         last = -1
         streams = [stream_reusing_buffer(each) for each in extent.inputs[1:]]
         for raw, values in in_step(streams, (self.width, self.unit), _AT_ONCE):
@@ -280,7 +271,6 @@ class VerifyChecksum(Operation):
     digest: str
     delta: str  # name of the delta in error messages
     seekable: ClassVar[bool] = False
-    needs_numpy: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         return window(f"{shown(self.tensor)}", self._compared(extent), extent, start, stop)
@@ -328,8 +318,6 @@ class Change:
         """Decompress the frame and count the changed bytes."""
         if self.encoding != XOR:
             return self.places_and_values()[1].length
-        import numpy as np
-
         pieces = unzstd(self.frame, self.name)
         return sum(int(np.count_nonzero(np.frombuffer(each, np.uint8))) for each in pieces)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from ckptkit import formats
 from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.lazy import np
 from ckptkit.compute.operation import PIECE, in_step, stream_reusing_buffer
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import Extent, LocalFile, Range
@@ -48,8 +49,6 @@ from ckptkit.publish.preflight import check_destination
 from ckptkit.publish.publish import new_file, publish, temporary_name
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     # The changed tensor as (``new ^ old``, new bytes) in pieces, the size of the tensor in bytes,
     # and a function that returns the checksum of the new bytes after the last piece.
@@ -286,8 +285,6 @@ def _files(
 
 def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes, Bytes]]:
     """Yield (``new ^ old``, new bytes) in pieces. Add the new bytes to the checksum `total`."""
-    import numpy as np
-
     for one, other in in_step(
         [stream_reusing_buffer(old), stream_reusing_buffer(new)], (1, 1), _AT_ONCE
     ):
@@ -303,8 +300,6 @@ def _encode(
 
     `length` is the size of the tensor in bytes. If no byte changed, append nothing.
     """
-    import numpy as np
-
     compressor = zstandard().ZstdCompressor(level=_LEVEL)
     begin, at, changed = spool.tell(), 0, 0
     if encoding == XOR:
@@ -383,8 +378,6 @@ def squash_delta(
 
 def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
     """Combine the frames of xor deltas."""
-    import numpy as np
-
     changes: dict[str, list[Change]] = {}
     for each in found:
         for name, change in each.changes.items():

@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit.compute.arranged import contiguous, joined
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, encode
 from ckptkit.compute.operation import Pieces, Reader, name_of
 from ckptkit.core.bytesource import Derived, Memory, Operation, Pending, Range, Record
@@ -44,11 +45,6 @@ from ckptkit.lora.reading import (
     roles_of,
     table,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 # Number of elements per tile. A tile and its update fit into the caches of a core.
 TILE = 1 << 19
@@ -209,8 +205,6 @@ class _TileWork:
 
     def tile(self, top: int, end: int) -> memoryview:
         """Return the bytes of the rows `top` to `end` of the result."""
-        import numpy as np
-
         adapt = self.adapt
         is_once = bool(adapt.norm) or adapt.rounding == "once"
         with np.errstate(all="ignore"):
@@ -259,8 +253,6 @@ class _TileWork:
 
     def rows(self, term: Term, top: int, end: int) -> Array:
         """Return the rows `top` to `end` of a matrix as a new array."""
-        import numpy as np
-
         if isinstance(term, Operand):
             return self.read(term, top, end)
         if term.how == "*":
@@ -291,8 +283,6 @@ class _TileWork:
 
         Raises CorruptError for NaN and infinity.
         """
-        import numpy as np
-
         dtype, reader = BY_NAME[operand.dtype], self.readers[operand.number]
         unit = operand.columns * dtype.itemsize
         data = decode(reader(top * unit, (end - top) * unit), dtype)
@@ -303,8 +293,6 @@ class _TileWork:
 
     def factor(self, made: Array, top: int, end: int) -> Array:
         """Return the factors for the sums `made`, in an array that broadcasts to their shape."""
-        import numpy as np
-
         adapt = self.adapt
         assert adapt.numbers is not None
         numbers = self.read(adapt.numbers, 0, adapt.numbers.rows).reshape(-1)
@@ -324,8 +312,6 @@ class _TileWork:
 
         A limited number of columns is in memory at once.
         """
-        import numpy as np
-
         rows, columns, group = self.adapt.rows, self.adapt.columns, self.adapt.group
         step = max(1, HELD // rows // group) * group
         found = []

@@ -16,7 +16,6 @@ from math import hypot, sqrt
 from typing import Any
 
 from ckptkit.compute.compare import compare
-from ckptkit.compute.lazy import import_numpy
 from ckptkit.compute.numbers import FLOATS
 from ckptkit.compute.tallies import nonfinite, parts, tally, zeros
 from ckptkit.core.arguments import checked
@@ -128,7 +127,6 @@ def _of(found: Iterable[Finding], command: Callable[..., str | None]) -> Iterato
 
 def _of_elements(read: Adapter) -> Iterator[Finding]:
     """Yield findings about NaN, infinity and zeros in an adapter."""
-    import_numpy()
     odd, empty = [], []
     for key, module in read.modules.items():
         floats = {r: each for r, each in module.tensors.items() if each.dtype.name in FLOATS}

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import fsum, isfinite, prod, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit import formats
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.lazy import import_numpy
+from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import WeightedSum, encode
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, count, texts
@@ -76,11 +76,6 @@ from ckptkit.lora.reading import (
     table,
 )
 from ckptkit.publish.publish import publish
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
 PEFT = "base_model.model."  # prefix of tensor names in peft
@@ -479,8 +474,6 @@ def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Te
             if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
         if has_rank:  # alpha gets the dtype of A if this dtype represents alpha exactly
-            import numpy as np
-
             value = np.array(_number(module))
             if to == "kohya" and not value:
                 hint = f"{typed('--bake', 'bake=True')} writes factors of zeros"
@@ -651,8 +644,6 @@ class ExtractReport:
 
         `svd` contains U, S and V. `norm` is the squared norm of the difference.
         """
-        import numpy as np
-
         left, values, right = svd
         kept = max(1, min(most, int((values > _LEAST * values[0]).sum())))
         rest = max(0.0, norm - float(np.square(values[:kept]).sum()))
@@ -708,8 +699,6 @@ class _Difference:
 
     def product(self, other: Array, *, turned: bool = False) -> Array:
         """Return the matrix times `other`. If `turned` is True, transpose the matrix first."""
-        import numpy as np
-
         if turned == self.is_turned:
             return np.concatenate([block @ other for _, block in self.blocks()])
         parts = (block.T @ other[row : row + len(block)] for row, block in self.blocks())
@@ -718,8 +707,6 @@ class _Difference:
 
     def svd(self, rank: int) -> tuple[Array, Array, Array]:
         """Return U, S and V for at least the `rank` largest singular values."""
-        import numpy as np
-
         sizes = as_matrix(self.new.shape)
         if min(sizes) <= max(_COMPLETE, rank * 8):
             whole = np.concatenate([block for _, block in self.blocks()])
@@ -760,7 +747,6 @@ def extract_lora(
     if not count("rank", rank) or count("conv_rank", conv_rank) == 0:
         raise UsageError("the rank must be at least 1")
     asked, found = made(options, changes), ExtractReport()
-    import_numpy()
     with (
         open_checkpoint(tuned) as after,
         open_checkpoint(base) as before,
@@ -886,9 +872,6 @@ def resize_lora(
     with at most this rank. The scale becomes 1. Raises UnsupportedError for adapters other than
     plain LoRA.
     """
-    import_numpy()
-    import numpy as np
-
     if not count("rank", rank):
         raise UsageError("the rank must be at least 1")
     asked, found = made(options, changes), ExtractReport()
