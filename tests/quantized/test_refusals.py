@@ -217,7 +217,8 @@ def test_each_refusal_of_the_package_has_a_file(
         quantized.find(ckptkit.open(made(refusal, tmp_path / str(number))))
     for number in GGUF:
         quantized.find(ckptkit.open(gguf(tmp_path, number)))
-    assert unreached(modules(quantized), found, is_called("refused")) == []
+    for name in ("refused", "unfit"):
+        assert unreached(modules(quantized), found, is_called(name)) == []
 
 
 # Types of GGUF: the order of bytes, and a word of the reason.
@@ -295,17 +296,12 @@ def made(refusal: Refusal, folder: Path) -> Path:
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_it_is_refused_with_its_reason(reason: str, tmp_path: Path) -> None:
-    path = made(REFUSALS[reason], tmp_path)
+    ck = ckptkit.open(made(REFUSALS[reason], tmp_path))
     with pytest.raises(UnsupportedError, match=REFUSALS[reason].word):
-        ckptkit.dequantize(ckptkit.open(path), "bfloat16")
-
-
-@pytest.mark.parametrize("reason", REFUSALS)
-def test_nor_is_it_cast(reason: str, tmp_path: Path) -> None:
-    path = made(REFUSALS[reason], tmp_path)
-    with pytest.raises(UsageError, match="quantized as"):
-        ckptkit.cast(ckptkit.open(path), "float32")
-    assert ckptkit.cast(ckptkit.open(path), {"*norm*": "float32"}).notes  # other tensors are
+        ckptkit.dequantize(ck, "bfloat16")
+    with pytest.raises(UsageError, match="quantized as"):  # nor is it cast
+        ckptkit.cast(ck, "float32")
+    assert ckptkit.cast(ck, {"*norm*": "float32"}).notes  # other tensors are
 
 
 @pytest.mark.parametrize("reason", ["the size of blocks", "AQLM", "fp8 without its scale"])
