@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,17 @@ class TestSplit:
             paths.append(written(folder, made(values, tensors), name))
         return paths
 
+    def pair(
+        self, folder: Path, value: tuple[str, Any], alignments: Sequence[int], padded: bool = True
+    ) -> Path:
+        """Write two files, of which only the first has `value`. Return the second."""
+        for number, alignment in enumerate(alignments):
+            values = split(number, 2, 2) + [value] * (not number)
+            tensors = [PLAIN._replace(name=f"t{number}")]
+            file = made(values, tensors, alignment=alignment, padded=padded)
+            path = written(folder, file, f"m-{number + 1:05}-of-00002.gguf")
+        return path
+
     def test_any_file_and_the_folder(self, tmp_path: Path) -> None:
         for path in (*self.files(tmp_path), tmp_path):
             with ckptkit.open(path) as ck:
@@ -235,11 +246,8 @@ class TestSplit:
             ckptkit.open(path)
 
     def test_alignment_of_the_first_alone(self, tmp_path: Path) -> None:
-        for number in range(2):
-            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
-            file = made(values, [PLAIN._replace(name=f"t{number}")], alignment=256)
-            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
-        for path in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
+        second = self.pair(tmp_path, ("general.alignment", 256), (256, 256))
+        for path in (tmp_path, second):
             with ckptkit.open(path) as ck:
                 assert (ck.weights["t1"].numpy().ravel() == F32).all()
                 assert "the first file has 256" in ck.warnings[0]
@@ -248,12 +256,7 @@ class TestSplit:
     @pytest.mark.parametrize("padded", [False, True])
     def test_alignment_that_the_size_tells(self, tmp_path: Path, alone: bool, padded: bool) -> None:
         """A last tensor need not be padded."""
-        for number in range(2):
-            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
-            tensors = [PLAIN._replace(name=f"t{number}")]
-            file = made(values, tensors, alignment=256, padded=padded)
-            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
-        path = tmp_path / "m-00002-of-00002.gguf"
+        path = self.pair(tmp_path, ("general.alignment", 256), (256, 256), padded)
         with ckptkit.open(path, part_only=alone) as ck:
             assert (ck.weights["t1"].numpy().ravel() == F32).all()
             assert "general.alignment is missing" in ck.warnings[0]
@@ -262,11 +265,7 @@ class TestSplit:
             ckptkit.open(path, part_only=alone)
 
     def test_alignment_of_each_file(self, tmp_path: Path) -> None:
-        for number in range(2):
-            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
-            tensors = [PLAIN._replace(name=f"t{number}")]
-            file = made(values, tensors, alignment=32 if number else 256)
-            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        self.pair(tmp_path, ("general.alignment", 256), (256, 32))
         with ckptkit.open(tmp_path) as ck:
             assert (ck.weights["t1"].numpy().ravel() == F32).all()
             assert "the first file has 256. ckptkit uses 32" in ck.warnings[0]
@@ -299,10 +298,7 @@ class TestSplit:
 
     def test_shape_of_comfy_in_the_first_file(self, tmp_path: Path) -> None:
         shape = ("comfy.gguf.orig_shape.t1", [Typed(5, n) for n in (2, 3, 2)])
-        for number in range(2):
-            values = split(number, 2, 2) + [shape] * (not number)
-            file = made(values, [PLAIN._replace(name=f"t{number}")])
-            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        self.pair(tmp_path, shape, (32, 32))
         with ckptkit.open(tmp_path) as ck:
             assert ck.weights["t1"].shape == (2, 3, 2)
 
