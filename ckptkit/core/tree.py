@@ -253,7 +253,6 @@ LEAVES = (
     *(Tensor, TypedStorage, Global, ByteString, StoredBytes, StoredList),
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
-_SIZED = (dict, list, tuple, str, bytes)
 PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
@@ -336,7 +335,8 @@ def walk(
             if node.__class__ not in _CONTAINERS:
                 continue
             if id(node) in seen:
-                again += _size(node)
+                if again <= LIMITS.revisits:
+                    again += 1 + sum(1 for _ in children(node))
                 if id(node) in open_ids or again > LIMITS.revisits:
                     continue
             if len(stack) >= LIMITS.depth:
@@ -411,14 +411,6 @@ def _step_values(node: Object) -> Iterator[Node]:
             yield value
         else:
             yield from chain.from_iterable(value) if step == "set" else value
-
-
-def _size(node: Node) -> int:
-    if isinstance(node, (dict, list, tuple)):
-        return 1 + len(node)
-    if isinstance(node, Object):
-        return 1 + sum(len(value) if isinstance(value, _SIZED) else 1 for _, value in node.steps)
-    return 1 + len(node.items if isinstance(node, SetNode) else node.pairs)
 
 
 _PYTHON_NAMES = {

@@ -27,6 +27,7 @@ from ckptkit.core.tree import (
     children,
     held,
     join,
+    like,
     nodes,
     rebuild,
     walk,
@@ -271,7 +272,7 @@ def _without(holder: Node, gone: set[int]) -> Node:
     kept = {
         key: value for key, value in holder.items() if id(key) not in gone and id(value) not in gone
     }
-    return OrderedMapping(kept, holder.state) if isinstance(holder, OrderedMapping) else kept
+    return like(holder, kept)
 
 
 def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
