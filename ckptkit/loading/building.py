@@ -36,10 +36,15 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
             hint="write package.module:Class or path/to/file.py:Class",
         )
     folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
-    with _importable(folder), _users_code(f"cannot import {spec}"):
-        make = _member(_module(place), name, place)
-        _check_arguments(make, name, args or {})
-        model = _built(make, name, args or {})
+    sys.path.insert(0, folder)  # as if Python ran a file in this folder
+    try:
+        with _users_code(f"cannot import {spec}"):
+            make = _member(_module(place), name, place)
+            _check_arguments(make, name, args or {})
+            model = _built(make, name, args or {})
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"{spec} returns a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -83,17 +88,6 @@ def _module(place: str) -> ModuleType:
         sys.modules.setdefault(name, module)  # dataclasses and pickle need this entry
         spec.loader.exec_module(module)
         return module
-
-
-@contextmanager
-def _importable(folder: str) -> Iterator[None]:
-    """Make the modules in a folder importable, as if Python ran a file in this folder."""
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
 
 
 def _member(module: ModuleType, name: str, place: str) -> Callable[..., object]:

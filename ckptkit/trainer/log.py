@@ -19,6 +19,7 @@ from itertools import count
 from math import nan
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -196,38 +197,27 @@ class _Held:
         self.saved.hold(self.tensor, -1)
 
 
-class AllocatedBytes:
-    """Measure the maximum number of bytes that a forward pass leaves allocated on a GPU.
+@contextmanager
+def allocated_bytes(wrapped: nn.Module, device: torch.device) -> Iterator[SimpleNamespace]:
+    """Measure ``peak``: the maximum number of bytes that a forward pass leaves allocated on a GPU.
 
     The number includes activations and outputs, but no gradients. The backward pass allocates
     gradients.
     """
+    found = SimpleNamespace(peak=0, before=0)
 
-    def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
-        self.peak = self._before = 0
-        self._wrapped, self._device = wrapped, device
+    def begin(*_: object) -> None:
+        found.before = torch.cuda.memory_allocated(device)
 
-    def __enter__(self) -> AllocatedBytes:
-        def begin(*_: object) -> None:
-            self._before = torch.cuda.memory_allocated(self._device)
+    def end(*_: object) -> None:
+        found.peak = max(found.peak, torch.cuda.memory_allocated(device) - found.before)
 
-        def end(*_: object) -> None:
-            self.peak = max(self.peak, torch.cuda.memory_allocated(self._device) - self._before)
-
-        self._hooks = [
-            self._wrapped.register_forward_pre_hook(begin),
-            self._wrapped.register_forward_hook(end),
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
+    hooks = wrapped.register_forward_pre_hook(begin), wrapped.register_forward_hook(end)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
             hook.remove()
-
-
-def activations(wrapped: nn.Module, device: torch.device) -> SavedBytes | AllocatedBytes:
-    """Return a context manager whose ``peak`` is the number of bytes of activations on a device."""
-    return AllocatedBytes(wrapped, device) if device.type == "cuda" else SavedBytes(wrapped)
 
 
 Measure = Callable[[], AbstractContextManager[None]]
@@ -251,8 +241,13 @@ def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
     def step() -> Iterator[None]:
         for device in gpus:
             torch.cuda.reset_peak_memory_stats(device)
-        started = monotonic()
-        with activations(run.wrapped, run.group.device) as kept:
+        started, device = monotonic(), run.group.device
+        counted: AbstractContextManager[Any]
+        if device.type == "cuda":
+            counted = allocated_bytes(run.wrapped, device)
+        else:
+            counted = SavedBytes(run.wrapped)
+        with counted as kept:
             yield
         for device in gpus:
             torch.cuda.synchronize(device)
