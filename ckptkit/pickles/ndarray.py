@@ -24,13 +24,9 @@ from ckptkit.core.tree import ByteString, Global, Node, Object, StoredBytes
 
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 _STRUCT = {
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "bool": "?",
-    "complex64": "ff",
+    "float16": "e", "float32": "f", "float64": "d", "bool": "?", "complex64": "ff",
     "complex128": "dd",
-}
+}  # fmt: skip
 
 
 def built(target: Object, state: Node) -> None:
