@@ -631,16 +631,14 @@ def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
 
 def _beside(ours: Rest, theirs: Rest) -> str:
     """List the root entries outside the weights, such as ``optimizer (24 tensors)``."""
-    counts: dict[str, list[set[str]]] = {}
-    for side in (ours, theirs):
-        for number, paths in enumerate((list(side.tensors), list(side.values), list(side.objects))):
-            for path in paths:
-                key = key_text(path.partition(".")[0])
-                counts.setdefault(key, [set(), set(), set()])[number].add(path)
+    counts: dict[str, list[int]] = {}
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for path in {**one, **other}:
+            key = key_text(path.partition(".")[0])
+            counts.setdefault(key, [0, 0, 0])[number] += 1
     texts = []
     for key, found in counts.items():
-        kinds = zip(found, ("tensor", "value", "object"), strict=True)
-        parts = [plural(len(paths), noun) for paths, noun in kinds if paths]
-        is_value = [len(paths) for paths in found] == [0, 1, 0]
-        texts.append(key if is_value else f"{key} ({', '.join(parts)})")
+        named = zip(found, ("tensor", "value", "object"), strict=True)
+        parts = ", ".join(plural(count, noun) for count, noun in named if count)
+        texts.append(key if found == [0, 1, 0] else f"{key} ({parts})")
     return some(texts, SHOWN)

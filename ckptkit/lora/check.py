@@ -160,8 +160,8 @@ def _of_plan(
     large, all_modules = dict[str, str](), plan.adapter.modules
     tensors: dict[str, set[str]] = {}  # of each module
     for tensor, pieces in plan.pieces.items():
-        for each in pieces:
-            tensors.setdefault(each.key, set()).add(tensor)
+        for key, *_ in pieces:
+            tensors.setdefault(key, set()).add(tensor)
     for key, names in tensors.items():
         change, weight = _norm(all_modules[key]), _norm_of(plan.new[name] for name in names)
         if change is None and is_finite:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ckptkit import quantized
 from ckptkit.compute.arranged import contiguous
@@ -189,17 +189,8 @@ def refuse_base(base: Checkpoint) -> None:
         raise UnsupportedError(what, where=base.name, hint="the first argument must be the base")
 
 
-class _Piece(NamedTuple):
-    """An update of some rows of a tensor.
-
-    Rows `start` to `stop` of `change` are added to the rows of the tensor from row `at` on.
-    """
-
-    key: str  # key of the module
-    change: ModuleChange
-    start: int
-    stop: int
-    at: int
+# The key of a module, its update, and the rows of a tensor to which rows of the update are added
+_Piece: TypeAlias = tuple[str, ModuleChange, Placed]
 
 
 class MergePlan:
@@ -426,7 +417,7 @@ class MergePlan:
                 found = (Placed(one.tensor, 0, now, one.at // old * now, one.rows // old * now),)
         for each in found:
             self._check_shape(module, change, each)
-            self._add(each.tensor, _Piece(key, change, *each[1:4]))
+            self._add(key, change, each)
         return True
 
     def _is_conv1d(self, name: str) -> bool:
@@ -522,7 +513,7 @@ class MergePlan:
             change = change.transposed() if is_turned else change
             start = 0
             for one, at, count in places:
-                self._add(one, _Piece(key, change, start, start + count, at))
+                self._add(key, change, Placed(one, start, start + count, at, count))
                 start += count
         return True
 
@@ -547,14 +538,14 @@ class MergePlan:
         numbers = tuple(map(int, version.groups()))
         return numbers < (0, 19) or self.is_transposed == (numbers >= (0, 19, 1))
 
-    def _add(self, name: str, piece: _Piece) -> None:
-        tensor = self.new[name]
+    def _add(self, key: str, change: ModuleChange, place: Placed) -> None:
+        name, tensor = place.tensor, self.new[place.tensor]
         if tensor.dtype.name not in FLOATS or tensor.storage is None:
             raise UnsupportedError(
                 f"{shown(name)} of the base has the dtype {tensor.dtype}; ckptkit can add an "
                 "adapter only to floating-point weights"
             )
-        self.pieces.setdefault(name, []).append(piece)
+        self.pieces.setdefault(name, []).append((key, change, place))
 
     def _bias(self, key: str, module: Module, places: Sequence[Placed], role: str) -> None:
         """Record the update of the biases of the module whose weights are at `places`."""
@@ -568,7 +559,7 @@ class MergePlan:
                 return
             if place.rows != self.new[bias].numel:
                 raise _misfit(module, change.shape[:1], self.new[bias].shape)
-            self._add(bias, _Piece(key, change, *place[1:4]))
+            self._add(key, change, place._replace(tensor=bias))
 
     def _tokens(self, module: Module, shape: Shape) -> tuple[Tensor, list[int]]:
         """Return the trained token embeddings, and the indices of the rows to replace."""
@@ -591,7 +582,9 @@ class MergePlan:
     def _find_twice(self) -> None:
         """Add a problem if two modules of the adapter change the same rows of a tensor."""
         for name, pieces in self.pieces.items():
-            spans = sorted((each.at, each.at + each.stop - each.start, each.key) for each in pieces)
+            spans = sorted(
+                (place.at, place.at + place.stop - place.start, key) for key, _, place in pieces
+            )
             for (_, stop, one), (start, _, other) in pairwise(spans):
                 if start < stop:
                     title = f"{shown(one)} and {shown(other)} would both change {shown(name)}"
@@ -867,11 +860,11 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
 
 def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
     """Return a tensor after adding the updates in `pieces`. No two pieces change the same row."""
-    columns = pieces[0].change.shape[1]
+    columns = pieces[0][1].shape[1]
     sizes = prod(tensor.shape) // max(columns, 1), columns
     old = matrix(origin, sizes) if origin is not None and origin.shape == tensor.shape else None
     whole, parts = matrix(tensor, sizes), list[tuple[int, int, Tensor]]()
-    for _, change, start, stop, at in pieces:
+    for _, change, (_, start, stop, at, _) in pieces:
         rows = at, at + stop - start
         is_from_old = old is not None and "norm" in change.adapt.norm
         before = box(old, *rows) if old is not None and is_from_old else None
