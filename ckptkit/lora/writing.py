@@ -585,22 +585,15 @@ def config_of(modules: Iterable[Module], **others: Any) -> dict[str, Any]:
     counts = [Counter[float](each.values()) for each in (ranks, alphas)]
     rank, alpha = (max(each, key=each.__getitem__, default=1) for each in counts)
     return {
-        "peft_type": "LORA",
-        "base_model_name_or_path": None,
+        **table("written")["config"],
+        **dict.fromkeys(("base_model_name_or_path", "modules_to_save", "task_type")),
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {_exactly(n): each for n, each in ranks.items() if each != rank},
         "alpha_pattern": {_exactly(n): each for n, each in alphas.items() if each != alpha},
         "target_modules": sorted(ranks),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "task_type": None,
         "lora_bias": any("B_bias" in each.tensors for each in found.values()),
-        "use_dora": any("magnitude" in each.tensors for each in found.values()),
-        "use_rslora": False,
+        "use_dora": any(each.is_dora for each in found.values()),
         **others,
     }
 
@@ -778,10 +771,10 @@ def extract_lora(
             modules[f"{PEFT}{name}"] = replace(module, tensors=factors)
         if not found.modules and not found.saved:
             rest = f": {quoted(found.left)} differ" if found.left else ""
-            names = [each.name for each in (after, before) if each.name]
-            command = f"`{shell_command(('ckptkit', 'diff', '--values', *names))}` compares values"
-            what, hint = f"no matrix differs from {before.name}{rest}", command
-            raise NothingToDoError(what, where=after.name, hint=hint if len(names) == 2 else None)
+            what, names = f"no matrix differs from {before.name}{rest}", [after.name, before.name]
+            command = shell_command(("ckptkit", "diff", "--values", *map(str, names)))
+            hint = f"`{command}` compares values" if all(names) else None
+            raise NothingToDoError(what, where=after.name, hint=hint)
         whole = {name: after.weights[name] for name in found.saved}
         config = config_of(
             modules.values(), fan_in_fan_out=is_conv1d, base_model_name_or_path=before.name,
