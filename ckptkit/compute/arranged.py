@@ -99,7 +99,7 @@ def contiguous(tensor: Tensor) -> Record:
         view = _normal(of_box(shape, (0,) * len(shape), shape, tensor.stride, start))
         record = Pending(Arrange(dtype.itemsize, (view,)), (record,), nbytes)
     if tensor.storage.big_endian:
-        record = swapped(record, dtype)
+        record = swapped(record, dtype.component)
     if tensor.conj:
         record = Pending(Flip(dtype.name, conj=True), (record,), nbytes)
     if tensor.neg:

@@ -343,21 +343,19 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
             f"packed, or the length is not divisible by {source.itemsize}"
         )
     if big_endian:
-        record = swapped(record, source)
+        record = swapped(record, source.component)
     if source == target:
         return record
     length = record.length // source.itemsize * target.itemsize
     return Pending(Cast(source.name, target.name), (record,), length)
 
 
-def swapped(record: Record, dtype: DType) -> Record:
-    """Reverse the byte order of each element.
+def swapped(record: Record, component: int) -> Record:
+    """Reverse the bytes of each group of `component` bytes.
 
-    For complex numbers, reverse the byte order of the real part and of the imaginary part.
+    A group is an element, or a part of a complex number (`DType.component`).
     """
-    if dtype.component == 1:
-        return record
-    return Pending(Swap(dtype.component), (record,), record.length)
+    return Pending(Swap(component), (record,), record.length) if component > 1 else record
 
 
 # Weighted means and sums of several inputs, computed in float64 and rounded once

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, refusal
 from ckptkit.compute.lazy import Array, np
-from ckptkit.compute.numbers import NUMBERS, own_dtype, torch_dtype
-from ckptkit.compute.operation import PIECE, Pieces, Swap, read_into
+from ckptkit.compute.numbers import NUMBERS, own_dtype, swapped, torch_dtype
+from ckptkit.compute.operation import PIECE, Pieces, read_into
 from ckptkit.compute.workers import BATCH, ordered
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Pending, Range, Record
 from ckptkit.core.dtypes import BY_NAME, DType
@@ -243,9 +243,7 @@ def _fill(part: _Part) -> None:
 
 def native(storage: Storage, component: int) -> Record:
     """Return the bytes of a storage in little-endian order. Each number has `component` bytes."""
-    if not storage.big_endian or component == 1:
-        return storage.record
-    return Pending(Swap(component), (storage.record,), storage.nbytes)
+    return swapped(storage.record, component) if storage.big_endian else storage.record
 
 
 def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:

@@ -569,7 +569,8 @@ def parse(data: bytes) -> Journal:
             places, old, new = lengths
             is_odd = is_odd or not new or new != old or places != 4 * old
     held = length + sum(sum(row[1:]) for row in rows)
-    is_odd = is_odd or not data.startswith(_MAGIC) or end + 1 + held + _DIGEST != len(data)
+    is_odd = is_odd or end < 0 or not data.startswith(_MAGIC)
+    is_odd = is_odd or end + 1 + held + _DIGEST != len(data)
     if is_odd or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise FormatError(_NOT_WHOLE)
     body = BytesIO(data[end + 1 : -_DIGEST])
