@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tensor import contiguous_stride
 from ckptkit.core.text import flatten
 from ckptkit.core.weights import Weights
-from ckptkit.quantized import compressed_tensors, fp8, gguf, int4, modelopt_mlx, torchao_quanto
+from ckptkit.quantized import compressed_tensors, fp8, int4, modelopt_mlx, torchao_quanto
 from ckptkit.quantized import group as g
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -21,10 +23,54 @@ from ckptkit.quantized.quantization import (
     last_component,
 )
 
+# Weights of GGUF files: each tensor of a quantized type is one weight
+
+# Maps each type that must not occur in files to the reason for this.
+_NOT_IN_FILES = {
+    "Q8_1": "llama.cpp uses this type only for intermediate results",
+    "Q8_K": "llama.cpp uses this type only for intermediate results",
+    **dict.fromkeys(
+        ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"),
+        "its rows are interleaved for some processors, and llama.cpp removed this layout",
+    ),
+}
+
+
+def recognize_gguf(view: TensorView, name: str) -> QuantizedWeight:
+    """Recognize the weight `name`. Refuse tensors of unsupported types."""
+    tensor = view.tensors[name]
+    type, storage = tensor.dtype.name, tensor.storage
+    group = QuantizedWeight("gguf", type, name, tensor.shape, (name,))
+    others = "--drop drops such tensors"
+    if tensor.dtype.kind == "unknown":
+        number = type.rpartition(" ")[2]
+        return group.refused(f"its type {number} is unknown", others)
+    if type in _NOT_IN_FILES:
+        hint = f"quantize the original model again; {others}"
+        return group.refused(f"{type}: {_NOT_IN_FILES[type]}", hint)
+    big_endian = storage is not None and storage.big_endian
+    if big_endian and type not in FIELDS:
+        return group.refused(
+            f"its layout is unknown: no converter writes {type} to big-endian files", others
+        )
+    assert type in DECODERS and tensor.stride == contiguous_stride(tensor.shape)
+    group.layout = GgmlDequantize(type, big_endian=big_endian)
+    group.inputs = (tensor,)
+    return group
+
+
+GGUF = QuantizationMethod(
+    "gguf", "GGUF (llama.cpp)", recognize_gguf,
+    oracle="gguf-py 0.19.0; ggml for Q1_0 and Q2_0",
+)  # fmt: skip
+
+
+# All methods
+
 # Quantization methods in the order in which ckptkit tries them. Methods whose tensor names are
 # unique come first.
 FAMILIES: tuple[QuantizationMethod, ...] = (
-    gguf.GGUF, torchao_quanto.TORCHAO, *fp8.COMFY, *int4.BITSANDBYTES, int4.HQQ,
+    GGUF, torchao_quanto.TORCHAO, *fp8.COMFY, *int4.BITSANDBYTES, int4.HQQ,
     torchao_quanto.QUANTO, fp8.UNREAD, int4.GPTQ, int4.AWQ, modelopt_mlx.MLX, int4.GPT_OSS,
     *compressed_tensors.COMPRESSED_TENSORS, *modelopt_mlx.MODELOPT, fp8.FP8_BLOCK,
 )  # fmt: skip
@@ -44,7 +90,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     view = TensorView(ck, weights.nodes, tensors)
     # GGUF weights are recognized without config.json.
     blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
-    groups = [gguf.recognize(view, name) for name in blocks]
+    groups = [recognize_gguf(view, name) for name in blocks]
     groups += _groups(view, marked)
     groups += _incomplete(view, set(flatten(group.members for group in groups)), marked)
     for group in groups:
