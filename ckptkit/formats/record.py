@@ -230,7 +230,7 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
 # Writing
 
 
-def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
+def of_weights(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
     """Return the JSON record of weights, ties and values, or None if all its fields are empty.
 
     `ties` are the tied names that the file omits. `values` are the entries outside the weights, as

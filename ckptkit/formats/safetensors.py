@@ -57,23 +57,8 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, owners, shown, typed, typed_value, without
-from ckptkit.formats import strict_json, table
+from ckptkit.formats import record, strict_json, table
 from ckptkit.formats.format import Probe
-from ckptkit.formats.record import (
-    FRAMEWORK,
-    RESERVED,
-    VERSION,
-    WHOLE,
-    leftovers,
-    lost_attributes,
-    record,
-    refuse_objects,
-    refuse_pieces,
-    refuse_tensors,
-    restore,
-    shared_bytes,
-    values,
-)
 from ckptkit.formats.strict_json import dump, is_utf8
 
 _WHITE = b" \t\r\n"
@@ -99,13 +84,13 @@ def read(probe: Probe) -> Checkpoint:
     """Read the tensors in header order. Restore the state_dict or tree from the metadata."""
     source = probe.source
     text = read_text(source)
-    restored = restore(*read_tensors(text, source))
+    restored = record.restore(*read_tensors(text, source))
     warnings = restored.warnings
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space instead of {", *warnings)
     return Checkpoint(
         restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals,
-        warnings, origin=WHOLE if restored.is_whole else None,
+        warnings, origin=record.WHOLE if restored.is_whole else None,
     )  # fmt: skip
 
 
@@ -314,7 +299,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     UnsafeGlobalError for objects.
     """
     tensors, metadata, notes = contents(checkpoint, options)
-    whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
+    whole = len(tensors) if options.all or checkpoint.origin is record.WHOLE else None
     return Plan((file_of(tensors, metadata),), tuple(notes), whole)
 
 
@@ -325,30 +310,30 @@ Contents = tuple[dict[str, Tensor], dict[str, str | None], Sequence[str]]
 def contents(checkpoint: Checkpoint, options: Options) -> Contents:
     """Return the tensors and metadata to write for a checkpoint. Raises the errors of `layout`."""
     # If the input file contained the complete tree, write the complete tree again.
-    is_whole = options.all or checkpoint.origin is WHOLE
+    is_whole = options.all or checkpoint.origin is record.WHOLE
     return _whole(checkpoint, options) if is_whole else prepared(checkpoint, options)
 
 
 def prepared(checkpoint: Checkpoint, options: Options) -> Contents:
     """Return the weights, and other values as metadata. Raises the errors of `layout`."""
     if options.objects == "error":
-        refuse_objects(checkpoint)
+        record.refuse_objects(checkpoint)
     weights = checkpoint.required
     tensors = weights.tensors
-    refuse_pieces(weights.nodes)
-    refuse_tensors(tensors, "safetensors", _obstacle, partial(_way_out, checkpoint))
+    record.refuse_pieces(weights.nodes)
+    record.refuse_tensors(tensors, "safetensors", _obstacle, partial(_way_out, checkpoint))
     ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
     stored = without(tensors, ties)
-    extra, notes = leftovers(checkpoint)
-    text = record(weights, ties, {**values(checkpoint.extras), **extra})
+    extra, notes = record.leftovers(checkpoint)
+    text = record.of_weights(weights, ties, {**record.values(checkpoint.extras), **extra})
     metadata: dict[str, str | None] = {
-        FRAMEWORK: "pt",
+        record.FRAMEWORK: "pt",
         **checkpoint.extras,
         **ties,
-        RESERVED: text if options.extras else None,
+        record.RESERVED: text if options.extras else None,
     }
-    notes += [f"dropped: {name} of the state_dict" for name in lost_attributes(weights.node)]
-    notes += shared_bytes(stored)
+    notes += [f"dropped: {name} of the state_dict" for name in record.lost_attributes(weights.node)]
+    notes += record.shared_bytes(stored)
     return stored, metadata, notes
 
 
@@ -375,12 +360,14 @@ def _whole(checkpoint: Checkpoint, options: Options) -> Contents:
         )
     write_pickle(root, Numbering())
     whole = StoredTree(root, _obstacle)
-    text = dump({"version": VERSION, **whole.record(), "values": values(checkpoint.extras)})
+    text = dump(
+        {"version": record.VERSION, **whole.record(), "values": record.values(checkpoint.extras)}
+    )
     metadata: dict[str, str | None] = {
-        FRAMEWORK: "pt",
+        record.FRAMEWORK: "pt",
         **whole.ties,
         **checkpoint.extras,
-        RESERVED: text,
+        record.RESERVED: text,
     }
     return whole.tensors, metadata, notes
 
@@ -461,7 +448,7 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
         if 0 not in tensor.shape:
             same = tensor.elements_key
             groups.setdefault(same, []).append(name)
-    taken = {FRAMEWORK, RESERVED, *metadata}
+    taken = {record.FRAMEWORK, record.RESERVED, *metadata}
     kept = owners((min(names), names) for names in groups.values() if len(names) > 1)
     return {name: first for name, first in kept.items() if name != first and name not in taken}
 

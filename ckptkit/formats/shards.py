@@ -60,19 +60,9 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, flatten, merge_all, owners, some, without
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.formats import safetensors, strict_json, table, torch_zip
+from ckptkit.formats import record, safetensors, strict_json, table, torch_zip
 from ckptkit.formats.folder import BIN, INDEX, SAFE, Candidate, best, unread
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe
-from ckptkit.formats.record import (
-    FRAMEWORK,
-    Restored,
-    leftovers,
-    of_values,
-    refuse_objects,
-    restore,
-    restore_ties,
-    values,
-)
 from ckptkit.formats.strict_json import dump, is_utf8
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
@@ -84,7 +74,7 @@ _FETCH = "download the index and the shards again, into an empty folder"
 _FETCH_THEM = "download the missing shards"
 
 Entries = dict[Node, Node]  # entries of a shard, by name
-Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
+Restore = Callable[[dict[Node, Node], Mapping[str, str]], record.Restored]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
@@ -117,7 +107,7 @@ def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield every defect of the index and the shards, and each checksummed range of a shard."""
     wrong: list[CkptkitError] = []
     shards = _Shards(probe, wrong.append)
-    checkpoint = shards.read("", restore_ties)
+    checkpoint = shards.read("", record.restore_ties)
     for error in wrong:
         yield Defect(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
@@ -287,7 +277,7 @@ class _Shards:
             for key, text in metadata.items()
             if key != TOTAL
         }
-        restored = restore(root, texts) if texts else Restored(root, {})
+        restored = restore(root, texts) if texts else record.Restored(root, {})
         merged, states = restored.root, self.left.values()
         if type(merged) is dict and states and all(isinstance(e, OrderedMapping) for e in states):
             versions = merge_all(module_versions(each) or {} for each in states)
@@ -445,10 +435,14 @@ def _folder(
 matches_safetensors = partial(matches, suffix=SAFE)
 
 
-def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
+def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> record.Restored:
     """Restore the state_dict from a safetensors index. For torch shards, restore only the ties."""
     plain = all(isinstance(node, Tensor) for node in root.values())
-    return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
+    return (
+        record.restore(root, texts, index=True)
+        if plain
+        else record.restore_ties(root, texts, index=True)
+    )
 
 
 read_safetensors = partial(read, format=table.SHARDED.name, restore=_restored)
@@ -465,7 +459,7 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     del metadata[TOTAL]
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     parts = split(sizes, options.shard_size)
-    inside = metadata if len(parts) == 1 else {FRAMEWORK: metadata.pop(FRAMEWORK)}
+    inside = metadata if len(parts) == 1 else {record.FRAMEWORK: metadata.pop(record.FRAMEWORK)}
     files = (safetensors.file_of({each: tensors[each] for each in part}, inside) for part in parts)
     texts = {key: text for key, text in metadata.items() if text is not None}
     recorded = {TOTAL: sum(sizes.values()), **texts}
@@ -476,7 +470,9 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 matches_torch = partial(matches, suffix=BIN)
-read_torch = partial(read, format=table.SHARDED_BIN.name, restore=partial(restore_ties, index=True))
+read_torch = partial(
+    read, format=table.SHARDED_BIN.name, restore=partial(record.restore_ties, index=True)
+)
 
 
 def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -485,7 +481,7 @@ def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
     Raises the errors of `torch_zip.layout`. Raises LimitError if the index is too large.
     """
     if options.objects == "error":
-        refuse_objects(checkpoint)
+        record.refuse_objects(checkpoint)
     like = checkpoint.required.node
     entries = _named(checkpoint.required)
     first: dict[Node, str] = {}  # maps each name to the first name with the same storage
@@ -504,12 +500,15 @@ def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
     number = owners(enumerate(groups))
     for name, node in entries.items():
         parts[number[first[name]]][name] = node
-    extra, notes = leftovers(checkpoint, inside=False)
-    metadata = {**checkpoint.extras, **of_values({**values(checkpoint.extras), **extra})}
+    extra, notes = record.leftovers(checkpoint, inside=False)
+    metadata = {
+        **checkpoint.extras,
+        **record.of_values({**record.values(checkpoint.extras), **extra}),
+    }
     inside = metadata if len(parts) == 1 else {}
     plans = [torch_zip.layout(Checkpoint(part, extras=inside), options) for part in parts]
     files = (plan.files[0] for plan in plans)
-    recorded = {**without(metadata, {FRAMEWORK}), TOTAL: sum(sizes.values())}
+    recorded = {**without(metadata, {record.FRAMEWORK}), TOTAL: sum(sizes.values())}
     notes += flatten(plan.notes for plan in plans)
     return Plan(
         _folder(("pytorch_model", BIN), files, parts, entries, recorded),
