@@ -732,22 +732,19 @@ class _DamagedArchive:
         caffe2/serialize's inline_container.cc, writeSerializationId.)
         """
         total = 0
-        for header, following in pairwise((*self.sequence, None)):
-            assert header is not None
+        for number, header in enumerate(self.sequence):
+            if number:  # the data descriptor of the member before ends at this header
+                places = (header.at - layout.size for layout in _DESCRIPTORS)
+                read = (self.window.read(place, 8) for place in places)
+                magic = zip_reader.DESCRIPTOR_MAGIC
+                descriptor = next((each for each in read if each.startswith(magic)), b"")
+                if not descriptor:
+                    break
+                crc = int.from_bytes(descriptor[4:], "little")
+                total ^= (crc + 0x9E3779B9 + (total << 6) + (total >> 2)) % (1 << 64)
             if header.name == self.top + _ID:
                 digits = self.window.read(header.stop, 40)[20:]
                 return header.at if digits == b"%020d" % total else 0
-            if following is None:
-                break
-            for layout in _DESCRIPTORS:
-                place = following.at - layout.size
-                size = place - header.stop
-                found = self._descriptor(place, size, size)
-                if found is not None and found[1] == following.at:
-                    total ^= (found[0] + 0x9E3779B9 + (total << 6) + (total >> 2)) % (1 << 64)
-                    break
-            else:
-                break
         return 0
 
     def _is_big_endian(self) -> bool:
