@@ -75,15 +75,15 @@ def test_an_empty_extent_needs_no_checksum() -> None:
     ] == ["bytes"]
 
 
-@pytest.mark.parametrize("count", [0xFFFE, 0xFFFF])
-def test_ZP_16_many_members(tmp_path: Path, count: int) -> None:
+def test_ZP_16_many_members(tmp_path: Path) -> None:
+    count = 0xFFFF  # the smallest number that the end record cannot express
     path = execute(
         lay_out(ZipMember(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip"
     )
     with zipfile.ZipFile(path) as made:
         assert len(made.namelist()) == count and made.read(f"a/{count - 1}") == b"%d" % (count - 1)
     assert len(read_directory(LocalFile(path)).entries) == count
-    assert struct.unpack("<2H", path.read_bytes()[-14:-10]) == (min(count, 0xFFFF),) * 2
+    assert struct.unpack("<2H", path.read_bytes()[-14:-10]) == (count,) * 2
 
 
 @pytest.mark.parametrize("size", [(1 << 32) - 2, (1 << 32) - 1, 1 << 32, 5 << 30])
