@@ -63,12 +63,11 @@ def expression(name: str) -> re.Pattern[str]:
 
 
 @cache
-def _roles(is_named: bool) -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _roles(is_named: bool) -> re.Pattern[str]:
+    """Return an expression that matches the end of a name. The name of its group is the role."""
     name = r"\.(?!weight$|bias$)[^.]+" if is_named else ""
-    pairs = (
-        (role, text.replace("(NAME)", f"(?:{name})?")) for role, text in table("roles").items()
-    )
-    return tuple((role, re.compile(f"(?:{text})$")) for role, text in pairs)
+    ways = [f"(?P<{role}>{text})" for role, text in table("roles").items()]
+    return re.compile(f"(?:{'|'.join(ways)})$".replace("(NAME)", f"(?:{name})?"))
 
 
 def roles_of(formula: Formula) -> list[str]:
@@ -342,16 +341,13 @@ def _role(name: str, is_named: bool = True) -> tuple[str, str] | None:
 
     If `is_named` is True, the name may contain the name of the adapter, like in state_dict().
     """
-    ends = ((suffix.search(name), role) for role, suffix in _roles(is_named))
-    found, role = min(
-        ((end, role) for end, role in ends if end), key=lambda e: e[0].start(), default=(None, "")
-    )
+    found = _roles(is_named).search(name)
     if found is None:
         return None
     path = name[: found.start()]
     if found[0].startswith("_lora"):  # names of an attention processor of diffusers
         path = re.sub(r"to_out$", "to_out.0", path.replace(".processor.", "."))
-    return path, role
+    return path, str(found.lastgroup)
 
 
 def _layout(names: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> str:
