@@ -29,7 +29,7 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, Unsuppo
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
-from ckptkit.core.tree import Node, Object, Pairs, Path, children
+from ckptkit.core.tree import Node, Object, Path, walk
 
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 CLASSES = ("DTensor", "ShardedTensor")
@@ -287,16 +287,8 @@ def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
 
     Nodes inside a DTensor or ShardedTensor are not searched.
     """
-    waiting: list[tuple[Path, Node]] = [((), root)]
-    seen: set[int] = set()
-    while waiting:
-        path, node = waiting.pop()
-        if is_piece(node):
-            yield path, node
-        elif isinstance(node, (dict, list, tuple, Object, Pairs)) and id(node) not in seen:
-            seen.add(id(node))
-            check("depth", len(path), "levels of values")
-            waiting.extend([((*path, key), child) for key, child in children(node)][::-1])
+    found = walk(root, lambda path, node: is_piece(node))
+    return ((path, node) for path, node in found if is_piece(node))
 
 
 def attributes(node: Node) -> dict[str, Node]:

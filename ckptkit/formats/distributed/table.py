@@ -62,7 +62,7 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import NAMES, flatten, some, typed
-from ckptkit.core.tree import Node, OrderedMapping, find
+from ckptkit.core.tree import Node, OrderedMapping, find, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip
 from ckptkit.formats.distributed.joining import MIXED, Joiner
@@ -569,14 +569,12 @@ def _files(folder: Folder, *, below: bool) -> Iterator[tuple[str, Folder, str]]:
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
     """Yield (dotted name, value) of each value in nested dicts."""
-    waiting: list[tuple[str, Node]] = [("", root)]
-    while waiting:
-        name, node = waiting.pop()
-        if isinstance(node, dict) and all(isinstance(key, str) for key in node):
-            below = [(f"{name}.{key}" if name else key, child) for key, child in node.items()]
-            waiting.extend(reversed(below))
-        else:
-            yield name, node
+    found = walk(root, lambda path, node: not _has_names(node))
+    return ((".".join(path), node) for path, node in found if not _has_names(node))
+
+
+def _has_names(node: Node) -> bool:
+    return isinstance(node, dict) and all(isinstance(key, str) for key in node)
 
 
 # Splitting complete tensors according to a table
