@@ -30,7 +30,7 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import without
-from ckptkit.core.tree import Global, Node, Object, OrderedMapping
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed import table
 from ckptkit.formats.distributed.joining import Joiner
@@ -240,11 +240,11 @@ def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str,
 
 def _is_plain(node: Node) -> bool:
     """Return whether torch can load a pickled value without Megatron-LM."""
-    if isinstance(node, Global):
-        return node.module == "torch"
-    if isinstance(node, (list, tuple)):
-        return all(map(_is_plain, node))
-    return not isinstance(node, (Object, dict, Tensor, TypedStorage))
+    others = (Object, dict, Tensor, TypedStorage)
+    return not any(
+        isinstance(each, others) or (isinstance(each, Global) and each.module != "torch")
+        for _, each in walk(node)
+    )
 
 
 def _text(node: Node) -> str:

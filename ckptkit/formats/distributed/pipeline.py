@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.bytesource import Folder
+from ckptkit.core.bytesource import Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.text import flatten, some, without
@@ -134,8 +134,8 @@ def _configs(*places: Folder) -> dict[str, Any]:
     for inner in [place.sub("configs") for place in places if "configs" in place.folders()]:
         for name in inner.list():
             if name.endswith((".yml", ".yaml", ".json")):
-                source = inner.open(name)
-                content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
+                data = small_file_beside(inner, name) or b""
+                content = table.parse(data, f"{inner.name}/{name}")
                 found |= content if isinstance(content, dict) else {}
     return _underscored(found)
 
