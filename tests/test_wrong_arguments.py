@@ -207,6 +207,7 @@ def test_every_method_with_arguments_has_a_row() -> None:
     of_rooms = {
         (Checkpoint, "with_root"),  # the tree of a format or a transform
         (Tensor, "over"),  # another storage of a header that was checked
+        (Tensor, "remade"),  # the elements in another record
     }
     assert public == {*METHODS} | of_rooms
 
