@@ -27,7 +27,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import matcher, nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.edits import config_file
-from ckptkit.rules.names import Config, Settings, evaluate
+from ckptkit.rules.names import Config, KnownSizes, Settings
 from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, parse_given
 
 
@@ -127,7 +127,7 @@ def _values(config: Config) -> Value:
     def value(given: Given) -> int | None:
         side = Side(("x",))
         rule = Rule(side, side, sizes=(("size", given),))
-        size = evaluate(rule, Settings(config=config)).sizes.get("size")
+        size = KnownSizes(rule, Settings(config=config)).sizes.get("size")
         if size is None and given != (None,):
             raise RuleError(
                 f"the value of {given_text(given)} is unknown",

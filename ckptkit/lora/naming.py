@@ -27,7 +27,7 @@ from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown, some, typed
 from ckptkit.lora.reading import table
-from ckptkit.rules.names import Index, Pattern, Settings, Steps, axis_words, evaluate
+from ckptkit.rules.names import Index, KnownSizes, Pattern, Settings, Steps, axis_words
 from ckptkit.rules.notation import parse_rule
 
 ORIGINAL, DIFFUSERS = "original", "diffusers"
@@ -123,7 +123,7 @@ class _Row:
             DIFFUSERS: Pattern(rule.right.name, words.right_kinds, {}),
         }
         self.parts = (words.labels("p") or 1) if "p" in words.scattered else 1
-        given = evaluate(rule, Settings()).sizes.get("h", (1,) * self.parts)
+        given = KnownSizes(rule, Settings()).sizes.get("h", (1,) * self.parts)
         self.ends = tuple(accumulate((n or 1 for n in given), initial=0))
 
     def other(self, path: str, spelling: str) -> tuple[Part, ...] | None:

@@ -29,7 +29,6 @@ from ckptkit.rules.names import (
     Values,
     Words,
     check_none_empty,
-    evaluate,
     expanded,
     ragged,
     shape_text,
@@ -365,7 +364,7 @@ class BoundRule:
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words
-        self.known: KnownSizes = evaluate(rule, settings)
+        self.known = KnownSizes(rule, settings)
         uneven = ragged(rule, words, self.known)
         check_none_empty(rule, words, self.known, uneven)
         self.arrangement = Arrangement(number, rule, words, self.known, uneven)

@@ -68,14 +68,9 @@ class Settings:
         """
         if word in self.args:
             return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
-        for places, where in (
-            (dict(rule.sizes), "rule"),
-            (self.sizes, "step"),
-            (self.defaults, "recipe"),
-        ):
-            if word in places:
-                return places[word], where
-        return None
+        places = {"rule": dict(rule.sizes), "step": self.sizes, "recipe": self.defaults}
+        found = ((sizes[word], where) for where, sizes in places.items() if word in sizes)
+        return next(found, None)
 
     def lookup(self, place: str, path: str) -> int | None:
         """Return the number at a path in config.json or in the metadata.
@@ -103,37 +98,22 @@ class Settings:
         return node
 
 
-@dataclass(frozen=True, slots=True)
 class KnownSizes:
     """The given sizes of one rule, and a name for the place that gives each size.
 
     If a size refers to a missing entry of config.json or the metadata, ``unset`` maps the size to
-    the path of the entry.
+    the path of the entry. Raises RuleError for an invalid size. A size of 0 is valid here.
+    `check_none_empty` rejects the size 0 where it is not allowed.
     """
 
-    sizes: dict[str, Size]
-    origins: dict[str, str]
-    unset: dict[str, str]
-
-
-def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
-    """Return the given sizes of a rule. Raises RuleError for an invalid size.
-
-    A size of 0 is valid here. `check_none_empty` rejects the size 0 where it is not allowed.
-    """
-    machine = _Evaluation(rule, settings)
-    values = {word: machine.size(word) for word in sorted(words_of(rule))}
-    sizes = {word: value for word, value in values.items() if value is not None}
-    return KnownSizes(sizes, machine.origins, machine.unset)
-
-
-class _Evaluation:
     def __init__(self, rule: Rule, settings: Settings) -> None:
         self.rule, self.settings = rule, settings
         self.origins: dict[str, str] = {}
         self.unset: dict[str, str] = {}
         self._done: dict[str, Size | None] = {}
         self._open: set[str] = set()
+        values = {word: self.size(word) for word in sorted(words_of(rule))}
+        self.sizes = {word: value for word, value in values.items() if value is not None}
 
     def size(self, word: str) -> Size | None:
         """Return the values of a size: one value, or one value for each label.

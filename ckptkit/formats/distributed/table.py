@@ -70,7 +70,7 @@ from ckptkit.formats.distributed.meshes import view
 from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.format import Probe
 from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
-from ckptkit.rules.names import Settings, axis_words, evaluate
+from ckptkit.rules.names import KnownSizes, Settings, axis_words
 from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
 TP = "tp"  # name of the tensor-parallel axis
@@ -271,7 +271,7 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
     labels = "|".join(map(str, range(count)))
     found = parse_rule(f"{{{TP}:{labels}}} {left} -> whole {right}")
     words = axis_words(found)
-    known = evaluate(found, Settings({TP: count}))
+    known = KnownSizes(found, Settings({TP: count}))
     uneven = {
         word: before
         for axes in found.left.shape
@@ -307,7 +307,7 @@ def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
     Raises MisfitError or RuleError if the shape does not match the line.
     """
     found, arrangement = _line(how, count)
-    known = evaluate(found, Settings({TP: count}))
+    known = KnownSizes(found, Settings({TP: count}))
     uneven = {word: by for word, by in arrangement.ragged.items() if by != TP}
     back = Arrangement(1, found.reversed(), axis_words(found.reversed()), known, uneven)
     return back.solve({}, back.known_sizes, [SourceTensor("it", (), shape)]).layout.made
