@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
@@ -62,7 +62,7 @@ def remap(
     ``torch.device`` values. Raises UsageError for an invalid device.
     """
     places = _places(ck.root)
-    known = places.devices
+    known = {device for _, _, device in places}
     if isinstance(devices, Mapping):
         named = {_name(old): _name(new) for old, new in devices.items()}
         table = {
@@ -75,30 +75,28 @@ def remap(
         table = dict.fromkeys(known - {"meta"}, target)
         unused, asked = [], ["another device"]
     table = {old: new for old, new in table.items() if new != old}
-    storages = {
-        key: replace(storage, device=table[storage.device])
-        for key, storage in places.storages.items()
-        if storage.device in table
-    }
-    swap = {
-        id(call): _with_device(call, table[device])
-        for call, device in places.calls
-        if device in table
-    }
-    plain = {
-        id(value): _device(table[device]) for value, device in places.values if device in table
-    }
-    notes = []
-    for verb, noun, found in (
-        ("changed the device tag of", "storage", [s.device for s in places.storages.values()]),
-        ("changed the argument of", "rebuild call", [device for _, device in places.calls]),
-        ("changed", "torch.device value", [device for _, device in places.values if device_values]),
-    ):
-        for device, number in sorted(Counter(found).items()):
-            if device in table:
-                notes.append(f"{verb} {plural(number, noun)}: {device} -> {table[device]}")
+    storages: dict[int, Storage] = {}
+    swap: dict[int, Node] = {}
+    plain: dict[int, Node] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for kind, node, device in places:
+        if device not in table:
+            continue
+        counts[kind, device] += 1
+        if isinstance(node, Storage):
+            storages[id(node)] = replace(node, device=table[device])
+        elif kind == _CALL:
+            swap[id(node)] = _with_device(node, table[device])
+        else:
+            plain[id(node)] = _device(table[device])
+    notes = [
+        f"{verb} {plural(number, kind)}: {device} -> {table[device]}"
+        for kind, verb in _VERBS.items()
+        for (found, device), number in sorted(counts.items())
+        if found == kind and (device_values or kind != _VALUE)
+    ]
     warnings: list[str] = []
-    there = ", ".join(sorted({storage.device for storage in places.storages.values()}))
+    there = ", ".join(sorted({device for kind, _, device in places if kind == _STORAGE}))
     if not there:
         warnings.append(NoOpWarning("no device tags to change: there are no tensors"))
     elif not notes or unused:
@@ -164,33 +162,29 @@ def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
     return is_state and any(re.search("rng|random_state", key) for key in names)
 
 
-class _DevicePlaces(NamedTuple):
-    """The storages, rebuild calls and ``torch.device`` values of a tree, with their devices."""
-
-    storages: dict[int, Storage]
-    calls: list[tuple[Object, str]]  # (call, device)
-    values: list[tuple[Object, str]]
-
-    @property
-    def devices(self) -> set[str]:
-        named = {device for _, device in (*self.calls, *self.values)}
-        return named | {storage.device for storage in self.storages.values()}
+_STORAGE, _CALL, _VALUE = "storage", "rebuild call", "torch.device value"
+_VERBS = {
+    _STORAGE: "changed the device tag of", _CALL: "changed the argument of", _VALUE: "changed"
+}  # fmt: skip
 
 
-def _places(root: Node) -> _DevicePlaces:
-    found = _DevicePlaces({}, [], [])
+def _places(root: Node) -> list[tuple[str, Storage | Object, str]]:
+    """Return the storages, rebuild calls and ``torch.device`` values of a tree.
+
+    Each item is (kind, storage or object, device).
+    """
+    found: dict[int, tuple[str, Storage | Object, str]] = {}
     arguments: set[int] = set()
     for node in nodes(root):
         if isinstance(node, (Tensor, TypedStorage)) and node.storage is not None:
-            found.storages[id(node.storage)] = node.storage
+            found[id(node.storage)] = _STORAGE, node.storage, node.storage.device
         elif isinstance(node, Object) and node.global_ == _DEVICE:
-            found.values.append((node, _text(node)))
+            found[id(node)] = _VALUE, node, _text(node)
         elif isinstance(node, Object) and (call := _call(node)) is not None:
             args, position = call
-            found.calls.append((node, _text(args[position])))
+            found[id(node)] = _CALL, node, _text(args[position])
             arguments.add(id(args[position]))
-    values = [each for each in found.values if id(each[0]) not in arguments]
-    return found._replace(values=values)
+    return [each for key, each in found.items() if key not in arguments]
 
 
 def _name(device: object) -> str:
