@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.lazy import Array, np
-from ckptkit.compute.numbers import decode, encode, own_dtype
+from ckptkit.compute.numbers import decode, encode, own_dtype, rounded
 from ckptkit.compute.operation import (
     Pieces,
     Reader,
@@ -352,15 +352,6 @@ class PackedZero:
     def part(self, span: Span) -> Array:
         top, bottom, left, right = span.blocks_of(self.grid, self._whole)
         return self._numbers[top:bottom, left:right]
-
-
-def rounded(values: Array, dtype: str) -> Array:
-    """Round float32 numbers to the dtype `dtype`. Return float32 numbers."""
-    if dtype == "float32":
-        return values
-    kind = BY_NAME[dtype]
-    made: Array = decode(encode(values.reshape(-1), kind), kind).reshape(values.shape)
-    return made
 
 
 def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:

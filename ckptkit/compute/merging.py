@@ -18,7 +18,7 @@ from math import acos, inf, sin
 from typing import Any, ClassVar, NamedTuple
 
 from ckptkit.compute.lazy import Array, np
-from ckptkit.compute.numbers import decode, encode
+from ckptkit.compute.numbers import decode, encode, rounded
 from ckptkit.compute.operation import Pieces, in_step, read_into, stream_reusing_buffer, within
 from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
@@ -79,14 +79,9 @@ class Merge(Operation):
     seekable: ClassVar[bool] = False
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        unit, at = BY_NAME[self.dtype].itemsize, 0
         with np.errstate(all="ignore"):
-            merged = self._merged(extent)
-            for values in merged:
-                yield from within((encode(values, BY_NAME[self.dtype]),), at, start, stop)
-                at += len(values) * unit
-                if at >= stop:
-                    return
+            made = (encode(values, BY_NAME[self.dtype]) for values in self._merged(extent))
+            yield from within(made, 0, start, stop)
 
     def _inputs(self, extent: Derived) -> Iterator[list[Array]]:
         """Yield lists with one block of each input. `_values` has converted the blocks."""
@@ -107,16 +102,13 @@ class Merge(Operation):
         for piece, name in zip(pieces, self.dtypes, strict=True):
             each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
             if name != self.dtype and self.dtype not in ("float32", "float64"):
-                each = decode(encode(each, BY_NAME[self.dtype]), BY_NAME[self.dtype])
+                each = rounded(each, self.dtype)
             values.append(each)
         return values
 
     def _round(self, values: Array) -> None:
         """Round an array of one or two dimensions to `dtype`, in place."""
-        dtype = BY_NAME[self.dtype]
-        if dtype.name in ("float32", "float64"):
-            return
-        if dtype.name == "bfloat16":
+        if self.dtype == "bfloat16":
             # An addition to the bits is twice as fast as ml_dtypes. The addition does not overflow
             # for a NaN: every NaN results from arithmetic on 16-bit floats, so its lower 16 bits
             # are 0.
@@ -126,9 +118,8 @@ class Merge(Operation):
             made += 0x7FFF
             bits += made
             bits &= 0xFFFF0000
-            return
-        for row in values if values.ndim == 2 else (values,):
-            row[:] = decode(encode(row, dtype), dtype)
+        elif self.dtype not in ("float32", "float64"):
+            values[...] = rounded(values, self.dtype)
 
     def _number(self, value: float) -> Any:
         """Round a number to `dtype`. Return a float32 number, or float64 if `dtype` is float64."""

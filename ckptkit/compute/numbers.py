@@ -105,6 +105,15 @@ def encode(values: Array, dtype: DType) -> memoryview:
         return as_bytes(np.take(_codes(dtype.name), halves))
 
 
+def rounded(values: Array, dtype: str) -> Array:
+    """Round float32 numbers to the dtype `dtype`. Return float32 numbers."""
+    if dtype == "float32":
+        return values
+    kind = BY_NAME[dtype]
+    made: Array = decode(encode(values.reshape(-1), kind), kind).reshape(values.shape)
+    return made
+
+
 @lru_cache
 def own_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype `name` from ml_dtypes, because numpy has no such dtype."""
