@@ -16,7 +16,6 @@ from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ckptkit import formats
 from ckptkit.api import open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import equal
@@ -279,16 +278,13 @@ def read_adapter(
 
 def _opened(path: str | os.PathLike[str]) -> Checkpoint:
     place = open_place(path)
-    names = place.list() if isinstance(place, Folder) else []
-    if not isinstance(place, Folder) or not names:
-        return open_checkpoint(path)
-    if found := [name for name in WEIGHTS if name in names]:
-        return formats.read(place.open(found[0]))
-    inside = [name for name in place.folders() if CONFIG in place.sub(name)]
-    if inside and CONFIG not in names:
-        first = shell_word(os.path.join(place.name, inside[0]))
-        what = f"contains {len(inside)} adapters: {quoted(inside)}"
-        raise UsageError(what, where=place.name, hint=f"use the path of one adapter, e.g. {first}")
+    if isinstance(place, Folder) and not any(name in place for name in (CONFIG, *WEIGHTS)):
+        inside = [name for name in place.folders() if CONFIG in place.sub(name)]
+        if inside:
+            first = shell_word(os.path.join(place.name, inside[0]))
+            what = f"contains {len(inside)} adapters: {quoted(inside)}"
+            hint = f"use the path of one adapter, e.g. {first}"
+            raise UsageError(what, where=place.name, hint=hint)
     return open_checkpoint(path)
 
 
