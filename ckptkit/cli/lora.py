@@ -11,6 +11,7 @@ from ckptkit.cli import render
 from ckptkit.cli.options import Writer, of
 
 CHECK = "ckptkit.lora-check/1"
+LEVELS = ("error", "warning", "note")  # levels of findings, most severe first
 
 
 @click.group("lora")
@@ -181,6 +182,5 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
         if given["base"] is None:
             note = "note: --base BASE compares names and shapes with the base model"
             render.emit("", *map(render.labelled, render.wrapped(note)))
-    fails = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
-    fails["note"] = "error", "warning", "note"
-    return int(any(each.level in fails[level] for each in report.findings))
+    fails = LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()
+    return int(any(each.level in fails for each in report.findings))

@@ -247,17 +247,6 @@ def test_convert_applies_everything_in_its_order(
     }
 
 
-def test_cast_without_a_glob_is_for_all(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"a": torch.ones(2), "norm": torch.ones(2)}, tmp_path / "p.pth")
-    assert (
-        ckptkit(
-            "convert", tmp_path / "p.pth", out, "--cast", "bf16", "--cast", "norm=fp32"
-        ).exit_code
-        == 0
-    )
-    assert [tensor.dtype for tensor in load(out).values()] == [torch.bfloat16, torch.float32]
-
-
 def test_convert_wants_a_suffix_that_it_knows(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
 ) -> None:
