@@ -34,6 +34,8 @@ from ckptkit.core.tree import Node, Object, Path, walk
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 CLASSES = ("DTensor", "ShardedTensor")
 _KINDS = {**{kind: kind for kind in (REPLICATE, SHARD, STRIDED, PARTIAL)}, "_Partial": PARTIAL}
+# What the functions of this module raise for a pickled state of an unknown form.
+_ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 _RANK_BYTES = 1 << 20  # maximum number of bytes in a mesh's tensor of ranks
 
 Runs = tuple[tuple[int, int], ...]  # sorted ranges (begin, end) of indices in one dimension
@@ -263,7 +265,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
         return _shard_piece(whole, state)
     except CkptkitError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except _ODD as error:
         raise FormatError(f"contains a {name} in a form that ckptkit does not know") from error
 
 
