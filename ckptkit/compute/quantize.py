@@ -61,10 +61,12 @@ class Quantize(Rows):
             if self.kind == "Q8_0":
                 largest = (largest / np.float32(127)).astype("<f2")
             if not np.isfinite(largest):
+                # The recipes that write GGUF files have no option --drop.
+                drops = "" if self.kind == "Q8_0" else "; --drop drops the weight"
                 raise TensorError(
                     f"{self.name!r} contains NaN, infinite or too large values, which {self.kind} "
                     "cannot represent",
-                    hint="`verify --values` counts NaN and infinities; --drop drops the weight",
+                    hint=f"`verify --values` counts NaN and infinities{drops}",
                 )
             return _KINDS[self.kind](values, self.part)
 
