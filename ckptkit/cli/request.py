@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
-    from ckptkit.edits.rules import RuleResult, RulesReport
+    from ckptkit.edits.rules import RulesReport
     from ckptkit.formats.format import Loss
+    from ckptkit.rules.planner import Taken
 
 SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # maximum number of printed lines about lost entries
@@ -214,19 +215,19 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 
 def _rules_lines(report: RulesReport) -> Iterator[str]:
     """Yield the report of one `rules` step, with two lines for each rule."""
-    matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
+    matched = [f"{done.matched:,}" for done in report.rules if done.matched]
     yield (
         f"step {report.step}, rules: {' + '.join(matched) or '0'} of {report.keys:,} keys taken, "
         f"{report.kept:,} kept; {report.made:,} written"
     )
     origins = []
-    for done in report.rules:
-        taken, sizes = done.taken, _sizes(done)
+    for taken in report.rules:
+        sizes = _sizes(taken)
         yield f"  {taken.number}  {taken.rule.text or taken.rule}"
         made = render.plural(taken.made, "tensor")
-        if len(done.forms) == 1:
-            made += " " + next(iter(done.forms))
-        text = f"{taken.matched:,} -> {made}, {render.size(done.bytes)} {done.how}"
+        if len(taken.forms) == 1:
+            made += " " + next(iter(taken.forms))
+        text = f"{taken.matched:,} -> {made}, {render.size(taken.bytes)} {taken.how}"
         if taken.dropped:
             text += f", {taken.dropped:,} elements dropped"
         if taken.zeros:
@@ -241,12 +242,12 @@ def _rules_lines(report: RulesReport) -> Iterator[str]:
     yield f"  reversible: {report.reversible or 'yes'}"
 
 
-def _sizes(done: RuleResult) -> dict[str, str]:
+def _sizes(taken: Taken) -> dict[str, str]:
     """Map the name of each size to its values, such as ``64``, ``64..128`` or ``64|128``."""
     from ckptkit.rules.notation import REST
 
     found: dict[str, list[str]] = {}
-    for (word, _), sizes in done.taken.sizes.items():
+    for (word, _), sizes in taken.sizes.items():
         if not word.startswith(REST):
             low, high = min(sizes), max(sizes)
             found.setdefault(word, []).append(str(low) if low == high else f"{low}..{high}")
@@ -259,14 +260,14 @@ def _rules_facts(reports: Sequence[RulesReport]) -> dict[str, Any]:
     rules = [
         {
             "step": report.step,
-            "rule": done.taken.number,
-            "text": done.taken.rule.text or str(done.taken.rule),
-            "matched": done.taken.matched,
-            "made": done.taken.made,
+            "rule": done.number,
+            "text": done.rule.text or str(done.rule),
+            "matched": done.matched,
+            "made": done.made,
             "nbytes": done.bytes,
             "how": done.how,
-            "dropped": done.taken.dropped,
-            "zeros": done.taken.zeros,
+            "dropped": done.dropped,
+            "zeros": done.zeros,
             "sizes": _sizes(done),
         }
         for report in reports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from types import MappingProxyType
@@ -172,16 +172,6 @@ def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
 
 
 @dataclass(slots=True)
-class RuleResult:
-    """The changes that one rule made."""
-
-    taken: Taken
-    how: str = "moved"
-    bytes: int = 0
-    forms: set[str] = field(default_factory=set)  # shapes and dtypes, as "[2, 3] float32"
-
-
-@dataclass(slots=True)
 class RulesReport:
     """The changes made by one ``rules`` step of a recipe."""
 
@@ -189,7 +179,7 @@ class RulesReport:
     keys: int
     kept: int
     made: int
-    rules: list[RuleResult]
+    rules: list[Taken]
     reversible: str | None  # why the step is not reversible; None if the step is reversible
     pairs: list[tuple[str, str]]  # (old name, new name)
 
@@ -307,7 +297,7 @@ class _DictBuilder:
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.outcome = rules.outcome(self.shapes, **asked)
         self.following, self.known = followers(checkpoint, self.outcome)
-        self.done = {taken.number: RuleResult(taken) for taken in self.outcome.taken}
+        self.done = {taken.number: taken for taken in self.outcome.taken}
         self.pairs: list[tuple[str, str]] = []  # (old name, new name)
         self.is_relaid = False
         self.warnings: list[str] = []
@@ -472,7 +462,7 @@ class _DictBuilder:
 
     def notes(self) -> Iterable[str]:
         """Yield notes that describe the changes."""
-        taken = [done.taken for done in self.done.values()]
+        taken = self.done.values()
         matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
         kept = len(self.outcome.kept)
         keys = plural(len(self.tensors), "key")

@@ -59,7 +59,11 @@ class Target:
 
 @dataclass(slots=True)
 class Taken:
-    """Counts for one rule: matched keys, targets, dropped elements and zero elements."""
+    """Counts for one rule: matched keys, targets, dropped elements and zero elements.
+
+    If the rule is applied to a checkpoint, ``how``, ``bytes`` and ``forms`` describe the new
+    tensors.
+    """
 
     number: int
     rule: Rule
@@ -69,6 +73,9 @@ class Taken:
     zeros: int = 0  # number of elements
     sizes: dict[Symbol, set[int]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    how: str = "moved"
+    bytes: int = 0
+    forms: set[str] = field(default_factory=set)  # shapes and dtypes, as "[2, 3] float32"
 
 
 @dataclass(frozen=True, slots=True)
