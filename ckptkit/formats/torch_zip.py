@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from os.path import basename
@@ -113,7 +113,7 @@ def read(probe: Probe) -> Checkpoint:
     metadata = {}
     if archive.has(METADATA):
         metadata = parse_metadata(directory.read(archive.folder + METADATA))
-    warnings = (*tree.warnings, *archive.warnings, *archive.unverified(), *archive.unused(KNOWN))
+    warnings = (*tree.warnings, *archive.warnings, *archive.unverified(), *archive.unused())
     return Checkpoint(
         tree.root, table.TORCH_ZIP.name, directory.source, metadata, tree.globals, warnings
     )
@@ -135,7 +135,6 @@ class Archive:
         self.folder = directory.top + "/"
         self.warnings: list[str] = []
         self._unsummed = 0  # number of storages without a checksum
-        self._used: set[str] = set()
         self._storages: dict[str, Storage] = {}
         self._keys: list[tuple[str, list[str]]] = []  # each folder, and the storage keys used in it
         for name in directory.entries:
@@ -197,10 +196,7 @@ class Archive:
         stop = place.offset + place.length
         folder = f"{self.folder}{name}/"
         storages = StorageTable(partial(self._open, folder))
-        tree = unpickle(
-            place.source, place.offset, stop,
-            persistent_load=storages.load,
-        )  # fmt: skip
+        tree = unpickle(place.source, place.offset, stop, persistent_load=storages.load)
         self._keys.append((folder, list(storages)))
         if tree.stop != stop:
             raise AmbiguousError(
@@ -251,23 +247,18 @@ class Archive:
         what = f"{count:,} of its storages have no checksum: ckptkit cannot detect damage in them"
         return [Notice(NO_CHECKSUM, what, storages=count)] if count else []
 
-    def unused(self, known: Iterable[str]) -> list[str]:
-        """Return a warning about records that are neither opened storages nor listed in `known`."""
-        left = self.directory.entries.keys() - self._used
-        left.difference_update([self.folder + name for name in known])
+    def unused(self) -> list[str]:
+        """Return a warning about records that are neither opened storages nor in `KNOWN`."""
+        left = self.directory.entries.keys() - {self.folder + name for name in KNOWN}
         for folder, keys in self._keys:
             # `map` creates one name at a time, to save memory for hundreds of thousands of names.
             left.difference_update(map(folder.__add__, keys))
-        unused = [
-            name
-            for name in (self.directory.entries if left else ())
-            if name in left and not name.endswith(("/", *REPLACED))
-        ]
-        if not unused:
+        left = {name for name in left if not name.endswith(("/", *REPLACED))}
+        if not left:
             return []
-        names = some(map(shown, unused))
+        names = some(shown(name) for name in self.directory.entries if name in left)
         return [
-            f"nothing refers to {len(unused):,} of its records; ckptkit does not copy them: {names}"
+            f"nothing refers to {len(left):,} of its records; ckptkit does not copy them: {names}"
         ]
 
 
@@ -410,10 +401,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
     if not isinstance(before.source, LocalFile):
         return None
     directory = read_directory(before.source)
-    if (
-        not {f"{directory.top}/version", f"{directory.top}/.data/version"}
-        & directory.entries.keys()
-    ):
+    if not any(f"{directory.top}/{name}" in directory.entries for name in _VERSION_RECORDS):
         return None  # torch refuses a file without a version record
     numbering = _Keys(directory)
     try:
@@ -547,5 +535,5 @@ def read_unpacked(probe: Probe) -> Checkpoint:
     }
     archive = Archive(ZipDirectory(files["data.pkl"], entries, 0, _TOP))
     tree = archive.unpickle(_DATA)
-    warnings = (*tree.warnings, *archive.warnings, *archive.unused(KNOWN))
+    warnings = (*tree.warnings, *archive.warnings, *archive.unused())
     return Checkpoint(tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, warnings)
