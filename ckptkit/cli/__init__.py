@@ -59,6 +59,8 @@ COMMANDS = tuple(TOPICS)
 ELSEWHERE = {
     "train": "ckptkit.trainer.command:command",
     "digest": "ckptkit.cli.verify:digest",
+    "check": "ckptkit.cli.verify:check",
+    "browse": "ckptkit.cli.report:browse",
     **{name: f"ckptkit.cli.small:{name}" for name in ("recover", "rules", "formats", "env")},
     "completion": "ckptkit.cli.small:completion",
 }

@@ -1,4 +1,4 @@
-"""The commands verify and digest."""
+"""The commands verify, digest and check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import InputError, UsageError
-from ckptkit.core.text import shown_url, some
+from ckptkit.core.text import argument, shell_command, shown_url, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests
@@ -120,7 +120,7 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     return (f"{again}; to save {saves}: {recover(verdict.path, unverified)}",)
 
 
-DIGEST = "ckptkit.digest/1"
+DIGEST_SCHEMA = "ckptkit.digest/1"
 DIFFERENT = 1
 
 
@@ -190,7 +190,7 @@ def digest(
         return None
 
     walks = output is None and expected is None  # a manifest describes a single file
-    schema = DIGEST if as_json and walks else ""
+    schema = DIGEST_SCHEMA if as_json and walks else ""
     failures = reading.each_of(files, look, schema=schema, walks=walks)
     return InputError.exit_code if failures else code
 
@@ -229,7 +229,7 @@ def _compare(
     if as_json:
         facts = {kind: list(names) for kind, names in names._asdict().items()}
         about = {"file": path, "manifest": expected, "equal": not found}
-        render.emit_json({"schema": DIGEST, **about, **facts})
+        render.emit_json({"schema": DIGEST_SCHEMA, **about, **facts})
     elif found:
         number = render.plural(len(found), "difference")
         what = f"{path}: {number} from the {len(known):,} tensors of the manifest"
@@ -238,3 +238,71 @@ def _compare(
         count = render.plural(len(digests.ids), "tensor")
         render.emit_text(f"{path}: ok: {count} match the manifest")
     return DIFFERENT if found else 0
+
+
+CHECK_SCHEMA = "ckptkit.check/1"
+
+
+@click.command("check")
+@click.argument("file", metavar="FILE")
+@options.of("check")
+def check(
+    file: str,
+    lines: tuple[str, ...],
+    like: str | None,
+    config: str | None,
+    as_json: bool,
+    quiet: bool,
+    key: str | None,
+) -> int:
+    """Compare tensors with expectations and config.json.
+
+    FILE is a checkpoint, or a folder with a checkpoint and its config.json. `check` compares
+    config.json with the number of layers, experts and heads, the vocabulary size, the tied head and
+    the dtype. For diffusers models, it also compares channels and blocks. `check` reads only
+    headers, unless a condition is `finite` or `equal`. The exit code is 1 if tensors differ from an
+    expectation or from config.json. The exit code is 2 if there is nothing to compare.
+
+    \b
+    Example: ckptkit check model/
+             ckptkit check run.pth --expect 'fc.* dtype=float32' --expect '* finite'
+    """
+    from ckptkit import api
+    from ckptkit.analysis.config_check import compare
+    from ckptkit.cli.model_class import expected
+    from ckptkit.edits import config_file, rules
+    from ckptkit.edits.expect import Expectations
+
+    with api.reading(file, key=key) as checkpoint:
+        place = checkpoint.source
+        sizes = config_file.find(place) if config is None else config_file.read(config)
+        compared = [] if sizes is None else compare(sizes, checkpoint.weights)
+        fields = list(dict.fromkeys(each.field for each in compared))
+        if not (fields or lines or like):
+            what = "config.json has no field that ckptkit can compare with the tensors"
+            if sizes is None:
+                what = "no config.json beside it"
+            what = f"nothing to check: {what}, and no --expect or --like was given"
+            words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
+            raise UsageError(what, where=file, hint=shell_command(words))
+        failures = Expectations(list(lines), sizes).failures(checkpoint)
+        found = [{"code": "expectation", "text": text} for text in failures]
+        wrong = [each for each in compared if each.found is not None]
+        found += [{"code": each.code, "text": str(each)} for each in wrong]
+        if like is not None:
+            try:
+                rules.check_like(checkpoint, expected(like), like)
+            except rules.UnlikeError as error:
+                found.append({"code": "like", "text": error.message})
+    if as_json:
+        facts = {"checked_config": sizes is not None, "compared": fields, "findings": found}
+        render.emit_json({"schema": CHECK_SCHEMA, "file": file, **facts})
+    elif found:
+        render.emit_text(*(f"{file}: {each['text']}" for each in found))
+    elif not quiet:
+        agrees = [f"matches config.json ({some(fields, len(fields))})"] if fields else []
+        agrees += [f"names and shapes equal those of {like}"] if like is not None else []
+        met = f"passes {render.plural(len(lines), 'expectation')}"
+        agrees.append(met if lines else "no expectations given")
+        render.emit_text(f"{file}: {'; '.join(agrees)}")
+    return FINDINGS if found else 0

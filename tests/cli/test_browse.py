@@ -24,7 +24,7 @@ def test_it_needs_a_terminal(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 
 def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
+    monkeypatch.setattr("ckptkit.cli.render.is_terminal", lambda stream: True)
     for name in [
         name
         for name in sys.modules
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_read(
     ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
-    monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
+    monkeypatch.setattr("ckptkit.cli.render.is_terminal", lambda stream: True)
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
     assert ckptkit("browse", tmp_path / "bad.pth").exit_code == 3
 

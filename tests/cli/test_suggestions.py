@@ -155,7 +155,7 @@ def test_a_pattern_that_no_file_matches(ckptkit: Ckptkit, several: Path) -> None
         ("run lightning run.pth new.pth", "the entries are: "),
         ("diff run.pth --model a.py:B --arg name={", "'name=\"{\"'"),
         ("ema run.pth new.pth", "`ckptkit inspect --tree run.pth`"),
-        ("average run.pth other.pth new.pth", "`ckptkit diff run.pth other.pth` shows how"),
+        ("average run.pth other.pth new.pth", "`ckptkit join run.pth other.pth new.pth` joins parts"),
         ("completion", "Choose from: bash, zsh, fish\n"),
     ],
 )  # fmt: skip

@@ -127,7 +127,7 @@ def test_browse_with_a_table(tabled: Any, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(self.contents.shares) == len(whole)
         return self.contents.command("inspect")
 
-    monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
+    monkeypatch.setattr("ckptkit.cli.render.is_terminal", lambda stream: True)
     monkeypatch.setattr(Browser, "run", run)
     done = ckptkit("browse", *options, folder)
     assert done.exit_code == 0 and f"--parts {options[1]} " in done.stdout
