@@ -292,14 +292,16 @@ def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
     dropped but is not the value of a dict entry.
     """
     made, nodes = Cut(), ck.required.nodes
-    tensors = {name: tensor for name, node in nodes.items() if (tensor := as_tensor(node))}
-    if all(name in kept for name, each in tensors.items() if may_be_parameter(name, each)):
-        return made
     found = {
         id(node): (path, node)
         for path, node in walk(ck.root, _is_nested_optimizer)
         if _is_nested_optimizer(path, node)
     }
+    if not found:
+        return made
+    tensors = {name: tensor for name, node in nodes.items() if (tensor := as_tensor(node))}
+    if all(name in kept for name, each in tensors.items() if may_be_parameter(name, each)):
+        return made
     owned: list[tuple[Path, Optimizer, Parameters]] = []
     for path, node in found.values():
         try:
