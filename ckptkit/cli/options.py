@@ -1,4 +1,4 @@
-"""Options of commands: parsers, shared options, and the class of commands that write."""
+"""Options of commands: parsers, the table of options, and the class of commands that write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ckptkit.cli import render
 from ckptkit.core.options import Options
 from ckptkit.core.text import parse_size, shell_word
 
+if TYPE_CHECKING:
+    from ckptkit.cli.request import Request
+
 # Commands that `batch` can run on many files.
 BATCHABLE = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",
 )  # fmt: skip
-if TYPE_CHECKING:
-    from ckptkit.cli.request import Request
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
