@@ -49,6 +49,7 @@ _PICKLE, _ID = "/data.pkl", "/.data/serialization_id"
 _CLAIMS, _ENTRIES = re.compile(b"PK(?:\x03\x04|\x01\x02)"), re.compile(zip_reader.CENTRAL_MAGIC)
 _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
 _TAIL = 16 << 20  # number of bytes to search for headers and entries at each end of the file
+_GAP = 4 << 10  # number of bytes without an entry before the directory at the end
 _REACH = 2 * LIMITS.name_bytes  # maximum size of a header with its name and extra fields
 _TRIES = 4  # maximum number of headers to examine for each name
 _READS = 4  # maximum number of bytes to read for checksums, in multiples of the file size
@@ -189,6 +190,18 @@ def _first_header(source: ByteSource) -> Claim | None:
     return next((each for each in found if not each.is_entry), None)
 
 
+def _entries_at_end(source: ByteSource) -> list[Claim]:
+    """Return the directory entries at the end of the file. Read as few bytes as possible."""
+    tail = 4 * _GAP
+    while True:
+        start = max(0, source.size - tail)
+        found = [*_search(source, {}, start, what=_ENTRIES)]
+        is_whole = found[0].at - start >= _GAP if found else tail >= _TAIL
+        if is_whole or not start:
+            return found
+        tail *= 4
+
+
 @dataclass
 class SalvagedDirectory:
     """The surviving entries of one directory."""
@@ -245,8 +258,7 @@ class _DamagedArchive:
         self.first = _first_header(source)
         self.sequence: list[Claim] = []  # local headers in file order
         self.headers: dict[str, list[Claim]] = {}
-        at_end = _search(source, {}, max(0, source.size - _TAIL), what=_ENTRIES)
-        self.directories = self._assembled(at_end)
+        self.directories = self._assembled(_entries_at_end(source))
         self.directory = SalvagedDirectory()  # the directory that locates pickle and storages
         self.top = ""
         # The keys of the following dicts are the names of storage members.
