@@ -31,7 +31,7 @@ from ckptkit.core.bytesource import Derived, Extent, Operation, reading
 from ckptkit.core.tensor import Shape
 
 TILE = 16 << 20  # number of output bytes per tile
-JOINED = 4 << 20  # number of output bytes per tile if the output has several inputs
+JOINED = 8 << 20  # number of output bytes per tile if the output has several inputs
 BOX = 1 << 20  # number of input bytes per box; a box must fit the cache
 # Maximum length of a gap that is read. To read a gap of this length takes as long as to start
 # another box.
@@ -195,15 +195,16 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
     in the source, in bytes.
     """
     itemsize = made.itemsize
-    dims = list(zip(made.shape, strides, strict=True))
-    order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
-    is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
-    if read.is_local and is_one_run:  # read the bytes into `made` directly
-        place = (made.__array_interface__["data"], made.shape, made.strides)
-        if read.place != place:  # if the next tile has the same memory, use the same row buffers
-            read.place, read.buffers = place, list(_rows(made.view(np.uint8)))
+    place = (made.__array_interface__["data"], made.shape, made.strides, strides)
+    if read.place != place:  # if the next tile has the same memory, use the same row buffers
+        order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
+        is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
+        rows = _rows(made.view(np.uint8)) if read.is_local and is_one_run else ()
+        read.place, read.buffers = place, list(rows)
+    if read.buffers:  # read the bytes into `made` directly
         read.rows(offset, len(read.buffers[0]), read.buffers)
         return
+    dims = list(zip(made.shape, strides, strict=True))
     box, span, apart = _box(dims, itemsize, read.is_local)
     at = [0] * len(dims)
     # In this order of the axes, offsets in the source ascend.
