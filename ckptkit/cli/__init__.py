@@ -55,15 +55,6 @@ GROUPS = {
 }  # fmt: skip
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
-# Commands whose modules have other names
-ELSEWHERE = {
-    "train": "ckptkit.trainer.command:command",
-    "digest": "ckptkit.cli.verify:digest",
-    "check": "ckptkit.cli.verify:check",
-    "browse": "ckptkit.cli.report:browse",
-    **{name: f"ckptkit.cli.small:{name}" for name in ("recover", "rules", "formats", "env")},
-    "completion": "ckptkit.cli.small:completion",
-}
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -119,9 +110,8 @@ class CommandLine(click.Group):
 
             command = edits.command(name)
         else:
-            place = ELSEWHERE.get(name, f"ckptkit.cli.{name}:command")
-            module, _, attribute = place.partition(":")
-            command = getattr(import_module(module), attribute)
+            module = "ckptkit.trainer.command" if name == "train" else f"ckptkit.cli.{name}"
+            command = import_module(module).command
         _add_everywhere(command)
         command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:

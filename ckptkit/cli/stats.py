@@ -61,7 +61,9 @@ def command(
         raise click.UsageError("--csv takes one FILE")
     if fold is None:  # JSON and CSV have a row for each tensor
         fold = not (as_json or as_csv or depth is not None)
-    label = family if fold else None if depth is None else stats.depth(depth)
+    label = None if depth is None else stats.depth(depth)
+    if fold:  # --depth excludes --fold
+        label = family
 
     def look(file: str) -> None:
         with api.reading(file, read) as opened:

@@ -187,7 +187,10 @@ class Line:
         arguments = (p.name or "" for p in command.params if isinstance(p, click.Argument))
         given: Words = []
         for each in (*map(values.get, arguments), *extra):
-            given += [each] if isinstance(each, str) else each if isinstance(each, tuple) else ()
+            if isinstance(each, str):
+                given.append(each)
+            elif isinstance(each, tuple):
+                given += each
         for each in given:
             own.remove(each)
         recipe = given[: self.name == "run"]

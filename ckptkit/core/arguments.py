@@ -143,10 +143,10 @@ _PATHS = {
 
 
 def is_stream(value: object) -> TypeGuard[IO[bytes]]:
-    """Return True for a binary file object. Raise ArgumentError for a text file."""
+    """Return True for a binary file object. Raise ArgumentError for a file in text mode."""
     if isinstance(value, (str, os.PathLike)) or not hasattr(value, "write"):
         return False
-    if hasattr(value, "encoding"):  # a text stream rejects bytes
+    if hasattr(value, "encoding"):  # a file in text mode rejects bytes
         error = wrong("destination", "a binary file object", value)
         error.hint = "open(path, 'wb') returns a binary file object"
         raise error

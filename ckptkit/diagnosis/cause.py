@@ -157,17 +157,17 @@ class Facts:
 
     @property
     def is_script(self) -> bool:
-        """Whether the file is TorchScript."""
+        """True if the file is TorchScript."""
         return self.format.loaded_by_torch and self.format.program
 
     @property
     def is_torch_file(self) -> bool:
-        """Whether torch.load reads files of this format."""
+        """True if torch.load reads files of this format."""
         return self.format.loaded_by_torch and not self.format.program
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether the weights are in an entry of the file."""
+        """True if the weights are in an entry of the file."""
         return bool(self.summary.weights)
 
     @property

@@ -374,8 +374,7 @@ def _trusted(journal: str, file: str, fd: int) -> Journal:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
             raise _foreign(journal, file, "another user owns the journal")
         try:
-            if source.size > LARGEST:
-                raise FormatError(_NOT_WHOLE)
+            _header(source.read(0, min(HEAD, source.size)), source.size)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error
@@ -399,6 +398,7 @@ _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # number of bytes to compare at once
 _LINE = 1 << 20  # maximum bytes of the JSON line
 _DIGEST = 32
+HEAD = len(_MAGIC) + _LINE  # maximum number of bytes of the journal's first two lines
 LARGEST = 512 << 20  # maximum bytes of a journal
 _NOT_WHOLE = "the journal is invalid or incomplete"
 
@@ -543,20 +543,58 @@ def _old(patch: Patch, edit: Edit) -> bytes:
     return patch.base.read(start, stop - start)
 
 
-def parse(data: bytes) -> Journal:
-    """Parse the bytes of a journal file.
+class _Header(NamedTuple):
+    """The JSON line of a journal. `stop` is the offset after the line."""
 
-    Raises FormatError for an invalid or incomplete journal, such as one with a number that is not a
-    valid offset or length, or with a name outside the folder.
-    """
+    inode: int
+    before: int
+    after: int
+    breaks: list[int]  # offset and length
+    rows: list[list[int]]  # for each span: its offset, and the lengths of its parts
+    group: tuple[str, ...]
+    then: tuple[str, str] | None
+    stop: int
+
+
+def parse(data: bytes) -> Journal:
+    """Parse the bytes of a journal file. Raises FormatError for an invalid or incomplete
+    journal."""
     import hashlib
+
+    known = _header(data, len(data))
+    if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise FormatError(_NOT_WHOLE)
+    body = BytesIO(data[known.stop : -_DIGEST])
+    place, length = known.breaks
+    breaks, spans = Edit(place, body.read(length)), []
+    for offset, *lengths in known.rows:
+        *positions, before_edit, after_edit = map(body.read, lengths)
+        spans.append(JournalSpan(offset, before_edit, after_edit, *positions))
+    before, after = known.before, known.after
+    ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
+    ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
+    # If the file shrinks, the journal must contain the bytes that are cut off.
+    if ends_old > before or ends_new > after or before > max(after, ends_old):
+        raise FormatError(_NOT_WHOLE)
+    return Journal(known.inode, before, after, breaks, tuple(spans), known.group, known.then)
+
+
+def _header(data: bytes, size: int) -> _Header:
+    """Parse the JSON line of a journal of `size` bytes. `data` may end after the line.
+
+    Raises FormatError for a number that is not a valid offset or length, for lengths that do not
+    add up to `size`, and for a name outside the folder. `_trusted` calls this function before it
+    reads the rest of the journal.
+    """
     import json
 
-    end = data.find(b"\n", len(_MAGIC), len(_MAGIC) + _LINE)
+    end = data.find(b"\n", len(_MAGIC), HEAD)
+    if not data.startswith(_MAGIC) or end < 0:
+        raise FormatError(_NOT_WHOLE)
     try:
         said = json.loads(data[len(_MAGIC) : end])
         inode, before, after = _counts([said["inode"], said["before"], said["after"]], 3)
-        place, length = _counts(said["breaks"], 2)
+        breaks = _counts(said["breaks"], 2)
         rows = [_counts(row, 3 if len(row) == 3 else 4) for row in said["spans"]]
         group, then = tuple(said.get("group", ())), said.get("then")
         names = [*group, *(then or ())[:1]]
@@ -568,22 +606,10 @@ def parse(data: bytes) -> Journal:
         if len(lengths) == 3:  # scattered bytes
             places, old, new = lengths
             is_odd = is_odd or not new or new != old or places != 4 * old
-    held = length + sum(sum(row[1:]) for row in rows)
-    is_odd = is_odd or end < 0 or not data.startswith(_MAGIC)
-    is_odd = is_odd or end + 1 + held + _DIGEST != len(data)
-    if is_odd or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+    held = breaks[1] + sum(sum(row[1:]) for row in rows)
+    if is_odd or end + 1 + held + _DIGEST != size or size > LARGEST:
         raise FormatError(_NOT_WHOLE)
-    body = BytesIO(data[end + 1 : -_DIGEST])
-    breaks, spans = Edit(place, body.read(length)), []
-    for offset, *lengths in rows:
-        *positions, before_edit, after_edit = map(body.read, lengths)
-        spans.append(JournalSpan(offset, before_edit, after_edit, *positions))
-    ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
-    ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
-    # If the file shrinks, the journal must contain the bytes that are cut off.
-    if ends_old > before or ends_new > after or before > max(after, ends_old):
-        raise FormatError(_NOT_WHOLE)
-    return Journal(inode, before, after, breaks, tuple(spans), group, then)
+    return _Header(inode, before, after, breaks, rows, group, then, end + 1)
 
 
 def _counts(values: list[object], count: int) -> list[int]:
