@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.api import Conversion, convert, recover
-from ckptkit.core.bytesource import journal_path
+from ckptkit.core.bytesource import LocalFile, journal_path
 from ckptkit.core.errors import (
     CkptkitError,
     InputChangedError,
@@ -615,3 +615,21 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, run: Run) -> None:
     assert run("strip-module", "--in-place", path).stdout.startswith(
         f"changed {path}: 12 tensors, "
     )
+
+
+def test_a_large_file_that_is_no_journal_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins like one, and is as large as a journal may be."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pth")
+    with open(journal_path(tmp_path / "a.pth"), "wb") as file:
+        file.write(editing._MAGIC)
+        file.truncate(editing.LARGEST)
+    lengths: list[int] = []
+    read = LocalFile.read
+    monkeypatch.setattr(
+        LocalFile, "read", lambda self, at, length: lengths.append(length) or read(self, at, length)
+    )
+    with pytest.raises(CkptkitError, match="the journal is invalid or incomplete"):
+        ckptkit.open(tmp_path / "a.pth")
+    assert max(lengths) <= editing.HEAD
