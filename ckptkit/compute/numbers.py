@@ -1,11 +1,11 @@
-"""Convert bytes to and from NumPy numbers; cast elements, average tensors, and make new rows.
+"""Convert bytes to and from NumPy numbers, and cast elements, mostly without torch.
 
 The import of torch takes a second and 200 MiB, more than most conversions. numpy lacks
 ``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. `decode`
 converts floats of 8 and 16 bits exactly to float32, and complex numbers of 32 bits exactly to
-complex64. `encode` rounds
-float32 numbers to nearest, ties to even, as torch does. `encode` rounds float64 numbers to float32
-first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN depend on the processor.
+complex64. `encode` rounds float32 numbers to nearest, ties to even, as torch does. `encode` rounds
+float64 numbers to float32 first, as torch does. A NaN remains a NaN. In torch, the bits of a NaN
+depend on the processor.
 
 A number above the range of an 8-bit type becomes
 
@@ -18,21 +18,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, frexp, fsum, inf, isfinite
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.operation import (
-    BUFFER,
-    Pieces,
     Rows,
     Swap,
-    aligned,
     as_bytes,
-    stream_reusing_buffer,
-    within,
 )
-from ckptkit.core.bytesource import Derived, Operation, Pending, Piece, Record
+from ckptkit.core.bytesource import Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError, UnsupportedError
 
@@ -365,127 +359,3 @@ def swapped(record: Record, component: int) -> Record:
     A group is an element, or a part of a complex number (`DType.component`).
     """
     return Pending(Swap(component), (record,), record.length) if component > 1 else record
-
-
-# Weighted means and sums of several inputs, computed in float64 and rounded once
-
-
-_COMPONENTS = {
-    "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128":
-    "float64",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedSum(Rows):
-    """The elementwise weighted sum of the inputs, divided by `divisor`."""
-
-    dtype: str  # dtype of the result
-    dtypes: tuple[str, ...]
-    weights: tuple[float, ...]
-    divisor: float
-    # Number of elements per step. The elements and their sums must fit the caches. The numpy calls
-    # must be long enough that threads rarely wait for the interpreter lock.
-    at_once: ClassVar[int] = 128 << 10
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(BY_NAME[name].itemsize for name in (self.dtype, *self.dtypes))
-
-    def of(self, *pieces: Piece) -> memoryview:
-        """Return the weighted sum of the pieces. Infinities and NaN propagate."""
-        total: np.ndarray[Any, Any] | None = None
-        with np.errstate(all="ignore"):
-            for piece, name, weight in zip(pieces, self.dtypes, self.weights, strict=True):
-                # Convert before the addition, because numpy adds arrays of two types slowly.
-                wide = decode(piece, BY_NAME[name]).astype("f8")
-                if weight != 1:
-                    wide *= weight
-                total = wide if total is None else np.add(total, wide, out=total)
-            assert total is not None
-            factor = 1 / self.divisor if abs(frexp(self.divisor)[0]) == 0.5 else inf
-            # If the divisor is a power of two, the product with its reciprocal is exact, and twice
-            # as fast as a division.
-            if isfinite(factor):
-                total *= factor
-            else:
-                total /= self.divisor
-        return encode(total, BY_NAME[self.dtype])
-
-
-def has_mean(dtype: DType) -> bool:
-    """Return True if elements of this dtype can be averaged: floats and complex numbers."""
-    return (
-        dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
-    )
-
-
-def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
-    """Return the elementwise sum of `records`. All records have the dtype `dtype`."""
-    name = _COMPONENTS.get(dtype.name, dtype.name)
-    count = len(records)
-    operation = WeightedSum(name, (name,) * count, (1.0,) * count, 1.0)
-    return Pending(operation, records, records[-1].length)
-
-
-def mean_record(
-    records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
-) -> Record:
-    """Return the elementwise mean of `records`, weighted by `shares`.
-
-    `types` contains the dtype of each record. The mean has the dtype of the last record. The real
-    and imaginary parts of complex numbers are averaged separately.
-    """
-    names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
-    operation = WeightedSum(names[-1], names, shares, fsum(shares))
-    return Pending(operation, records, records[-1].length)
-
-
-# New rows for a matrix: zeros, the mean of its rows, or random numbers
-
-FILLS = ("mean", "zeros", "normal")
-
-
-@dataclass(frozen=True, slots=True)
-class MoreRows(Operation):
-    """Computes new rows for the input matrix. A row has `columns` elements of `dtype`.
-
-    `fill` is one of `FILLS`. The random numbers of a column have the mean and the standard
-    deviation of this column. A random number depends only on `seed` and its position.
-    """
-
-    dtype: str
-    columns: int
-    fill: str
-    seed: int
-
-    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        dtype = BY_NAME[self.dtype]
-        unit = self.columns * dtype.itemsize
-        center = spread = np.zeros(self.columns)
-        if self.fill != "zeros":
-            center, spread = self._moments(extent)
-        several = max(1, BUFFER // unit)
-        for at in range(start // unit, ceil(stop / unit), several):
-            rows = np.tile(center, (min(several, ceil(stop / unit) - at), 1))
-            if self.fill == "normal":
-                for place, row in enumerate(rows, at):
-                    chances = np.random.Generator(
-                        np.random.Philox(key=[self.seed % (1 << 64), place])
-                    )
-                    row += chances.standard_normal(self.columns) * spread
-            yield from within((encode(rows.reshape(-1), dtype),), at * unit, start, stop)
-
-    def _moments(self, extent: Derived) -> tuple[Array, Array]:
-        """Return the mean and the standard deviation of each column, in float64."""
-        dtype = BY_NAME[self.dtype]
-        unit = self.columns * dtype.itemsize
-        total, squares, count = np.zeros(self.columns), np.zeros(self.columns), 0
-        (source,) = extent.inputs
-        for piece in aligned(stream_reusing_buffer(source), unit, max(1, BUFFER // unit) * unit):
-            rows = decode(piece, dtype).astype("f8").reshape(-1, self.columns)
-            total += rows.sum(axis=0)
-            squares += (rows**2).sum(axis=0)
-            count += len(rows)
-        center = total / max(count, 1)
-        return center, np.sqrt(np.maximum(squares / max(count, 1) - center**2, 0))

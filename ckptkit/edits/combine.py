@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.numbers import has_mean, mean_record
+from ckptkit.compute.mixing import has_mean, mean_record
 from ckptkit.core import hooks
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import ByteSource

@@ -23,7 +23,7 @@ from ckptkit.compute.merging import (
     TIES,
     Merge,
 )
-from ckptkit.compute.numbers import has_mean
+from ckptkit.compute.mixing import has_mean
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several

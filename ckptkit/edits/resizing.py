@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import prod
 
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.numbers import FILLS, FLOATS, MoreRows
+from ckptkit.compute.filling import FILLS, MoreRows
+from ckptkit.compute.numbers import FLOATS
 from ckptkit.compute.operation import Concat, RecordSlice
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, edit

@@ -32,7 +32,8 @@ from ckptkit import formats
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.lazy import Array, np
-from ckptkit.compute.numbers import WeightedSum, encode
+from ckptkit.compute.mixing import WeightedSum
+from ckptkit.compute.numbers import encode
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, count, texts
 from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory, Pending, Range

@@ -45,7 +45,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import Arranged, contiguous
-from ckptkit.compute.numbers import has_mean, mean_record, sum_record
+from ckptkit.compute.mixing import has_mean, mean_record, sum_record
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
