@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import ckptkit
 from ckptkit.core.bytesource import LocalFile
@@ -30,6 +31,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Each process computes with one thread: there is a process for each core, and sums have one order.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A property holds on a busy machine too.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 # Nothing waits for the disk. What is flushed when is tested by the calls, or in other processes.
 os.fsync = os.fstat  # type: ignore[assignment]
 # Children inherit the signals that are ignored, as SIGINT is in the background of a shell.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.matching import Kind, Matching, match, similarity
@@ -189,7 +189,6 @@ SIDES = st.dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(SIDES, SIDES)
 def test_each_key_once_and_of_one_shape(old: Shapes, new: Shapes) -> None:
     old, new = (

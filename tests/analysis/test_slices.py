@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.slices import parse, plane, select, show
@@ -30,7 +30,6 @@ def items(draw: st.DrawFn) -> str:
     return text + draw(st.sampled_from(["", ":", ":1", ":2", ":7"]))
 
 
-@settings(deadline=None)
 @given(st.lists(items(), max_size=3), st.one_of(st.none(), st.integers(0, 3)), st.booleans())
 def test_what_torch_chooses(parts: list[str], ellipsis: int | None, brackets: bool) -> None:
     if ellipsis is not None and ellipsis <= len(parts):

@@ -344,7 +344,7 @@ DIMS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=5)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     dims=DIMS,
     offset=st.integers(0, 50),
@@ -412,7 +412,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...],
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     drawn=boxes(),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
@@ -530,7 +530,6 @@ def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(ODD, ODD), min_size=1, max_size=20),
     st.sampled_from([0.0, 1e-3, 0.5, math.inf]),

@@ -114,7 +114,7 @@ MADE = torch.quantize_per_channel(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 240), st.integers(0, 240))
 def test_any_part(start: int, stop: int) -> None:
     start, stop = min(start, stop), max(start, stop)

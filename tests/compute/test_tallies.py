@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.compute import tallies
@@ -203,7 +203,6 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=80), st.data())
 def test_parts_and_their_order_make_no_difference(
     numbers: list[float], data: st.DataObject
@@ -218,7 +217,6 @@ def test_parts_and_their_order_make_no_difference(
     assert joined.histogram == tallied(values).histogram
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30))
 def test_bins_of_integers_are_no_finer_than_they(numbers: list[int]) -> None:
     found = tallied(torch.tensor(numbers))

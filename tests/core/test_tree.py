@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core import dtypes
@@ -170,7 +170,6 @@ class Seen:
         self.of = of
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_rebuild_copies_the_graph_as_it_is(root: Node) -> None:
     calls: list[int] = []
@@ -376,7 +375,6 @@ def test_walk_too_deep(kind: str) -> None:
         list(walk(chain(kind, LIMITS.depth + 1)))
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_walk_gives_the_path_of_each_node(root: Node) -> None:
     for path, found in walk(root):
@@ -386,7 +384,6 @@ def test_walk_gives_the_path_of_each_node(root: Node) -> None:
         assert any(each is found for each in places)
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_walk_meets_every_node_that_is_shown(root: Node) -> None:
     met = {id(each) for _, each in walk(root)}

@@ -133,7 +133,7 @@ def test_deltas_with_different_checksums_are_squashed_over_their_base(tmp_path: 
     assert same(tmp_path / "out.pth", state)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @drawn(data=st.data())
 def test_any_change_of_bytes(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("delta")

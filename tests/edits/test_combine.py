@@ -96,7 +96,7 @@ def test_as_torch_averages_models(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-14, atol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(0, 10, allow_subnormal=False), min_size=1, max_size=4).filter(
         lambda given: sum(given) > 0.01

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.compute.operation import stream
@@ -335,7 +335,6 @@ def views(draw: st.DrawFn) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(views(), min_size=1, max_size=5))
 def test_compact_changes_no_value(
     made: list[tuple[str, tuple[int, ...], tuple[int, ...], int]],

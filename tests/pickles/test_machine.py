@@ -289,9 +289,7 @@ def values() -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=values())
 def test_generated_values(protocol: int, window: int | None, value: Any) -> None:
     data = pickle.dumps(value, protocol)

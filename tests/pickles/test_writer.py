@@ -293,9 +293,7 @@ def test_other_spellings_become_the_usual_ones() -> None:
 # Plain values
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=values())
 def test_generated_values_come_back(value: Any) -> None:
     tree = machine(pickle.dumps(value, 4))

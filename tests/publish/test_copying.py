@@ -303,7 +303,7 @@ def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
 # reading ahead
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(st.integers(0, len(NOISE) - 40_000), st.integers(0, 40_000)), max_size=30)
 )

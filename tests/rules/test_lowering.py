@@ -51,7 +51,7 @@ def values(found: dict[str, Arranged], like: dict[str, np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("run", [1, arranged.RUN])
 @given(case=cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arranged, "RUN", run)
@@ -61,14 +61,14 @@ def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
 
 
 @given(case=uneven())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_uneven_parts_are_lowered(case: Any) -> None:
     rule, apart, joined = case
     assert values(computed(RuleSet.parse([rule]).plan(shapes(apart)), apart), joined)
 
 
 @given(case=cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_there_and_back_is_seen_through(case: Case) -> None:
     rules = RuleSet.parse([case.rule])
     there = computed(rules.plan(shapes(case.left)), case.left)
@@ -88,7 +88,7 @@ def _depth(extent: Any) -> int:
     st.permutations(range(4)),
     st.data(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_step_sees_through_shards_and_permutes(
     sizes: list[int], first: list[int], second: list[int], data: st.DataObject
 ) -> None:

@@ -42,7 +42,7 @@ def text(dimensions: list[list[str]]) -> str:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_tensor_is_what_einops_makes(data: st.DataObject) -> None:
     einops = pytest.importorskip("einops", reason="einops is not installed (extra: test)")
     axes = AXES[: data.draw(st.integers(1, 5))]
@@ -121,7 +121,7 @@ def _cut(
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_several_tensors_are_what_one_index_says(case: Case) -> None:
     rules = RuleSet.parse([case.rule])
     outcome = rules.outcome(shapes(case.left))
@@ -148,7 +148,7 @@ def uneven(draw: st.DrawFn) -> tuple[str, dict[str, np.ndarray], dict[str, np.nd
 
 
 @given(uneven())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_uneven_parts(case: tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]) -> None:
     rule, apart, joined = case
     rules = RuleSet.parse([rule])
@@ -196,6 +196,6 @@ sizes = st.dictionaries(words, st.lists(choices, min_size=1, max_size=3).map(tup
 @given(
     st.builds(Rule, side(), side(), st.booleans(), sizes.map(lambda found: tuple(found.items())))
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_printed_reads_as_the_same_rule(rule: Rule) -> None:
     assert parse_rule(str(rule)) == rule

@@ -31,9 +31,7 @@ from tests.formats.parallel.old_forms import (
 )
 from tests.formats.parallel.trees import assert_same
 
-QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 REPLICATE = Plain(f"{NEW}.placement_types", "Replicate", {})
 

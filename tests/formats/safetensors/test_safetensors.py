@@ -459,7 +459,7 @@ def outcome(read: Callable[[bytes], Any], text: str) -> object:
     return [*names], found, begins, ends, metadata
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(headers(), st.sampled_from([0, 100, 1 << 18]))
 def test_columns_are_taken_only_where_each_entry_is_right(text: str, size: int) -> None:
     one_by_one = outcome(ours._read_entries, text)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.shares import Branch, branches, shares
@@ -43,7 +43,6 @@ def overlap(a: TileBox, b: TileBox) -> float:
     return max(0.0, width) * max(0.0, height)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(1, 1e3), st.floats(1, 1e3)
 )
