@@ -4,8 +4,8 @@ For HTTP, this module uses the session of fsspec directly, because it needs the 
 of each response. The first response contains the size and identity of the file. The status of the
 first response shows whether the server supports byte ranges. A HEAD request would not show whether
 the server supports ranges. Some servers also reject HEAD for signed URLs. The headers of every
-later response show whether the file has changed. If a transfer breaks, this module downloads the
-remaining bytes.
+later response show whether the file has changed. If a transfer breaks, this module sends the
+request again.
 
 If a network or server fails, this module raises an error with a hint. The libraries that fsspec
 uses raise errors of many classes. The error messages of these libraries may contain a URL with
@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.core.bytesource import Identity
 from ckptkit.core.errors import (
@@ -42,16 +42,13 @@ WHOLE = 64 << 20
 # Maximum number of bytes to download if the server does not send the size of a file. Such a file is
 # often an error page.
 PAGE = 1 << 20
-# If an attempt downloads at least this number of bytes, the count of failed attempts restarts.
-PROGRESS = 64 << 10
-TRIES = 5  # maximum number of consecutive attempts without progress
-# Maximum number of consecutive attempts without progress if the server sends the header Retry-After
-TRIES_RETRY_AFTER = 12
+TRIES = 5  # maximum number of attempts
+TRIES_RETRY_AFTER = 12  # maximum number of attempts if the server sends the header Retry-After
 # Seconds before the second attempt. The pause doubles before each later attempt.
 PAUSE = 0.25
 LONGEST = 30  # Maximum number of seconds to wait, even if the header Retry-After asks for more.
 SILENCE = 60  # Number of seconds without data after which ckptkit closes a connection.
-PATIENCE = 150  # Number of seconds without progress after which ckptkit stops retrying.
+PATIENCE = 150  # Number of seconds after which ckptkit stops retrying.
 # Speed in bytes per second at which the timeout of a request still allows the complete transfer.
 SLOWEST = 4096
 # The speed, as for SLOWEST, if a library downloads a complete response at once.
@@ -63,6 +60,19 @@ VERSION = (
     "LastModified", "last_modified", "updated", "created",
 )  # fmt: skip
 _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
+
+
+T = TypeVar("T")
+
+
+class Response(NamedTuple):
+    """A response to an HTTP request: the status, the size of the file (-1 if unknown), the identity
+    of the file, and the requested bytes."""
+
+    status: int
+    size: int
+    identity: Identity
+    data: bytes
 
 
 class Transport(ABC):
@@ -79,42 +89,38 @@ class Transport(ABC):
 
         Raises InputError if the network fails. Raises InputChangedError if the file has changed.
         """
-        data = bytearray()
-        failures, since = 0, time.monotonic()
-        while len(data) < stop - start:
-            before = len(data)
-            reason: Exception = ConnectionError("the response is too short")
-            try:
-                self._fetch(start + before, stop, data)
-            except Exception as error:
-                reason = error
+
+        def attempt() -> bytes:
+            data = self._fetch(start, stop)
             if len(data) < stop - start:
-                if len(data) - before >= PROGRESS:
-                    failures, since = 0, time.monotonic()
-                failures += 1
-                self._pause(failures, since, reason, opening=False)
-        return bytes(data)
+                raise ConnectionError("the response is too short")
+            return data
 
-    def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt.
+        return self._tried(attempt, opening=False)
 
-        `reason` is the error of the last attempt. `since` is the time of the last progress. Raises
-        a CkptkitError for `reason` if another attempt cannot help, or after too many attempts or
-        seconds.
+    def _tried(self, attempt: Callable[[], T], *, opening: bool) -> T:
+        """Return the result of `attempt`. Retry if the connection breaks or the server is busy.
+
+        Raises a CkptkitError if another attempt cannot help, or after too many attempts or seconds.
         """
-        wait = reason.after if isinstance(reason, Status) else None
-        tries = TRIES if wait is None else TRIES_RETRY_AFTER
-        late = time.monotonic() - since > PATIENCE
-        if failures >= tries or late or not passing(reason):
-            raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
-        time.sleep(PAUSE * 2 ** (failures - 1) if wait is None else min(wait, LONGEST))
+        failures, began = 0, time.monotonic()
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                failures += 1
+                wait = error.after if isinstance(error, Status) else None
+                tries = TRIES if wait is None else TRIES_RETRY_AFTER
+                late = time.monotonic() - began > PATIENCE
+                if failures >= tries or late or not passing(error):
+                    cause = presentable(error, self.url)
+                    raise refused(error, self.url, opening=opening) from cause
+            time.sleep(PAUSE * 2 ** (failures - 1) if wait is None else min(wait, LONGEST))
 
     @abstractmethod
-    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append to `into` the bytes from offset `start` to `stop`.
-
-        On failure, append fewer bytes.
-        """
+    def _fetch(self, start: int, stop: int) -> bytes:
+        """Return the bytes from offset `start` to `stop`. If the connection breaks, return fewer
+        bytes or raise an error."""
 
     @abstractmethod
     def look(self) -> Identity:
@@ -136,9 +142,8 @@ class Http(Transport):
     def __init__(self, fs: Any, url: str) -> None:
         self.url = url
         self._fs = fs
-        head = bytearray()
-        status, self.size, self.identity = self._open(head)
-        self.head, self._whole = bytes(head), status == 200
+        status, self.size, self.identity, self.head = self._open(HEAD)
+        self._whole = status == 200
         if self.size < 0 and len(self.head) < PAGE:
             self.size = len(self.head)
         if self._whole and len(self.head) != self.size:
@@ -152,40 +157,27 @@ class Http(Transport):
             )
 
     def look(self) -> Identity:
-        return self._open(bytearray(), 1)[2]
+        return self._open(1).identity
 
-    def _open(self, into: bytearray, wanted: int = HEAD) -> tuple[int, int, Identity]:
-        """Append the first bytes of the file to `into`. Return HTTP status, size and identity."""
-        failures, since = 0, time.monotonic()
-        while True:
-            try:
-                return self._ask(0, wanted, into)
-            except Exception as error:
-                into.clear()
-                failures += 1
-                self._pause(failures, since, error, opening=True)
+    def _open(self, wanted: int) -> Response:
+        return self._tried(lambda: self._ask(0, wanted), opening=True)
 
-    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+    def _fetch(self, start: int, stop: int) -> bytes:
         if self._whole:
-            into += self.head[start:stop]
-        else:
-            self._ask(start, stop, into, self.identity)
+            return self.head[start:stop]
+        return self._ask(start, stop, self.identity).data
 
-    def _ask(
-        self, start: int, stop: int, into: bytearray, known: Identity | None = None
-    ) -> tuple[int, int, Identity]:
+    def _ask(self, start: int, stop: int, known: Identity | None = None) -> Response:
         from fsspec.asyn import sync
 
-        found: tuple[int, int, Identity] = sync(self._fs.loop, self._get, start, stop, into, known)
+        found: Response = sync(self._fs.loop, self._get, start, stop, known)
         return found
 
-    async def _get(
-        self, start: int, stop: int, into: bytearray, known: Identity | None
-    ) -> tuple[int, int, Identity]:
-        """Append to `into` the bytes from offset `start` to `stop`.
+    async def _get(self, start: int, stop: int, known: Identity | None) -> Response:
+        """Return the response to a request for the bytes from offset `start` to `stop`.
 
-        If the connection breaks, append fewer bytes. `known` is the identity that the first request
-        returned. `known` is None for the first request.
+        If the connection breaks, return fewer bytes or raise an error. `known` is the identity that
+        the first request returned. `known` is None for the first request.
         """
         import aiohttp
 
@@ -209,15 +201,13 @@ class Http(Transport):
                 # file. If the size of the file is unknown, read at most PAGE bytes.
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
-            elif known is None:
-                wanted = min(wanted, size)
-            end = len(into) + wanted
-            while len(into) < end:
-                piece = await response.content.read(end - len(into))
+            data = bytearray()
+            while len(data) < wanted:
+                piece = await response.content.read(wanted - len(data))
                 if not piece:
                     break
-                into += piece
-            return status, size, identity
+                data += piece
+            return Response(status, size, identity, bytes(data))
 
     def _judge(
         self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
@@ -278,16 +268,18 @@ class Stored(Transport):
     def look(self) -> Identity:
         return _version(information(self._fs, self._path, self.url))
 
-    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+    def _fetch(self, start: int, stop: int) -> bytes:
+        data: bytes
         if self._fs.async_impl:  # without the lock, several threads can send requests
             seconds = SILENCE + (stop - start) / SLOWEST_STORED
-            into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
-            return
+            data = _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
+            return data
         with self._lock:
             if self._file is None:
                 self._file = self._fs.open(self._path, "rb", cache_type="none")
             self._file.seek(start)
-            into += self._file.read(stop - start)
+            data = self._file.read(stop - start)
+        return data
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -335,14 +327,6 @@ def moment(value: object) -> object:
 # Failures
 
 
-# Maps a URL scheme to the package to install. For other schemes, the message of fsspec names the
-# package.
-_PACKAGES = {
-    "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
-    "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
-    "oci": "ocifs", "oss": "ossfs", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
-    "webdav": "webdav4",
-}  # fmt: skip
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
@@ -459,11 +443,8 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     scheme = url.rpartition("::")[2].partition("://")[0].lower()
     name = shown_url(url)
     if isinstance(error, ImportError):
-        package = _PACKAGES.get(scheme)
-        hint = f"pip install {package}" if package else str(error)
-        return PathError(
-            f"{scheme}:// needs a package that is not installed", where=name, hint=hint
-        )
+        message = f"{scheme}:// needs a package that is not installed"
+        return PathError(message, where=name, hint=str(error))
     from fsspec.registry import known_implementations, registry
 
     is_known = scheme in registry or scheme in known_implementations

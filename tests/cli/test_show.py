@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ckptkit.core.text import flatten
 from tests.cli.conftest import Ckptkit
-from tests.remote.servers import NGINX, nginx
+from tests.remote.servers import serving
 
 
 @pytest.fixture
@@ -79,21 +79,14 @@ def test_no_more_is_read_than_is_shown(
     assert "(--stats reads all)" in ckptkit("show", tmp_path / "large.pth", "w").stdout
 
 
-@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 def test_no_more_is_fetched_than_is_shown(ckptkit: Ckptkit, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
-    files, state = tmp_path / "files", tmp_path / "state"
-    files.mkdir()
-    state.mkdir()
-    save_file(
-        {f"w{n}": torch.full((1_000, 1_000), float(n)) for n in range(8)},
-        files / "large.safetensors",
-    )
-    with nginx(files, state) as server:
-        result = ckptkit("show", f"{server.url}/large.safetensors", "w5", "[500, :4]")
-        fetched = sum(answer.nbytes for answer in server.answers())
+    tensors = {f"w{n}": torch.full((1_000, 1_000), float(n)) for n in range(8)}
+    save_file(tensors, tmp_path / "large.safetensors")
+    with serving(tmp_path) as server:
+        result = ckptkit("show", f"{server.root}/large.safetensors", "w5", "[500, :4]")
     assert result.exit_code == 0 and "4 values: mean 5" in result.stdout
-    assert fetched < 1 << 20
+    assert sum(request.stop - request.start for request in server.requests) < 1 << 20
 
 
 def test_two_files_side_by_side(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:

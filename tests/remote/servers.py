@@ -1,152 +1,75 @@
-"""Servers on this machine for the tests of remote files: a real nginx, and one that misbehaves on
-demand."""
+"""A web server on this machine, which misbehaves on demand."""
 
 from __future__ import annotations
 
-import os
+import base64
 import re
-import shutil
-import socket
-import subprocess
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-NGINX = shutil.which("nginx") or shutil.which(
-    "nginx", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin"
-)
-
-_CONFIG = """
-{user} daemon off; worker_processes 1; pid {state}/pid; error_log {state}/error.log;
-events {{ worker_connections 64; }}
-http {{
-  log_format short '$status $body_bytes_sent $request_method $request_uri'; access_log {state}/access.log short;
-  client_body_temp_path {state}/body; proxy_temp_path {state}/proxy; fastcgi_temp_path {state}/fastcgi;
-  uwsgi_temp_path {state}/uwsgi; scgi_temp_path {state}/scgi;
-  server {{
-    listen 127.0.0.1:{port}; root {files};
-    location /whole/ {{ alias {files}/; max_ranges 0; }}
-    location /secret/ {{ alias {files}/; auth_basic on; auth_basic_user_file {state}/users; }}
-    location /forbidden/ {{ return 403; }}
-    location /page/ {{ default_type text/html; return 200 "<!DOCTYPE html><html>sign in</html>"; }}
-  }}
-}}
-"""
-
-
-class Answer(NamedTuple):
-    """The log of a request on the server."""
-
-    status: int
-    nbytes: int  # of the body
-    method: str
-    path: str
-
-
-class Nginx:
-    """A running nginx that serves the folder `files` at `url`."""
-
-    def __init__(self, files: Path, state: Path, port: int) -> None:
-        self.files = files
-        self.url = f"http://127.0.0.1:{port}"
-        self.port = port
-        self._log = state / "access.log"
-        self._seen = 0
-        self._marks = 0
-
-    def answers(self) -> list[Answer]:
-        """The requests since the last time. One of our own shows that those before it have been
-        logged."""
-        self._marks += 1
-        mark = f"/mark-{self._marks}"
-        with urllib.request.urlopen(f"{self.url}/page{mark}"):
-            pass
-        while mark not in (text := self._log.read_text()):
-            time.sleep(0.01)
-        lines = text.splitlines()
-        new, self._seen = lines[self._seen : -1], len(lines)
-        return [
-            Answer(int(s), int(n), method, path)
-            for s, n, method, path in (line.split(" ", 3) for line in new)
-        ]
-
-
-@contextmanager
-def nginx(files: Path, state: Path) -> Iterator[Nginx]:
-    """Serve `files`: at /, without ranges at /whole/, to user:pa55 alone at /secret/."""
-    assert NGINX is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (state / "users").write_text("user:{PLAIN}pa55\n")
-    config = state / "nginx.conf"
-    user = (
-        "user root;" if hasattr(os, "geteuid") and os.geteuid() == 0 else ""
-    )  # who may read what the tests write
-    config.write_text(_CONFIG.format(user=user, state=state, files=files, port=port))
-    process = subprocess.Popen([NGINX, "-c", config, "-e", state / "error.log"])
-    try:
-        _wait(port, process, state)
-        yield Nginx(files, state, port)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait(port: int, process: subprocess.Popen[bytes], state: Path) -> None:
-    for _ in range(500):
-        assert process.poll() is None, (state / "error.log").read_text()
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.01)
-    raise TimeoutError("nginx does not answer")
+FILE = "run.pth"
 
 
 class Request(NamedTuple):
-    """A request for bytes `start` to `stop`, the how manyth it is, from 0."""
+    """A request for the bytes from `start` to `stop` of a file. `number` counts requests from 0."""
 
     number: int
     start: int
     stop: int
-
-
-class Misbehaving:
-    """Serves ranges of `data`, each as `behave` says: a Reply differs from a good answer in what it
-    names."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.etag = '"one"'
-        self.behave: Callable[[Request], Reply] = lambda request: Reply()
-        self.requests: list[Request] = []
-        self.url = ""
+    path: str  # with the query
+    user: str  # name and password
 
 
 class Reply(NamedTuple):
-    """The faults of an answer."""
+    """The faults of a response."""
 
     status: int = 206
-    cut: int | None = None  # bytes after which the connection is closed
-    stall: int | None = None  # bytes after which nothing more comes, for as long as the test runs
+    cut: int | None = None  # number of bytes after which the server closes the connection
+    stall: int | None = None  # number of bytes after which the server sends nothing
+    drip: bool = False  # whether the server sends ten bytes a second, without end
     etag: str | None = None
     ranges: bool = True
-    length: bool = True  # whether Content-Length is there
+    length: bool = True  # whether the response has the header Content-Length
     body: bytes | None = None
     content_range: str | None = None
-    raw: bytes | None = None  # sent instead of an answer
+    raw: bytes | None = None  # sent instead of a response
     retry_after: str | None = None
     location: str | None = None
 
 
+class Misbehaving:
+    """Serves the files of a folder. `behave` returns the faults of each response."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.behave: Callable[[Request], Reply] = lambda request: Reply()
+        self.requests: list[Request] = []
+        self.root = ""
+
+    @property
+    def url(self) -> str:
+        """The URL of the only file."""
+        return f"{self.root}/{FILE}"
+
+
 @contextmanager
 def misbehaving(data: bytes) -> Iterator[Misbehaving]:
-    served = Misbehaving(data)
+    """Serve one file."""
+    with TemporaryDirectory() as folder:
+        Path(folder, FILE).write_bytes(data)
+        with serving(Path(folder)) as served:
+            yield served
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Misbehaving]:
+    """Serve a folder. A path may start with another folder, such as /secret, for `behave`."""
+    served = Misbehaving(folder)
     ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -155,23 +78,38 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
         def do_GET(self) -> None:
             found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
             assert found is not None
-            request = Request(
-                len(served.requests), int(found[1]), min(int(found[2]) + 1, len(served.data))
-            )
+            path = self.path.partition("?")[0].lstrip("/")
+            file = folder / path
+            if not file.exists():
+                file = folder / path.partition("/")[2]
+            size = file.stat().st_size if file.is_file() else -1
+            start, stop = int(found[1]), min(int(found[2]) + 1, size)
+            user = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic "))
+            request = Request(len(served.requests), start, stop, self.path, user.decode())
             served.requests.append(request)
-            self._answer(request, served.behave(request))
+            reply = served.behave(request)
+            if reply == Reply() and size < 0:
+                reply = Reply(status=404)
+            elif reply == Reply() and start >= stop:
+                reply = Reply(status=416, content_range=f"bytes */{size}")
+            self._answer(request, reply, file, size)
 
-        def _answer(self, request: Request, reply: Reply) -> None:
+        def _answer(self, request: Request, reply: Reply, file: Path, size: int) -> None:
             if reply.raw is not None:
                 self.wfile.write(reply.raw)
                 self.close_connection = True
                 return
-            body = served.data[request.start : request.stop] if reply.ranges else served.data
-            body = body if reply.body is None else reply.body
+            body = reply.body or b""
+            if reply.body is None and size >= 0:
+                start, stop = (request.start, request.stop) if reply.ranges else (0, size)
+                with file.open("rb") as opened:
+                    opened.seek(start)
+                    body = opened.read(stop - start)
             self.send_response(reply.status if reply.ranges else 200)
-            self.send_header("ETag", reply.etag or served.etag)
+            changed = file.stat().st_mtime_ns if size >= 0 else 0
+            self.send_header("ETag", reply.etag or f'"{changed}"')
             if reply.ranges:
-                whole = f"bytes {request.start}-{request.stop - 1}/{len(served.data)}"
+                whole = f"bytes {request.start}-{request.stop - 1}/{size}"
                 self.send_header("Content-Range", reply.content_range or whole)
             if reply.retry_after is not None:
                 self.send_header("Retry-After", reply.retry_after)
@@ -185,20 +123,20 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
             if reply.stall is not None:
                 self.wfile.write(body[: reply.stall])
                 ended.wait()
-            self.wfile.write(body[: len(body) if reply.cut is None else reply.cut])
+            while reply.drip and not ended.wait(0.1):
+                self.wfile.write(b"P")
+            self.wfile.write(body[: reply.cut])
             self.close_connection = reply.cut is not None or not reply.length
 
         def log_message(self, *_: object) -> None:
             pass
 
         def handle(self) -> None:
-            try:
+            with suppress(ConnectionError):  # the client closed the connection
                 super().handle()
-            except ConnectionError:  # whoever asked has gone
-                pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.url = f"http://127.0.0.1:{server.server_address[1]}/run.pth"
+    served.root = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -26,16 +26,8 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
 def described(row: TensorRow) -> tuple[object, ...]:
     """Everything about a tensor but where its bytes are."""
     tensor = row.tensor
-    return (
-        row.name,
-        row.path,
-        row.storage,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride,
-        tensor.offset,
-        tensor.device,
-    )
+    geometry = tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.device
+    return (row.name, row.path, row.storage, *geometry)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,12 +39,8 @@ def test_a_fixture_behind_a_url(
     url = f"memory://fixtures/{fixture.path.name}"
     here, there = (summarize(ckptkit.open(place)) for place in (fixture.path, url))
     assert here.rows
-    assert (there.format, there.size, there.totals, there.globals) == (
-        here.format,
-        here.size,
-        here.totals,
-        here.globals,
-    )
+    for fact in ("format", "size", "totals", "globals"):
+        assert getattr(there, fact) == getattr(here, fact)
     assert list(map(described, there.rows)) == list(map(described, here.rows))
     convert(url, tmp_path / "there.pth")
     convert(fixture.path, tmp_path / "here.pth")

@@ -7,11 +7,8 @@ import io
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -52,24 +49,38 @@ def after_the_first(reply: Reply) -> Callable[[Request], Reply]:
     return lambda request: reply if request.number else Reply()
 
 
-@pytest.mark.parametrize("length", [True, False])
-def test_what_broke_is_continued(length: bool, server: Misbehaving) -> None:
-    """Every connection is cut after 100,000 bytes; only the rest is asked for again."""
-    server.behave = lambda request: Reply(cut=100_000, length=length)
-    source = opened(server)
-    assert source.read(0, SIZE) == NOISE
-    later = server.requests[1:]
-    assert [request.start for request in later] == [
-        transport.HEAD + 100_000 * i for i in range(len(later))
-    ]
-    assert {request.stop for request in later} == {SIZE}
+FAULTS = {
+    "500": (Reply(status=500), "HTTP status 500"),
+    "503": (Reply(status=503), "HTTP status 503"),
+    "429": (Reply(status=429), "HTTP status 429"),
+    "cut": (Reply(cut=1_000), "the connection broke"),
+    "cut without length": (Reply(cut=1_000, length=False), "broke: .*the response is too short"),
+    "stalled": (Reply(stall=1_000), "the connection broke: the server stopped sending"),
+    "not HTTP": (Reply(raw=b"x" * 5_000), "the connection broke: the response is not valid HTTP"),
+}
 
 
-@pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_busy_server_is_asked_again(status: int, server: Misbehaving) -> None:
-    server.behave = lambda request: Reply(status=status) if request.number in (0, 2, 3) else Reply()
-    assert opened(server).read(SIZE - 9, 9) == NOISE[-9:]
-    assert len(server.requests) == 5
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_request_is_sent_again(
+    fault: str, server: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, some times."""
+    monkeypatch.setattr(transport, "SILENCE", 0.2)
+    source, (reply, said) = opened(server), FAULTS[fault]
+    server.behave = lambda request: reply if request.number < transport.TRIES else Reply()
+    assert source.read(SIZE - 9_000, 9_000) == NOISE[-9_000:]
+    assert len({request.start for request in server.requests[1:]}) == 1
+    server.requests.clear()
+    server.behave = lambda request: reply
+    with pytest.raises(InputError, match=said) as caught:
+        source.read(SIZE // 2, 9_000)
+    assert "try again later" in str(caught.value.hint)
+    assert len(server.requests) == transport.TRIES
+    server.requests.clear()
+    if fault != "cut without length":  # which is a short answer
+        with pytest.raises(InputError, match=said):
+            opened(server)
+        assert len(server.requests) == transport.TRIES
 
 
 def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,15 +98,6 @@ def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="HTTP status 503"):
         source.read(0, SIZE)
     assert max(waits) == transport.LONGEST
-
-
-def test_an_answer_that_is_not_http(server: Misbehaving) -> None:
-    """Such as the rest of an answer that was longer than it said. It has no status."""
-    server.behave = lambda request: Reply() if request.number == 1 else Reply(raw=b"x" * 5_000)
-    source = opened(server)
-    with pytest.raises(InputError, match="the connection broke: the response is not valid HTTP"):
-        source.read(SIZE - 9, 9)
-    assert len(server.requests) == 2 + transport.TRIES
 
 
 def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,30 +147,13 @@ def test_an_object_that_changes_is_not_reported_on(monkeypatch: pytest.MonkeyPat
     assert ckptkit.digest("memory://changing.pth")["tensors"]
     fetch = transport.Stored._fetch
 
-    def changing(self: transport.Stored, start: int, stop: int, into: bytearray) -> None:
-        fetch(self, start, stop, into)
+    def changing(self: transport.Stored, start: int, stop: int) -> bytes:
         fs.pipe("/changing.pth", saved.getvalue())
+        return fetch(self, start, stop)
 
     monkeypatch.setattr(transport.Stored, "_fetch", changing)
     with pytest.raises(InputChangedError):
         ckptkit.digest("memory://changing.pth")
-
-
-def test_there_is_an_end_to_trying(server: Misbehaving) -> None:
-    server.behave = after_the_first(Reply(cut=0))
-    source = opened(server)
-    with pytest.raises(InputError, match="the connection broke") as caught:
-        source.read(SIZE - 9, 9)
-    assert caught.value.hint == "try again later"
-    assert len(server.requests) == 1 + transport.TRIES
-
-
-def test_nothing_comes(server: Misbehaving) -> None:
-    server.behave = lambda request: Reply(status=503)
-    with pytest.raises(InputError, match="HTTP status 503") as caught:
-        opened(server)
-    assert "try again later" in str(caught.value.hint)
-    assert len(server.requests) == transport.TRIES
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 405])
@@ -177,14 +162,6 @@ def test_a_refusal_is_not_argued_with(status: int, server: Misbehaving) -> None:
     with pytest.raises(InputError):
         opened(server)
     assert len(server.requests) == 1
-
-
-def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that stays open and brings nothing more."""
-    monkeypatch.setattr(transport, "SILENCE", 0.2)
-    server.behave = lambda request: Reply(stall=1_000 if request.number == 1 else None)
-    assert opened(server).read(SIZE // 2, 5_000) == NOISE[SIZE // 2 : SIZE // 2 + 5_000]
-    assert [request.start for request in server.requests] == [0, SIZE // 2, SIZE // 2 + 1_000]
 
 
 @pytest.mark.parametrize(
@@ -215,18 +192,6 @@ def test_another_file_is_refused(
         source.read(SIZE - 9, 9)
 
 
-def test_a_change_is_noticed_between_the_pieces_of_a_range(server: Misbehaving) -> None:
-    """The first piece is cut, and what continues it is of another file: never are the two put
-    together."""
-    server.behave = lambda request: (
-        Reply(cut=1_000) if request.number == 1 else Reply(etag=f'"{request.number // 2}"')
-    )
-    server.etag = '"0"'
-    source = opened(server)
-    with pytest.raises(InputChangedError):
-        source.read(SIZE // 2, 5_000)
-
-
 def test_a_long_answer_is_cut(server: Misbehaving) -> None:
     server.behave = after_the_first(Reply(body=b"x" * 300_000))
     assert opened(server).read(SIZE - 9, 9) == b"x" * 9
@@ -237,9 +202,8 @@ def test_conversion_over_a_bad_line(tmp_path: Path) -> None:
     state = {f"layer.{i}": torch.randn(50_000) for i in range(10)}
     torch.save(state, tmp_path / "run.pth")
     with misbehaving((tmp_path / "run.pth").read_bytes()) as served:
-        served.behave = lambda request: (
-            Reply(cut=70_000) if request.number % 3 else Reply(status=502)
-        )
+        faults = (Reply(), Reply(cut=70_000), Reply(status=502))
+        served.behave = lambda request: faults[request.number % 3]
         ckptkit.save(ckptkit.open(served.url), tmp_path / "out.pth")
     again = torch.load(tmp_path / "out.pth")
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
@@ -257,16 +221,12 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_a_large_answer_without_ranges_and_length_is_not_swallowed(server: Misbehaving) -> None:
+def test_a_small_answer_without_ranges_and_length_is_read(server: Misbehaving) -> None:
     server.behave = lambda request: Reply(ranges=False, length=False)
     with pytest.raises(InputError, match="the size is unknown"):
         opened(server)
-
-
-def test_a_page_without_a_length_is_looked_at(server: Misbehaving) -> None:
-    server.behave = lambda request: Reply(
-        ranges=False, length=False, body=b"<!DOCTYPE html><html></html>"
-    )
+    page = Reply(ranges=False, length=False, body=b"<!DOCTYPE html><html></html>")
+    server.behave = lambda request: page
     with pytest.raises(InputError, match="is an HTML page"):
         ckptkit.open(server.url)
 
@@ -292,7 +252,7 @@ class TestWindows:
         source = opened(server)
         source.read(SIZE - 65_536, 65_536)
         assert source.read(0, SIZE) == NOISE
-        assert server.requests[2][1:] == (65_536, SIZE - 65_536)
+        assert server.requests[2][1:3] == (65_536, SIZE - 65_536)
 
     def test_memory_is_bounded(self, server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(files, "KEPT", 200_000)
@@ -306,7 +266,7 @@ class TestWindows:
         source = opened(server)
         ranges = [(100_000, 50), (100_100, 50), (400_000, 50), (800_000, 50)]
         source.will_read(ranges)
-        assert sorted(request[1:] for request in server.requests[1:]) == [
+        assert sorted(request[1:3] for request in server.requests[1:]) == [
             (100_000, 100_150), (400_000, 400_050), (800_000, 800_050),
         ]  # fmt: skip
         assert [source.read(at, 50) for at, _ in ranges] == [
@@ -370,6 +330,8 @@ def test_file_urls_are_local_files(tmp_path: Path) -> None:
     [
         ("nosuch://bucket/x.pth", "fsspec has no file system for nosuch://"),
         ("memory://nothing.pth", "does not exist"),
+        ("http://127.0.0.1:1/run.pth", "its host refuses the connection"),
+        ("http://nobody.invalid/run.pth", "its host is unknown"),
     ],
 )
 def test_unknown_places(url: str, said: str) -> None:
@@ -381,7 +343,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(PathError, match=r"gs:// needs a package") as caught:
         ckptkit.open("gs://bucket/x.pth")
-    assert caught.value.hint == "pip install gcsfs"
+    assert "install gcsfs" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -399,33 +361,12 @@ def test_redirects_that_are_not_followed(target: str, said: str, server: Misbeha
     assert len(server.requests) < 20  # and no second attempt
 
 
-def test_a_request_ends_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(206)
-            self.send_header("Content-Range", "bytes 0-65535/1000000")
-            self.send_header("Content-Length", "65536")
-            self.end_headers()
-            with suppress(OSError):
-                while True:
-                    self.wfile.write(b"P")
-                    ended.wait(0.1)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    ended = threading.Event()
+def test_a_request_ends_however_slowly_bytes_come(
+    server: Misbehaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "SILENCE", 0.5)
     monkeypatch.setattr(transport, "SLOWEST", 1 << 30)
     monkeypatch.setattr(transport, "TRIES", 2)
-    monkeypatch.setattr(transport, "PAUSE", 0.01)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(InputError, match="connection broke"):
-            ckptkit.open(f"http://127.0.0.1:{server.server_port}/slow.pth")
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
+    server.behave = lambda request: Reply(drip=True)
+    with pytest.raises(InputError, match="connection broke"):
+        opened(server)
