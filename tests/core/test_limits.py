@@ -52,8 +52,7 @@ from ckptkit.rules.planner import RuleSet
 from tests.compute.arranging import view
 from tests.conftest import Run as Command
 from tests.formats.containers.tars import archive, header, member, record, records
-from tests.formats.deepspeed.making import Run
-from tests.formats.deepspeed.test_hostile import edit_optims, small
+from tests.formats.deepspeed.making import Run, edit_optims, small
 
 Case = Callable[[Path], object]  # reads something that needs exactly as much as its table says
 

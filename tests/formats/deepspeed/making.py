@@ -1,5 +1,4 @@
-"""Folders as DeepSpeed leaves them, made with torch.save alone, and their weights put together
-again by torch.
+"""Folders as DeepSpeed leaves them, made with torch.save alone.
 
 What lies between and behind the parameters is never zero, so that it would be seen among them.
 """
@@ -7,13 +6,14 @@ What lies between and behind the parameters is never zero, so that it would be s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.formats.folders import Edit, change
 
 State = dict[str, torch.Tensor]
 Groups = Sequence[Sequence[str]]
@@ -23,6 +23,31 @@ MOMENTS = {
     "exp_avg_sq": 2000.0,
 }  # what is added to a weight to make the optimizer's value
 TAG = "global_step7"
+MODEL = "mp_rank_00_model_states.pt"
+MODEL_3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+ODD = {"a": (7, 5), "b": (3,), "c": (1,), "d": (2, 3, 2), "e": (), "f": (0, 4), "g": (11,)}
+
+
+def odd(**shapes: tuple[int, ...]) -> State:
+    """Parameters of odd sizes, no two elements equal."""
+    made: State = {}
+    start = 1
+    for name, shape in (shapes or ODD).items():
+        tensor = torch.empty(shape)
+        made[name] = torch.arange(start, start + tensor.numel(), dtype=torch.float32).view(shape)
+        start += tensor.numel()
+    return made
+
+
+def small() -> State:
+    return odd(a=(7, 5), b=(4,))
+
+
+def edit_optims(tag: Path, edit: Edit) -> None:
+    """Change the state that every rank has."""
+    for path in tag.glob("*_optim_states.pt"):
+        change(path, lambda content: edit(content["optimizer_state_dict"]))
 
 
 @dataclass
@@ -49,6 +74,17 @@ class Run:
     def names(self) -> list[list[str]]:
         return [list(self.state)] if self.groups is None else [list(names) for names in self.groups]
 
+    @property
+    def whole(self) -> State:
+        """The weights in full precision."""
+        shared = {name: self.state[kept] for name, kept in self.shared.items()}
+        halves = torch.float16, torch.bfloat16
+        wide = {  # which NaN torch makes of a half depends on the processor
+            name: t.float().masked_fill(t.isnan(), float("nan")) if t.dtype in halves else t
+            for name, t in self.buffers.items()
+        }
+        return self.state | self.frozen | shared | wide
+
     def save(self, folder: Path, latest: bool = True) -> Path:
         """Write the folder; the one with the files of the ranks."""
         tag = folder / TAG
@@ -63,13 +99,13 @@ class Run:
     def files(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and content of every file."""
         if self.stage < 3:
-            yield "mp_rank_00_model_states.pt", self.model(0)
+            yield MODEL, self.model(0)
         for rank in range(self.ranks if self.stage else 0):
             if self.stage == 3:
-                yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", self.model(rank)
+                yield MODEL_3.format(rank), self.model(rank)
             optimizer = self.optim_3(rank) if self.stage == 3 else self.optim(rank)
             content = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.0"}
-            yield f"{self.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content
+            yield f"{self.prefix}{OPTIM.format(rank)}", content
 
     def model(self, rank: int) -> dict[str, Any]:
         shapes = [
@@ -151,7 +187,7 @@ class Run:
             "clip_grad": 1.0,
             "base_optimizer_state": state if self.elastic else base,
             "single_partition_of_fp32_groups": [part(group, 0, self.trimmed) for group in every],
-            "zero_stage": self.stage,
+            **({"zero_stage": self.stage} if self.trimmed else {}),
             "group_paddings": cut,
             "partition_count": [self.ranks for _ in every],
             "param_slice_mappings": [],
@@ -217,47 +253,3 @@ class Run:
             if name.endswith("_model_states.pt"):
                 torch.save(value, tag / name)
         return tag
-
-
-def consolidated(tag: Path) -> State:
-    """The weights of the folder of a tag, joined by torch: an independent witness."""
-    models = [load(path) for path in sorted(tag.glob("*_model_states.pt"))]
-    optims = [load(path)["optimizer_state_dict"] for path in sorted(tag.glob("*_optim_states.pt"))]
-    first, ranks = models[0], len(optims)
-    found: State = {name: first["module"][name] for name in first["buffer_names"]}
-    found = {
-        name: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-        for name, t in found.items()
-    }
-    for name, shape in (first["frozen_param_shapes"] or {}).items():
-        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-        found[name] = torch.cat(parts)[: prod(shape)].view(shape)
-    if "fp32_flat_groups" in optims[0]:
-        _take_shares(
-            found, first["param_shapes"], [torch.cat(optim["fp32_flat_groups"]) for optim in optims]
-        )
-    else:
-        for group, shapes in enumerate(first["param_shapes"]):
-            flat = torch.cat([optim["single_partition_of_fp32_groups"][group] for optim in optims])
-            gaps = optims[0].get("param_alignment_paddings", {group: [0] * len(shapes)})[group]
-            at = 0
-            for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-                found[name] = flat[at : at + prod(shape)].clone().view(shape)
-                at += prod(shape) + gap
-    assert ranks
-    return {name: found[name] for name in first["module"] if name in found}
-
-
-def _take_shares(
-    found: State, groups: Sequence[Mapping[str, torch.Size]], streams: list[torch.Tensor]
-) -> None:
-    at = 0
-    for name, shape in (item for group in groups for item in group.items()):
-        share = -(-prod(shape) // len(streams))
-        joined = torch.cat([stream[at : at + share] for stream in streams])
-        found[name] = joined[: prod(shape)].view(shape)
-        at += share
-
-
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)

@@ -20,8 +20,9 @@ from ckptkit.formats import distributed
 from ckptkit.formats.distributed.fsdp_flat import UnknownError
 from ckptkit.formats.distributed.parts import REFUSED
 from tests.conftest import Run
+from tests.formats.folders import differing
 from tests.formats.parallel import making
-from tests.formats.parallel.unfit import TABLE, UNFIT, own, said
+from tests.formats.parallel.unfit import TABLE, UNFIT, own
 from tests.reached import is_raised, modules, unreached, watch
 
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
@@ -120,18 +121,12 @@ def test_a_part_of_vllm_is_known(tmp_path: Path) -> None:
     assert ckptkit.open(tmp_path / "model-rank-1-part-0.safetensors").part is not None
 
 
-def test_each_refusal_of_the_package_has_a_row(
+def test_DC_03_DC_04_DC_05_DC_06_DC_08_DC_09_DC_10_SH_01_SH_02_SH_03_SH_07_SH_09_TM_01_TM_04_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each row ends as it says, and each refusal of the package has one."""
     found = watch(monkeypatch, (CkptkitError, "__init__"), (UnknownError, "__init__"))
-    other: dict[str, Any] = {}
-    for number, (what, row) in enumerate(UNFIT.items()):
-        (tmp_path / f"{number}").mkdir()
-        kind, text = said(row, tmp_path / f"{number}")
-        is_kind = issubclass(kind, row.kind) if kind and row.kind else kind is row.kind
-        if row.word not in text or not is_kind:
-            other[what] = kind, text
-    assert other == {}
+    assert differing(UNFIT, tmp_path) == {}
     for kind, (make, _, _) in FOLDERS.items():
         (tmp_path / kind).mkdir()
         make(tmp_path / kind)

@@ -14,9 +14,10 @@ import ckptkit
 from ckptkit.core.errors import CorruptError, LimitError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
 from ckptkit.formats.distributed import llama
+from tests.formats.folders import change
 from tests.formats.parallel import making
 from tests.formats.parallel.trees import assert_same
-from tests.formats.parallel.unfit import QKV, TABLE, change, edited, own
+from tests.formats.parallel.unfit import QKV, TABLE, edited, own
 
 
 @pytest.fixture(autouse=True)

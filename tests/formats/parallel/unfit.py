@@ -7,11 +7,10 @@ the warning where only the optimizer is left out.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -21,7 +20,6 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     AmbiguousError,
-    CkptkitError,
     CorruptError,
     FormatError,
     PathError,
@@ -33,7 +31,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats.distributed.llama import EMBEDDING
 from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement
 from ckptkit.formats.distributed.table import ParallelLayout, cut_all, parse_rows
-from tests.formats.deepspeed.making import Run
+from tests.formats.deepspeed.hostile import ZERO
+from tests.formats.folders import Edit, Row, change, files
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
     Plain,
@@ -45,40 +44,6 @@ from tests.formats.parallel.old_forms import (
 )
 
 State = dict[str, Any]
-Edit = Callable[[Any], Any]
-
-
-class Row(NamedTuple):
-    """What is refused: made and tried in a folder; the kind of the error, None for a warning."""
-
-    attempt: Callable[[Path], Any]
-    kind: type[CkptkitError] | None
-    word: str
-
-
-def said(row: Row, folder: Path) -> tuple[type[CkptkitError] | None, str]:
-    """Try a row: the kind of the error and its text, or no kind and the warnings."""
-    try:
-        made = row.attempt(folder)
-    except CkptkitError as error:
-        return type(error), f"{error} {error.hint}"
-    return None, " ".join(made.warnings)
-
-
-def change(path: Path, edit: Edit) -> None:
-    """Load a file that a test has made, change it, save it."""
-    held = torch.load(path, weights_only=False)
-    edit(held)
-    torch.save(held, path)
-
-
-def files(folder: Path, named: dict[str, Any]) -> Path:
-    """Files of torch.save, by their paths below the folder."""
-    for name, content in named.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path)
-    return folder
 
 
 # Rank files
@@ -644,144 +609,6 @@ DEEPSPEED = {
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
     "a pattern that takes long": Row(
         universal(tp_replicated_parameter_patterns=["(a+)+$"]), UnsupportedError, "the unsupported pattern"),
-}  # fmt: skip
-
-
-# ZeRO
-
-
-def zero(edit: Callable[[Path], Any], **run: Any) -> Callable[[Path], Checkpoint]:
-    """The folder of a run of two ranks, changed; `edit` takes that of the step."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        state = {"a": torch.arange(35.0).view(7, 5), "b": torch.ones(4)}
-        edit(Run(**{"state": state, **run}).save(folder / "x"))
-        return ckptkit.open(folder / "x")
-
-    return attempt
-
-
-def optims(edit: Edit, rank: str = "*") -> Callable[[Path], Any]:
-    """Edit the state of a rank, or of all."""
-
-    def edited(tag: Path) -> None:
-        for path in tag.glob(f"zero_pp_rank_{rank}_*_optim_states.pt"):
-            change(path, lambda held: edit(held["optimizer_state_dict"]))
-
-    return edited
-
-
-def second(**values: Any) -> Callable[[Path], Any]:
-    """Another value in the state of the second rank."""
-    return optims(lambda state: state.update(values), "1")
-
-
-def models(**values: Any) -> Callable[[Path], Any]:
-    """Other values in each file of a model."""
-
-    def edited(tag: Path) -> None:
-        for path in tag.glob("*_model_states.pt"):
-            change(path, lambda held: held.update(values))
-
-    return edited
-
-
-def copied(name: str, new: str) -> Callable[[Path], Any]:
-    return lambda tag: shutil.copy(tag / name, tag / new)
-
-
-def of_two_stages(name: str, **run: Any) -> Callable[[Path], Checkpoint]:
-    """Files of stage 3 of a name among those of stage 2."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        three = Run({"a": torch.ones(4)}, stage=3).save(folder / "3")
-        two = Run({"a": torch.ones(4)}).save(folder / "2")
-        for path in three.glob(name):
-            shutil.copy(path, two / path.name)
-        return ckptkit.open(folder / "2")
-
-    return attempt
-
-
-def universal_zero(edit: Callable[[Path], Any]) -> Callable[[Path], Checkpoint]:
-    """A universal checkpoint, changed."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        run = Run({"a": torch.ones(4), "b": torch.ones(2)})
-        run.save(folder / "y")
-        edit(run.universal(folder / "x"))
-        return ckptkit.open(folder / "x")
-
-    return attempt
-
-
-ZERO_MODEL, ZERO_OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-FLATS = "single_partition_of_fp32_groups"
-FROZEN = {"frozen": {"c": torch.ones(5)}}
-ZERO = {
-    "two steps and no latest": Row(
-        zero(lambda tag: (shutil.copytree(tag, tag.with_name("global_step8")), (tag.parent / "latest").unlink())),
-        AmbiguousError, "global_step7, global_step8 name one"),
-    "latest leads elsewhere": Row(
-        zero(lambda tag: (tag.parent / "latest").write_text("global_step8")), CorruptError, "latest names"),
-    "a model beside it": Row(
-        zero(lambda tag: (tag.parent / "model.safetensors").write_bytes(b"{}")), AmbiguousError, "also a model"),
-    "files of experts": Row(
-        zero(copied(ZERO_MODEL, "expert_3_mp_rank_00_model_states.pt")), UnsupportedError, "single experts"),
-    "files of another kind": Row(
-        zero(copied(ZERO_MODEL, "another_model_states.pt")), UnsupportedError, "an unsupported kind"),
-    "two files of a rank": Row(zero(copied(ZERO_OPTIM, f"bf16_{ZERO_OPTIM}")), AmbiguousError, "two files of rank"),
-    "model-parallel ranks": Row(
-        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("mp_rank_00", "mp_rank_01"))), UnsupportedError, "model-parallel"),
-    "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "has two files of rank 0"),
-    "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "of different ZeRO stages"),
-    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "of another ZeRO stage"),
-    "no Megatron-LM model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
-    "a missing rank": Row(zero(lambda tag: (tag / ZERO_OPTIM).unlink()), CorruptError, f"{ZERO_OPTIM} is missing"),
-    "a rank too many": Row(
-        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("rank_0_", "rank_2_"))), CorruptError, "files of other"),
-    "groups of other ranks": Row(
-        zero(optims(lambda state: state.update(partition_count=[2, 1])), groups=[["a"], ["b"]]),
-        UnsupportedError, "expert parallelism"),
-    "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
-    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "must be 1, as in the file of rank 0"),
-    "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
-    "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "different dtypes"),
-    "other gaps": Row(
-        zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "param_alignment_paddings has groups of []"),
-    "a parameter of two groups": Row(
-        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), CorruptError, "1 names in groups of [1, 1]"),
-    "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "need 90 elements"),
-    "another shape": Row(
-        zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held["module"].update(a=torch.ones(5, 7)))),
-        CorruptError, "'a' has the shape"),
-    "no module": Row(
-        zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held.pop("module"))), FormatError, "has no module"),
-    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "of some ranks"),
-    "a frozen piece of another size": Row(
-        zero(models(frozen_param_fragments={"c": torch.ones(2)}), stage=3, **FROZEN), CorruptError, "another size there"),
-    "a file of another kind": Row(
-        zero(lambda tag: (tag / ZERO_OPTIM).write_bytes(b"nothing")), FormatError, "not a torch.save file"),
-    "an optimizer that is a list": Row(
-        zero(lambda tag: change(tag / ZERO_OPTIM, lambda held: held.update(optimizer_state_dict=[]))),
-        FormatError, "is not a dict"),
-    "no count": Row(zero(optims(lambda state: state.pop("partition_count"))), FormatError, "has no partition_count"),
-    "flat tensors that are none": Row(zero(optims(lambda state: state.update({FLATS: 1}))), FormatError, "not a list"),
-    "flat tensors of numbers": Row(zero(optims(lambda state: state.update({FLATS: [1]}))), FormatError, "not flat"),
-    "names that are none": Row(zero(models(param_shapes=[{1: (3,)}])), FormatError, "is not a string"),
-    "a shape that is none": Row(zero(models(param_shapes=[{"a": "x"}])), FormatError, "is not a list of sizes"),
-    "a count that is none": Row(
-        zero(optims(lambda state: state.update(partition_count=["x"]))), FormatError, "not counts"),
-    "a universal checkpoint among ranks": Row(
-        zero(lambda tag: shutil.copytree(Run({"a": torch.ones(4)}).universal(tag.parent / "u") / "zero", tag / "zero")),
-        AmbiguousError, "universal"),
-    "no folder of a parameter": Row(
-        universal_zero(lambda tag: shutil.rmtree(tag / "zero" / "b")), CorruptError, "no folder for parameter 'b'"),
-    "no weights of a parameter": Row(
-        universal_zero(lambda tag: (tag / "zero" / "b" / "fp32.pt").unlink()), CorruptError, "has no fp32.pt with a tensor"),
-    "weights of another shape": Row(
-        universal_zero(lambda tag: torch.save(torch.ones(5), tag / "zero" / "b" / "fp32.pt")),
-        CorruptError, "the parameter has (2,)"),
 }  # fmt: skip
 
 
