@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import ckptkit
 from ckptkit.core.errors import CkptkitError
 
 Edit = Callable[[Any], Any]
@@ -39,6 +40,17 @@ def differing(rows: Mapping[str, Row], folder: Path) -> dict[str, Any]:
     return found
 
 
+def opened(*steps: Edit) -> Attempt:
+    """Make a folder step by step, and open it."""
+
+    def attempt(folder: Path) -> Any:
+        for step in steps:
+            step(folder)
+        return ckptkit.open(folder)
+
+    return attempt
+
+
 def change(path: Path, edit: Edit) -> None:
     """Load a file that a test has made, change it, save it."""
     held = torch.load(path, weights_only=False)
@@ -47,9 +59,12 @@ def change(path: Path, edit: Edit) -> None:
 
 
 def files(folder: Path, named: Mapping[str, Any]) -> Path:
-    """Files of torch.save, by their paths below the folder."""
+    """Files by their paths below the folder: of torch.save, if they are neither bytes nor text."""
     for name, content in named.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path)
+        if isinstance(content, (bytes, str)):
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        else:
+            torch.save(content, path)
     return folder

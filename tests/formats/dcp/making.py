@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 DATA = "__0_0.distcp"
+FIVE = (torch.float32, torch.strided, False, None, False)  # a state of TensorProperties
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -55,6 +57,18 @@ def whole(folder: Path) -> dict[str, Any]:
         dcp_to_torch_save(folder, out)
     loaded: dict[str, Any] = torch.load(out, weights_only=False)
     return loaded
+
+
+@contextmanager
+def properties(state: Any) -> Iterator[None]:
+    """Pickle the properties of tensors with this state, or with what it makes of theirs."""
+    five = TensorProperties.__getstate__
+
+    def changed(of: TensorProperties) -> Any:
+        return state(five(of)) if callable(state) else state
+
+    with patch.object(TensorProperties, "__getstate__", five if state is ... else changed):
+        yield
 
 
 def archive(value: Any) -> bytes:

@@ -5,70 +5,103 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 State = dict[str, torch.Tensor]
+# How a tensor is cut: the dimension; None if it is not; the sizes of blocks of rows, each of which
+# is cut; or the sizes of the parts of each block.
+How = int | Sequence[int] | Sequence[Sequence[int]] | None
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-# Megatron-LM, mcore names
+def part(whole: torch.Tensor, how: How, rank: int, count: int) -> torch.Tensor:
+    """The part of one of `count` ranks."""
+    if how is None:
+        return whole.clone()
+    if isinstance(how, int):
+        return whole.chunk(count, how)[rank].clone()
+    sizes = [[n // count] * count if isinstance(n, int) else list(n) for n in how]
+    blocks = whole.split([sum(each) for each in sizes])
+    return torch.cat([b.split(each)[rank] for b, each in zip(blocks, sizes, strict=True)])
+
+
+def parts(whole: Mapping[str, tuple[torch.Tensor, How]], rank: int, count: int) -> State:
+    return {name: part(tensor, how, rank, count) for name, (tensor, how) in whole.items()}
+
+
+def shaped(text: str, at: str = "") -> State:
+    """Tensors of the names and shapes of a text, with `at` before the names."""
+    lines = (line.split() for line in text.splitlines() if line.strip())
+    return {at + name: rows(*map(int, shape)) for name, *shape in lines}
+
+
+# Megatron-LM, mcore names: hidden 8, heads 4 of 2 rows, 2 query groups, feed-forward 12,
+# vocabulary 16
+
+ATTENTION = """
+self_attention.linear_qkv.layer_norm_weight 8
+self_attention.linear_qkv.weight 16 8
+self_attention.linear_proj.weight 8 8
+"""
+PREDICTOR = """
+enorm.weight 8
+hnorm.weight 8
+eh_proj.weight 8 16
+transformer_layer.self_attention.linear_qkv.weight 16 8
+transformer_layer.self_attention.linear_proj.weight 8 8
+transformer_layer.mlp.linear_fc1.weight 24 8
+transformer_layer.mlp.linear_fc2.weight 8 12
+final_layernorm.weight 8
+"""
+BY_ROWS = re.compile(
+    r".*(linear_fc1\.weight|linear_qkv\.weight|eh_proj\.weight|embeddings|output_layer).*"
+)
+BY_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight.*")
 
 
 def mcore(
     layers: int, *, experts: int = 0, gated: bool = True, tied: bool = False, bias: bool = False
 ) -> State:
-    """Hidden 8, heads 4 of 2 rows, 2 query groups, feed-forward 12, vocabulary 16."""
     state = {"embedding.word_embeddings.weight": rows(16, 8)}
+    wide = 24 if gated else 12
     for n in range(layers):
-        at = f"decoder.layers.{n}."
-        state[at + "self_attention.linear_qkv.layer_norm_weight"] = rows(8)
-        state[at + "self_attention.linear_qkv.weight"] = rows(16, 8)
-        state[at + "self_attention.linear_proj.weight"] = rows(8, 8)
-        if bias:
-            state[at + "self_attention.linear_proj.bias"] = rows(8)
-        wide = 24 if gated else 12
+        text = ATTENTION + "self_attention.linear_proj.bias 8" * bias
         if experts:
-            state[at + "pre_mlp_layernorm.weight"] = rows(8)
-            state[at + "mlp.router.weight"] = rows(experts, 8)
-            for e in range(experts):
-                state[at + f"mlp.experts.linear_fc1.weight{e}"] = rows(wide, 8)
-                state[at + f"mlp.experts.linear_fc2.weight{e}"] = rows(8, 12)
+            text += f"\npre_mlp_layernorm.weight 8\nmlp.router.weight {experts} 8"
         else:
-            state[at + "mlp.linear_fc1.layer_norm_weight"] = rows(8)
-            state[at + "mlp.linear_fc1.weight"] = rows(wide, 8)
-            state[at + "mlp.linear_fc2.weight"] = rows(8, 12)
+            text += "\nmlp.linear_fc1.layer_norm_weight 8"
+        for each in map(str, range(experts)) if experts else ("",):
+            at = "mlp.experts" if experts else "mlp"
+            text += f"\n{at}.linear_fc1.weight{each} {wide} 8\n{at}.linear_fc2.weight{each} 8 12"
+        state |= shaped(text, f"decoder.layers.{n}.")
     state["decoder.final_layernorm.weight"] = rows(8)
     if not tied:
         state["output_layer.weight"] = rows(16, 8)
     return state
 
 
-def mcore_cut(
-    name: str, whole: torch.Tensor, rank: int, count: int, *, gated: bool = True
-) -> torch.Tensor:
-    """Return the part of one tensor rank, after the column and row parallel layers of Megatron
-    core.
-    """
-    if "linear_fc1.weight" in name and gated:
-        return torch.cat([half.chunk(count)[rank] for half in whole.chunk(2)]).clone()
-    if (
-        "linear_fc1.weight" in name
-        or "linear_qkv.weight" in name
-        or "eh_proj.weight" in name
-        or "embeddings" in name
-        or "output_layer" in name
-    ):
-        return whole.chunk(count)[rank].clone()
-    if "linear_proj.weight" in name or "linear_fc2.weight" in name:
-        return whole.chunk(count, 1)[rank].clone()
-    return whole.clone()
+def predictor() -> State:
+    """The layers of multi-token prediction, on the last stage."""
+    return shaped(PREDICTOR, "mtp.layers.0.")
+
+
+def mcore_how(name: str, whole: torch.Tensor, *, gated: bool) -> How:
+    """After the column and row parallel layers of Megatron core."""
+    if gated and "linear_fc1.weight" in name:
+        return [len(whole) // 2] * 2
+    if BY_ROWS.fullmatch(name):
+        return 0
+    return 1 if BY_COLUMNS.fullmatch(name) else None
 
 
 def arguments(**said: Any) -> Namespace:
@@ -92,41 +125,30 @@ def megatron(
 ) -> Path:
     """Parts of `state`; `stages` are the layers of each pipeline rank and virtual stage."""
     virtual = len(stages[0])
-    layers = sum(len(part) for stage in stages for part in stage)
-    gated = said.get("swiglu", True)
+    gated, experts = said.get("swiglu", True), said.get("num_experts", 0) // ep
     args = arguments(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=len(stages), expert_model_parallel_size=ep,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None, num_layers=layers, **said,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        num_layers=sum(len(own) for stage in stages for own in stage), **said,
     )  # fmt: skip
-    experts = said.get("num_experts")
     top = folder / f"iter_{iteration:07d}"
-    for p, stage in enumerate(stages):
-        for t in range(tp):
-            for e in range(ep):
-                name = (
-                    f"mp_rank_{t:02d}"
-                    + (f"_{p:03d}" if len(stages) > 1 else "")
-                    + (f"_{e:03d}" if ep > 1 else "")
-                )
-                (top / name).mkdir(parents=True, exist_ok=True)
-                saved: dict[str, Any] = {
-                    "args": args,
-                    "checkpoint_version": 3.0,
-                    "iteration": iteration,
-                }
-                for v, own in enumerate(stage):
-                    part = {}
-                    first, last = (p, v) == (0, 0), (p, v) == (len(stages) - 1, virtual - 1)
-                    for name_of, whole in state.items():
-                        place = _local(name_of, own, first, last, e, (experts or 0) // ep)
-                        if place is not None:
-                            part[place] = mcore_cut(name_of, whole, t, tp, gated=gated)
-                    if last and not first and "output_layer.weight" not in state:
-                        shared = state["embedding.word_embeddings.weight"]
-                        part["output_layer.weight"] = mcore_cut("output_layer", shared, t, tp)
-                    part_extra = {**part, "decoder.layers.0.mlp.linear_fc1._extra_state": None}
-                    saved["model" + (str(v) if virtual > 1 else "")] = part_extra
-                torch.save(saved, top / name / "model_optim_rng.pt")
+    whole = {name: (each, mcore_how(name, each, gated=gated)) for name, each in state.items()}
+    shared = {"output_layer.weight": whole["embedding.word_embeddings.weight"], **whole}
+    for (p, stage), t, e in product(enumerate(stages), range(tp), range(ep)):
+        place = top / (
+            f"mp_rank_{t:02d}" + f"_{p:03d}" * (len(stages) > 1) + f"_{e:03d}" * (ep > 1)
+        )
+        place.mkdir(parents=True)
+        saved: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+        for v, own in enumerate(stage):
+            first, last = (p, v) == (0, 0), (p, v) == (len(stages) - 1, virtual - 1)
+            named = {name: _local(name, own, first, last, e, experts) for name in whole}
+            if last and not first:
+                named["output_layer.weight"] = "output_layer.weight"
+            held = {kept: part(*shared[name], t, tp) for name, kept in named.items() if kept}
+            extra = {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
+            saved[f"model{v}" if virtual > 1 else "model"] = {**held, **extra}
+        torch.save(saved, place / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     return folder
 
@@ -148,243 +170,221 @@ def _local(
     return f"decoder.layers.{own.index(int(number))}.{rest}"
 
 
-def predictor() -> State:
-    """The layers of multi-token prediction, on the last stage."""
-    inner = "mtp.layers.0.transformer_layer."
-    return {
-        "mtp.layers.0.enorm.weight": rows(8),
-        "mtp.layers.0.hnorm.weight": rows(8),
-        "mtp.layers.0.eh_proj.weight": rows(8, 16),
-        f"{inner}self_attention.linear_qkv.weight": rows(16, 8),
-        f"{inner}self_attention.linear_proj.weight": rows(8, 8),
-        f"{inner}mlp.linear_fc1.weight": rows(24, 8),
-        f"{inner}mlp.linear_fc2.weight": rows(8, 12),
-        "mtp.layers.0.final_layernorm.weight": rows(8),
-    }
-
-
-# Meta
+# Meta: width 16, heads 8, key heads 4, feed-forward 24, vocabulary 40
 
 
 def llama(layers: int, *, version: int) -> State:
-    """Width 16, heads 8, key heads 4, feed-forward 24, vocabulary 40."""
-    state = {
-        "tok_embeddings.weight": rows(40, 16),
-        "norm.weight": rows(16),
-        "output.weight": rows(40, 16),
-    }
+    keys = 8 if version > 2 else 16
+    state = shaped("tok_embeddings.weight 40 16\nnorm.weight 16\noutput.weight 40 16")
+    layer = f"""
+        attention.wq.weight 16 16
+        attention.wk.weight {keys} 16
+        attention.wv.weight {keys} 16
+        attention.wo.weight 16 16
+        feed_forward.w1.weight 24 16
+        feed_forward.w2.weight 16 24
+        feed_forward.w3.weight 24 16
+        attention_norm.weight 16"""
     for n in range(layers):
-        at = f"layers.{n}."
-        for name, height in (
-            ("wq", 16),
-            ("wk", 8 if version > 2 else 16),
-            ("wv", 8 if version > 2 else 16),
-        ):
-            state[f"{at}attention.{name}.weight"] = rows(height, 16)
-        state[f"{at}attention.wo.weight"] = rows(16, 16)
-        state[f"{at}feed_forward.w1.weight"] = rows(24, 16)
-        state[f"{at}feed_forward.w2.weight"] = rows(16, 24)
-        state[f"{at}feed_forward.w3.weight"] = rows(24, 16)
-        state[f"{at}attention_norm.weight"] = rows(16)
+        state |= shaped(layer, f"layers.{n}.")
     return state
 
 
 def release(folder: Path, state: State, count: int, *, version: int) -> Path:
     """The parts of a Llama release, as fairscale's parallel layers hold them."""
-    folder.mkdir()
     columns = ("wo.weight", "w2.weight", *(["tok_embeddings.weight"] if version < 3 else []))
-    for rank in range(count):
-        part = {}
-        for name, whole in state.items():
-            if name.endswith("norm.weight"):
-                part[name] = whole.clone()
-            else:
-                part[name] = whole.chunk(count, int(name.endswith(columns)))[rank].clone()
-        torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+    whole = {
+        name: (each, None if name.endswith("norm.weight") else int(name.endswith(columns)))
+        for name, each in state.items()
+    }
     layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
     params = {"dim": 16, "n_heads": 8, "n_layers": layers, "vocab_size": -1 if version < 3 else 40}
-    (folder / "params.json").write_text(
-        json.dumps({**params, **({"n_kv_heads": 4} if version > 2 else {})})
-    )
+    return _release(folder, whole, count, {**params, **({"n_kv_heads": 4} if version > 2 else {})})
+
+
+def _release(
+    folder: Path,
+    whole: Mapping[str, tuple[torch.Tensor, How]],
+    count: int,
+    params: Any,
+    **more: Any,
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    for rank in range(count):
+        torch.save({**more, **parts(whole, rank, count)}, folder / f"consolidated.{rank:02d}.pth")
+    (folder / "params.json").write_text(json.dumps(params))
     return folder
 
 
-def llama4() -> dict[str, tuple[torch.Tensor, Any]]:
-    """Each tensor of a layer of version 4 and how it is cut: the dimension, None where it is not,
-    or the sizes of blocks. Heads 4 of 4 rows, 2 key heads, 2 experts, feed-forward 12."""
-    layer, image = "layers.0.", "vision_embeddings.vision_encoder."
-    block = f"{image}transformer.resblocks.0."
-    return {
-        "tok_embeddings.weight": (rows(40, 16), 0),
-        "norm.weight": (rows(16), None),
-        "output.weight": (rows(40, 16), 0),
-        f"{layer}attention.wqkv.layer_norm_weight": (rows(16), None),
-        f"{layer}attention.wqkv.weight": (rows(32, 16), [16, 8, 8]),
-        f"{layer}attention.wo.weight": (rows(16, 16), 1),
-        f"{layer}feed_forward.mlp.fc1_weight": (rows(24, 16), [12, 12]),
-        f"{layer}feed_forward.mlp.fc2_weight": (rows(16, 12), 1),
-        f"{layer}feed_forward.norm.weight": (rows(16), None),
-        f"{layer}feed_forward.router_DE": (rows(16, 2), None),
-        f"{layer}feed_forward.global_gate_stats_3E": (rows(3, 2), None),
-        f"{layer}feed_forward.experts.moe_w_in_eD_F": (rows(32, 12), 1),
-        f"{layer}feed_forward.experts.moe_w_swiglu_eD_F": (rows(32, 12), 1),
-        f"{layer}feed_forward.experts.moe_w_out_eF_D": (rows(24, 16), [12, 12]),
-        f"{layer}feed_forward.w_in_shared_FD.weight": (rows(12, 16), 0),
-        f"{layer}feed_forward.w_swiglu_FD.weight": (rows(12, 16), 0),
-        f"{layer}feed_forward.w_out_shared_DF.weight": (rows(16, 12), 1),
-        f"{image}class_embedding": (rows(8), None),
-        f"{image}positional_embedding_vlm": (rows(5, 8), None),
-        f"{image}conv1._linear.weight": (rows(8, 12), 0),
-        f"{image}ln_pre.weight": (rows(8), None),
-        f"{block}ln_1.bias": (rows(8), None),
-        f"{block}attn.wq.weight": (rows(8, 8), 0),
-        f"{block}attn.wq.bias": (rows(8), 0),
-        f"{block}attn.wo.weight": (rows(8, 8), 1),
-        f"{block}attn.wo.bias": (rows(8), None),
-        f"{block}mlp.c_fc.bias": (rows(12), 0),
-        f"{block}mlp.c_proj.weight": (rows(8, 12), 1),
-        f"{block}mlp.c_proj.bias": (rows(8), None),
-        "vision_embeddings.vision_adapter.mlp.c_fc.weight": (rows(12, 8), 0),
-        "vision_projection.weight": (rows(16, 12), 0),
-    }
+# Each tensor of version 4 with its shape, and how it is cut: the dimension, - where it is not, or
+# the sizes of blocks. Heads 4 of 4 rows, 2 key heads, 2 experts, feed-forward 12.
+LLAMA_4 = """
+tok_embeddings.weight 40,16 0
+norm.weight 16 -
+output.weight 40,16 0
+layers.0.attention.wqkv.layer_norm_weight 16 -
+layers.0.attention.wqkv.weight 32,16 16,8,8
+layers.0.attention.wo.weight 16,16 1
+layers.0.feed_forward.mlp.fc1_weight 24,16 12,12
+layers.0.feed_forward.mlp.fc2_weight 16,12 1
+layers.0.feed_forward.norm.weight 16 -
+layers.0.feed_forward.router_DE 16,2 -
+layers.0.feed_forward.global_gate_stats_3E 3,2 -
+layers.0.feed_forward.experts.moe_w_in_eD_F 32,12 1
+layers.0.feed_forward.experts.moe_w_swiglu_eD_F 32,12 1
+layers.0.feed_forward.experts.moe_w_out_eF_D 24,16 12,12
+layers.0.feed_forward.w_in_shared_FD.weight 12,16 0
+layers.0.feed_forward.w_swiglu_FD.weight 12,16 0
+layers.0.feed_forward.w_out_shared_DF.weight 16,12 1
+vision_embeddings.vision_encoder.class_embedding 8 -
+vision_embeddings.vision_encoder.positional_embedding_vlm 5,8 -
+vision_embeddings.vision_encoder.conv1._linear.weight 8,12 0
+vision_embeddings.vision_encoder.ln_pre.weight 8 -
+vision_embeddings.vision_encoder.transformer.resblocks.0.ln_1.bias 8 -
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wq.weight 8,8 0
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wq.bias 8 0
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wo.weight 8,8 1
+vision_embeddings.vision_encoder.transformer.resblocks.0.attn.wo.bias 8 -
+vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_fc.bias 12 0
+vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_proj.weight 8,12 1
+vision_embeddings.vision_encoder.transformer.resblocks.0.mlp.c_proj.bias 8 -
+vision_embeddings.vision_adapter.mlp.c_fc.weight 12,8 0
+vision_projection.weight 16,12 0
+"""
 
 
 def release4(folder: Path, count: int) -> tuple[Path, State]:
-    """The parts of version 4, by torch.chunk; each with what only its process counted."""
-    folder.mkdir()
-    described = llama4()
-    for rank in range(count):
-        part: dict[str, Any] = {"layers.0.attention.wo._extra_state": io.BytesIO(b"x")}
-        part["layers.0.feed_forward.running_gate_stats_3E"] = torch.full((3, 2), float(rank))
-        for name, (whole, how) in described.items():
-            if isinstance(how, list):
-                part[name] = torch.cat([each.chunk(count)[rank] for each in whole.split(how)])
-            else:
-                part[name] = (whole if how is None else whole.chunk(count, how)[rank]).clone()
-        torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+    """The parts of version 4; each with what only its process counted."""
+    whole: dict[str, tuple[torch.Tensor, How]] = {}
+    for name, shape, how in map(str.split, LLAMA_4.split("\n")[1:-1]):
+        blocks = [int(n) for n in how.split(",") if n != "-"]
+        tensor = rows(*map(int, shape.split(",")))
+        whole[name] = tensor, (blocks if len(blocks) > 1 else next(iter(blocks), None))
+    own: dict[str, Any] = {"layers.0.attention.wo._extra_state": io.BytesIO(b"x")}
+    own["layers.0.feed_forward.running_gate_stats_3E"] = torch.ones(3, 2)
     params = {
-        "dim": 16,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "n_layers": 1,
-        "moe_args": {"num_experts": 2},
-    }
-    (folder / "params.json").write_text(json.dumps({"model": params}))
-    return folder, {name: whole for name, (whole, _) in described.items()}
+        "dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 1, "moe_args": {"num_experts": 2},
+    }  # fmt: skip
+    _release(folder, whole, count, {"model": params}, **own)
+    return folder, {name: tensor for name, (tensor, _) in whole.items()}
 
 
-# gpt-neox
+# DeepSpeed
+
+
+def tag(folder: Path, number: int) -> Path:
+    """The folder of a step, which `latest` names."""
+    made = folder / f"global_step{number}"
+    made.mkdir(parents=True)
+    (folder / "latest").write_text(made.name)
+    return made
 
 
 def neox(
     folder: Path, count: int, *, residual: bool | None, drift: bool = False
 ) -> tuple[Path, State]:
-    """One layer between embedding and head; the biases after row-parallel products as the setting
-    has them."""
-    tag = folder / "global_step5"
-    tag.mkdir(parents=True)
-    (folder / "latest").write_text("global_step5")
-    whole: State = {"0.word_embeddings.weight": rows(12, 8), "3.norm.weight": rows(8)}
-    whole |= {"2.attention.dense.weight": rows(8, 8), "2.mlp.dense_h_to_4h.weight": rows(16, 8)}
-    whole |= {"2.mlp.dense_h_to_4h.bias": rows(16), "2.attention.dense.bias": rows(8)}
-    files: dict[tuple[int, int], State] = {}
-    biases = [rows(8) for _ in range(count)]
-    norms = [whole["3.norm.weight"] + (0.01 * rank if drift else 0) for rank in range(count)]
-    if residual:
-        whole["2.attention.dense.bias"] = torch.stack(biases).double().sum(0).float()
-    if drift:
-        whole["3.norm.weight"] = torch.stack(norms).double().mean(0).float()
-    for name, tensor in whole.items():
-        layer, short = name.split(".", 1)
-        for rank in range(count):
-            part = tensor.chunk(count, int(short == "attention.dense.weight"))[rank].clone()
-            if short == "norm.weight":
-                part = norms[rank].clone()
-            elif short == "attention.dense.bias":
-                part = biases[rank] if residual else tensor.clone()
-            files.setdefault((int(layer), rank), {})[short] = part
-    for (layer, rank), state in files.items():
-        torch.save(state, tag / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-    for rank in range(count):
-        torch.save(
-            {"module": None, "mp_world_size": count, "iteration": 5},
-            tag / f"mp_rank_{rank:02d}_model_states.pt",
-        )
+    """One layer of gpt-neox between embedding and head; the biases after row-parallel products as
+    the setting has them."""
+    step = tag(folder, 5)
+    text = """
+        0.word_embeddings.weight 12 8
+        2.attention.dense.weight 8 8
+        2.mlp.dense_h_to_4h.weight 16 8
+        2.mlp.dense_h_to_4h.bias 16"""
+    whole = shaped(text)
+    held = [{n: part(t, int(n == "2.attention.dense.weight"), r, count) for n, t in whole.items()}
+            for r in range(count)]  # fmt: skip
+    biases = [rows(8)] * count if not residual else [rows(8) for _ in range(count)]
+    norm = rows(8)
+    norms = [norm + 0.01 * rank * drift for rank in range(count)]
+    whole["2.attention.dense.bias"] = (
+        torch.stack(biases).double().sum(0).float() if residual else biases[0]
+    )
+    whole["3.norm.weight"] = torch.stack(norms).double().mean(0).float() if drift else norm
+    for rank, state in enumerate(held):
+        state |= {"2.attention.dense.bias": biases[rank], "3.norm.weight": norms[rank]}
+        for layer in ("0", "2", "3"):
+            own = {name[2:]: each for name, each in state.items() if name[0] == layer}
+            torch.save(own, step / f"layer_0{layer}-model_{rank:02d}-model_states.pt")
+        said = {"module": None, "mp_world_size": count, "iteration": 5}
+        torch.save(said, step / f"mp_rank_{rank:02d}_model_states.pt")
     if residual is not None:
-        (tag / "configs").mkdir()
-        (tag / "configs" / "a.yml").write_text(
-            f'{{"model-parallel-size": {count}, "gpt-j-residual": {str(residual).lower()}}}'
-        )
+        (step / "configs").mkdir()
+        config = {"model-parallel-size": count, "gpt-j-residual": residual}
+        (step / "configs" / "a.yml").write_text(json.dumps(config))
     return folder, whole
+
+
+def universal(
+    folder: Path, whole: Mapping[str, tuple[torch.Tensor, How]], **info: Any
+) -> tuple[Path, State]:
+    """Two tensor ranks whose files say how they were cut."""
+    step = tag(folder, 1)
+    for rank in range(2):
+        state = {"module": parts(whole, rank, 2), "mp_world_size": 2}
+        said = {"universal_checkpoint_version": 0.2, **info}
+        torch.save(
+            {**state, "universal_checkpoint_info": said},
+            step / f"mp_rank_{rank:02d}_model_states.pt",
+        )
+    return folder, {name: tensor for name, (tensor, _) in whole.items()}
 
 
 # fairscale
 
 
+def padded(tensor: torch.Tensor, count: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The shards of a tensor, the last of which are filled up, and how many elements fill each."""
+    size = -(-tensor.numel() // count)
+    for at in range(0, size * count, size):
+        piece = tensor.reshape(-1)[at : at + size]
+        padding = size - len(piece)
+        yield torch.cat([piece, torch.zeros(padding)]), padding
+
+
 def fairscale(folder: Path, parts: int, shards: int) -> tuple[Path, State]:
-    """A block whose parameters are one flat one, in shards whose last is filled up; two model parts
-    of it."""
-    folder.mkdir()
-    whole: State = {
-        "decoder.fc1.weight": rows(6, 5),
-        "decoder.fc2.weight": rows(5, 6),
-        "decoder.layer_norm.weight": rows(5),
-    }
+    """A block whose parameters are one flat one, in model parts and shards."""
+    folder.mkdir(exist_ok=True)
+    whole = shaped("fc1.weight 6 5\nfc2.weight 5 6\nlayer_norm.weight 5")
     for m in range(parts):
-        own = {
-            "fc1.weight": whole["decoder.fc1.weight"].chunk(parts)[m],
-            "fc2.weight": whole["decoder.fc2.weight"].chunk(parts, 1)[m].contiguous(),
-            "layer_norm.weight": whole["decoder.layer_norm.weight"],
-        }
+        cuts = zip(whole.items(), (0, 1, None), strict=True)
+        own = {name: part(each, how, m, parts) for (name, each), how in cuts}
         flat = torch.cat([each.reshape(-1) for each in own.values()])
-        size = -(-len(flat) // shards)
-        for s in range(shards):
-            piece = flat[s * size : (s + 1) * size]
-            padding = size - len(piece)
-            held = torch.cat([piece, torch.zeros(padding)])
+        for s, (held, padding) in enumerate(padded(flat, shards)):
             described = {
                 "names": list(own), "shapes": [each.shape for each in own.values()],
                 "numels": [each.numel() for each in own.values()], "padding": padding,
             }  # fmt: skip
-            metadata = {
-                "param_metadata": [
-                    {"fsdp_path": "decoder", "num_padded": [padding], "no_broadcast_optim_state": False,
-                     "params": {"flat_param_0": described}, "buffer_names": ["decoder.version"],
-                     "shared_param_info": [("fc1.weight", "tied.fc1.weight")]}
-                ],
+            module = {
+                "fsdp_path": "decoder", "num_padded": [padding], "no_broadcast_optim_state": False,
+                "params": {"flat_param_0": described}, "buffer_names": ["decoder.version"],
+                "shared_param_info": [("fc1.weight", "tied.fc1.weight")],
             }  # fmt: skip
-            state = {"decoder.flat_param_0": held, "decoder.version": torch.tensor([3.0])}
-            name = f"checkpoint_last-model_part-{m}-shard{s}.pt"
-            torch.save(
-                {"model": state, "shard_metadata": metadata, "last_optimizer_state": {}},
-                folder / name,
-            )
-    whole |= {
-        "decoder.version": torch.tensor([3.0]),
-        "decoder.tied.fc1.weight": whole["decoder.fc1.weight"],
-    }
-    return folder, whole
+            saved = {
+                "model": {"decoder.flat_param_0": held, "decoder.version": torch.tensor([3.0])},
+                "shard_metadata": {"param_metadata": [module]}, "last_optimizer_state": {},
+            }  # fmt: skip
+            torch.save(saved, folder / f"checkpoint_last-model_part-{m}-shard{s}.pt")
+    whole |= {"version": torch.tensor([3.0]), "tied.fc1.weight": whole["fc1.weight"]}
+    return folder, {f"decoder.{name}": tensor for name, tensor in whole.items()}
 
 
 def fairscale_by_name(folder: Path, *, flat: bool) -> tuple[Path, State]:
     """Metadata of fairscale until 0.4.0: lists of the parameters of a module, flattened or each by
     itself, in three shards."""
-    folder.mkdir()
-    whole: State = {"layers.0.a": rows(3, 5), "layers.0.b": rows(4)}
-    own = {name.removeprefix("layers.0."): tensor for name, tensor in whole.items()}
+    folder.mkdir(exist_ok=True)
+    own = shaped("a 3 5\nb 4")
     joined = {"flat_param_0": torch.cat([t.reshape(-1) for t in own.values()])} if flat else own
+    cut = {name: list(padded(tensor, 3)) for name, tensor in joined.items()}
     for s in range(3):
-        state, padded = {"layers.0.version": torch.tensor([3.0])}, []
-        for name, tensor in joined.items():
-            size = -(-tensor.numel() // 3)
-            piece = tensor.reshape(-1)[s * size : (s + 1) * size]
-            padded.append(size - len(piece))
-            state[f"layers.0.{name}"] = torch.cat([piece, torch.zeros(padded[-1])])
+        state = {f"layers.0.{name}": each[s][0] for name, each in cut.items()}
+        state["layers.0.version"] = torch.tensor([3.0])
         described = {
-            "fsdp_path": "layers.0", "is_flat": flat, "num_padded": padded, "param_names": list(own),
-            "param_shapes": [t.shape for t in own.values()], "param_numels": [t.numel() for t in own.values()],
-            "no_broadcast_optim_state": False,
+            "fsdp_path": "layers.0", "is_flat": flat, "num_padded": [each[s][1] for each in cut.values()],
+            "param_names": list(own), "param_shapes": [t.shape for t in own.values()],
+            "param_numels": [t.numel() for t in own.values()], "no_broadcast_optim_state": False,
         }  # fmt: skip
         metadata = {"param_metadata": [described], "buffer_names": ["layers.0.version"]}
         torch.save({"model": state, "shard_metadata": metadata}, folder / f"last-shard{s}.pt")
-    return folder, whole | {"layers.0.version": torch.tensor([3.0])}
+    whole = {**own, "version": torch.tensor([3.0])}
+    return folder, {f"layers.0.{name}": tensor for name, tensor in whole.items()}

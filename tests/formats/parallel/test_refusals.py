@@ -1,18 +1,17 @@
 """Folders of parts that are not put together: what is known by name, and what does not go together.
 
-Each kind has a row, and the manual names it; other refusals are in the tests of their layouts.
+Each kind has a row, and the manual names it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -20,7 +19,7 @@ from ckptkit.formats import distributed
 from ckptkit.formats.distributed.fsdp_flat import UnknownError
 from ckptkit.formats.distributed.parts import REFUSED
 from tests.conftest import Run
-from tests.formats.folders import differing
+from tests.formats.folders import Row, differing, files, opened
 from tests.formats.parallel import making
 from tests.formats.parallel.unfit import TABLE, UNFIT, own
 from tests.reached import is_raised, modules, unreached, watch
@@ -28,96 +27,66 @@ from tests.reached import is_raised, modules, unreached, watch
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
 
 
-def saved(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, path)
+def of_two(name: str, **content: Any) -> dict[str, Any]:
+    """A file of each of two ranks."""
+    return {name.format(rank): content for rank in range(2)}
 
 
-def vllm(folder: Path) -> None:
-    for rank in range(2):
-        state = {"model.layers.0.qkv_proj.weight": torch.ones(2, 2)}
-        save_file(state, folder / f"model-rank-{rank}-part-0.safetensors")
-
-
-def zarr(folder: Path) -> None:
-    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    (folder / "decoder.weight").mkdir()
-    (folder / "decoder.weight" / ".zarray").write_text("{}")
-
-
-def olmo(folder: Path) -> None:
-    """As LocalShardedCheckpointer of OLMo saves it."""
-    (folder / "metadata.yaml").write_text("world_size: 2\n")
-    (folder / "config.yaml").write_text("sharded_checkpointer: local\n")
-    for rank in range(2):
-        handle = {"flat_param.data": torch.zeros(8), "flat_param._fqns": ["wte.weight"]}
-        saved(folder / f"model/rank{rank}.pt", {"modules": [{"handles": [handle], "name": ""}]})
-        saved(folder / f"optim/rank{rank}.pt", {"state": {}, "param_groups": []})
-        saved(folder / f"train/rank{rank}.pt", {"epoch": 0})
-
-
-def colossalai(folder: Path) -> None:
-    for rank in range(2):
-        described = {"w": {"offsets": [2 * rank, 0], "lengths": [2, 4], "global_shape": [4, 4]}}
-        text = json.dumps({"checkpoint_version": "1.0", "metadata": described})
-        (folder / f"pytorch_model-meta-dist-{rank:05d}.json").write_text(text)
-        saved(folder / f"pytorch_model-dist-{rank:05d}-shard.bin", {"w": torch.ones(2, 4)})
-
-
-def nemo(folder: Path) -> None:
-    (folder / "model_config.yaml").write_text("tensor_model_parallel_size: 2\n")
-    for rank in range(2):
-        part = {"model.language_model.embedding.word_embeddings.weight": torch.ones(2, 4)}
-        saved(folder / f"tp_rank_{rank:02d}_pp_rank_000/model_weights.ckpt", part)
-
-
-FOLDERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "vllm": (vllm, "vLLM", "original model"),
-    "zarr": (zarr, "zarr", "torch_dist"),
-    "olmo": (olmo, "OLMo", "unshard.py"),
-    "colossalai": (colossalai, "ColossalAI", "gather_dtensor=True"),
-    "nemo": (nemo, "NeMo 1", "megatron_change_num_partitions.py"),
+OLMO = {
+    "modules": [
+        {
+            "handles": [{"flat_param.data": torch.zeros(8), "flat_param._fqns": ["wte.weight"]}],
+            "name": "",
+        }
+    ]
 }
+NEMO = {"w": torch.ones(2, 4)}
+SHAPE = {"w": {"offsets": [0, 0], "lengths": [2, 4], "global_shape": [4, 4]}}
+# Files of each layout, its name, and words of the hint; the first of a layout has its key.
+FOLDERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "vllm": (
+        {f"model-rank-{rank}-part-0.safetensors": save({"model.layers.0.qkv_proj.weight": torch.ones(2, 2)}) for rank in (0, 1)},
+        "vLLM", "original model"),
+    "zarr": (
+        {"metadata.json": '{"sharded_backend": "zarr"}', "decoder.weight/.zarray": "{}"}, "zarr", "torch_dist"),
+    "olmo": (  # as LocalShardedCheckpointer of OLMo saves it
+        {"metadata.yaml": "world_size: 2\n", "config.yaml": "sharded_checkpointer: local\n", **of_two("model/rank{}.pt", **OLMO),
+         **of_two("optim/rank{}.pt", state={}, param_groups=[]), **of_two("train/rank{}.pt", epoch=0)}, "OLMo", "unshard.py"),
+    "colossalai": (
+        {**of_two("pytorch_model-dist-0000{}-shard.bin", w=torch.ones(2, 4)), **{
+            f"pytorch_model-meta-dist-0000{rank}.json": json.dumps({"checkpoint_version": "1.0", "metadata": SHAPE})
+            for rank in (0, 1)}}, "ColossalAI", "gather_dtensor=True"),
+    # Names of safetensors have no pytorch_ in front, and their metadata end in .index.json.
+    "colossalai, one process": (
+        {"model-dist-00000-shard.safetensors": save({"w": torch.ones(2)}), "pytorch_model-meta-dist-00000.index.json": "{}"},
+        "ColossalAI", "gather_dtensor=True"),
+    "nemo": (
+        {"model_config.yaml": "tensor_model_parallel_size: 2\n", **of_two("tp_rank_0{}_pp_rank_000/model_weights.ckpt", **NEMO)},
+        "NeMo 1", "megatron_change_num_partitions.py"),
+    **{f"nemo, {name}": (of_two(f"{name}/model_weights.ckpt", **NEMO), "NeMo 1", "megatron_change_num_partitions.py")
+       for name in ("mp_rank_0{}", "mp_rank_00_fsdp_shard_0000{}", "fsdp_shard_0000{}")},
+}  # fmt: skip
+KNOWN = {
+    what: Row(opened(lambda folder, made=made: files(folder, made)), UnsupportedError, f"{name} ... {hint}")
+    for what, (made, name, hint) in FOLDERS.items()
+}  # fmt: skip
 
 
 def test_each_kind_has_a_folder_and_a_line_in_the_manual() -> None:
-    assert FOLDERS.keys() == REFUSED.groupindex.keys()
+    assert REFUSED.groupindex.keys() <= FOLDERS.keys()
     manual = HELP.read_text()
-    for _, name, _ in FOLDERS.values():
-        assert name in manual
+    assert all(name in manual for _, name, _ in FOLDERS.values())
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_what_is_known_is_named_with_what_to_do(kind: str, tmp_path: Path, run: Run) -> None:
-    make, name, hint = FOLDERS[kind]
-    make(tmp_path)
-    with pytest.raises(UnsupportedError, match=name) as caught:
-        ckptkit.open(tmp_path)
-    assert hint in (caught.value.hint or "")
-    done = run("doctor", tmp_path)
+@pytest.mark.parametrize("kind", REFUSED.groupindex)
+def test_the_doctor_names_what_is_known(kind: str, tmp_path: Path, run: Run) -> None:
+    made, name, hint = FOLDERS[kind]
+    done = run("doctor", files(tmp_path, made))
     assert name in done.stdout and hint.split()[0] in done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["mp_rank_{:02}", "mp_rank_00_fsdp_shard_{:05}", "fsdp_shard_{:05}"]
-)
-def test_other_layouts_of_nemo(name: str, tmp_path: Path) -> None:
-    for rank in range(2):
-        saved(tmp_path / name.format(rank) / "model_weights.ckpt", {"w": torch.ones(2)})
-    with pytest.raises(UnsupportedError, match="NeMo 1"):
-        ckptkit.open(tmp_path)
-
-
-def test_one_process_of_colossalai(tmp_path: Path) -> None:
-    """Names of safetensors have no pytorch_ in front, and their metadata end in .index.json."""
-    save_file({"w": torch.ones(2)}, tmp_path / "model-dist-00000-shard.safetensors")
-    (tmp_path / "pytorch_model-meta-dist-00000.index.json").write_text("{}")
-    with pytest.raises(UnsupportedError, match="ColossalAI"):
-        ckptkit.open(tmp_path)
-
-
 def test_a_part_of_vllm_is_known(tmp_path: Path) -> None:
-    vllm(tmp_path)
+    files(tmp_path, FOLDERS["vllm"][0])
     assert ckptkit.open(tmp_path / "model-rank-1-part-0.safetensors").part is not None
 
 
@@ -126,12 +95,7 @@ def test_DC_03_DC_04_DC_05_DC_06_DC_08_DC_09_DC_10_SH_01_SH_02_SH_03_SH_07_SH_09
 ) -> None:
     """Each row ends as it says, and each refusal of the package has one."""
     found = watch(monkeypatch, (CkptkitError, "__init__"), (UnknownError, "__init__"))
-    assert differing(UNFIT, tmp_path) == {}
-    for kind, (make, _, _) in FOLDERS.items():
-        (tmp_path / kind).mkdir()
-        make(tmp_path / kind)
-        with pytest.raises(UnsupportedError):
-            ckptkit.open(tmp_path / kind)
+    assert differing(UNFIT | KNOWN, tmp_path) == {}
     assert unreached(modules(distributed), found, is_raised) == []
 
 

@@ -7,8 +7,10 @@ the warning where only the optimizer is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ckptkit.core.errors import (
     AmbiguousError,
     CorruptError,
     FormatError,
+    LimitError,
     PathError,
     UnsupportedError,
     UsageError,
@@ -32,11 +35,13 @@ from ckptkit.formats.distributed.llama import EMBEDDING
 from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement
 from ckptkit.formats.distributed.table import ParallelLayout, cut_all, parse_rows
 from tests.formats.deepspeed.hostile import ZERO
-from tests.formats.folders import Edit, Row, change, files
+from tests.formats.folders import Attempt, Edit, Row, change, files, opened
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
+    NEW,
     Plain,
     dtensor,
+    mesh_of_layout,
     mesh_of_tensor,
     save,
     shard,
@@ -57,198 +62,159 @@ def piece(rank: int, whole: torch.Tensor = WHOLE, world: int = 2, **said: Any) -
     return dtensor(whole, whole.chunk(world)[rank], mesh, (shard(0),))
 
 
-def ranks(
-    edit: Callable[[State], Any] = lambda held: None,
-    *,
-    name: str = "model_world_size_2_rank_{}.pt",
-    optimizer: Callable[[int], Any] | None = None,
-) -> Callable[[Path], Checkpoint]:
-    """Two rank files, the second of which is edited, and those of an optimizer."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        for rank in range(2):
-            held = {"w": piece(rank), "b": torch.ones(3), "steps": 7, "names": ["a", "b"]}
-            if rank:
-                edit(held)
-            save(held, folder / name.format(rank))
-            if optimizer is not None:
-                file = folder / f"optim_world_size_2_rank_{rank}.pt"
-                save({"state": {}, "param_groups": [], **optimizer(rank)}, file)
-        return ckptkit.open(folder)
-
-    return attempt
+def saved(
+    make: Callable[[int], Any], name: str = "rank{}.pt", ranks: Iterable[int] = (0, 1)
+) -> Edit:
+    """The file of each rank."""
+    return lambda folder: [save(make(rank), folder / name.format(rank)) for rank in ranks]
 
 
-def updated(**values: Any) -> Callable[[State], Any]:
+MODEL, OPTIM = "model_world_size_{}_rank_{{}}.pt", "optim_world_size_{}_rank_{{}}.pt"
+
+
+def model(edit: Edit = lambda held: None, world: int = 2) -> Edit:
+    """Two rank files, the second of which is edited."""
+
+    def make(rank: int) -> State:
+        held: State = {"w": piece(rank), "b": torch.ones(3), "steps": 7, "names": ["a", "b"]}
+        if rank:
+            edit(held)
+        return held
+
+    return saved(make, MODEL.format(world))
+
+
+def optim(state: Any, ranks: Iterable[int] = (0, 1), world: int = 2, **groups: Any) -> Edit:
+    """The optimizer as FSDP1 saves it without its own function; `state` may depend on the rank."""
+
+    def make(rank: int) -> State:
+        held = state(rank) if callable(state) else state
+        return {"state": held, "param_groups": [], **groups}
+
+    return saved(make, OPTIM.format(world), ranks)
+
+
+def ranks(edit: Edit) -> Attempt:
+    return opened(model(edit))
+
+
+def flat(state: Any, **groups: Any) -> Attempt:
+    """A model of 12 elements, and a flat optimizer."""
+    return opened(model(), optim(state, **groups))
+
+
+def updated(**values: Any) -> Edit:
     return lambda held: held.update(values)
 
 
-def without(key: str) -> Callable[[State], Any]:
-    return lambda held: held.pop(key)
-
-
-def two_worlds(folder: Path) -> Checkpoint:
-    ranks()(folder)
-    for rank in range(3):
-        save({"w": piece(rank, world=3)}, folder / f"model_world_size_3_rank_{rank}.pt")
-    return ckptkit.open(folder)
-
-
-def a_missing_rank(folder: Path) -> Checkpoint:
-    ranks()(folder)
-    (folder / "model_world_size_2_rank_1.pt").unlink()
-    return ckptkit.open(folder)
-
-
-def a_rank_too_many_without_ranks(folder: Path) -> Checkpoint:
-    """DTensors of torch 2.9 may not say which rank wrote them: the name is all there is."""
-    mesh = mesh_of_tensor(torch.arange(2))
-    for rank in range(3):
-        held = dtensor(WHOLE, WHOLE.chunk(2)[min(rank, 1)], mesh, (shard(0),))
-        save({"w": held}, folder / f"rank{rank}.pt")
-    return ckptkit.open(folder)
-
-
-def another_world_in_the_name(folder: Path) -> Checkpoint:
-    return ranks(name="model_world_size_4_rank_{}.pt")(folder)
-
-
-def renamed(folder: Path) -> Checkpoint:
-    ranks()(folder)
-    first, second = (folder / f"model_world_size_2_rank_{rank}.pt" for rank in range(2))
+def renamed(folder: Path) -> None:
+    first, second = (folder / MODEL.format(2).format(rank) for rank in range(2))
     first.rename(folder / "spare")
     second.rename(first)
     (folder / "spare").rename(second)
-    return ckptkit.open(folder)
 
 
-def optimizer_of_others(folder: Path) -> Checkpoint:
-    ranks(optimizer=lambda rank: {"state": {0: {"exp_avg": torch.ones(6)}}})(folder)
-    (folder / "optim_world_size_2_rank_1.pt").unlink()
-    return ckptkit.open(folder)
+def nameless(rank: int) -> Any:
+    """DTensors of torch 2.9 may not say which rank wrote them: the name is all there is."""
+    mesh = mesh_of_tensor(torch.arange(2))
+    return {"w": dtensor(WHOLE, WHOLE.chunk(2)[min(rank, 1)], mesh, (shard(0),))}
 
 
-def flat_optimizer(state: Any, **groups: Any) -> Callable[[Path], Checkpoint]:
-    """The optimizer as FSDP1 saves it without its own function; the model has 12 elements."""
-    return ranks(optimizer=lambda rank: {"state": state, **groups})
+def on_grid(rank: int, *placements: Plain) -> State:
+    """A tensor on a mesh of two dimensions."""
+    at = divmod(rank, 2)
+    local = WHOLE
+    for index, each in zip(at, placements, strict=True):
+        local = local.chunk(2, each.state["dim"])[index] if each.state else local
+    mesh = mesh_of_tensor(torch.arange(4).reshape(2, 2), _coordinate_on_dim=list(at))
+    return {"w": dtensor(WHOLE, local.contiguous(), mesh, placements)}
 
 
-def several_dimensions(folder: Path) -> Checkpoint:
-    """A model on a mesh that cuts twice, an optimizer of flat pieces."""
-    mesh = [mesh_of_tensor(torch.arange(4).reshape(2, 2), _coordinate_on_dim=[a, b])
-            for a in range(2) for b in range(2)]  # fmt: skip
-    whole = torch.arange(16.0).reshape(4, 4)
-    for rank, each in enumerate(mesh):
-        local = whole.chunk(2)[rank // 2].chunk(2, 1)[rank % 2].contiguous()
-        held = dtensor(whole, local, each, (shard(0), shard(1)))
-        save({"w": held}, folder / f"model_world_size_4_rank_{rank}.pt")
-        state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": []}
-        torch.save(state, folder / f"optim_world_size_4_rank_{rank}.pt")
-    return ckptkit.open(folder)
-
-
-def half_of_each_replica(folder: Path) -> Checkpoint:
-    """Ranks 0 and 3 of two replicas: the model is whole, but no replica of the optimizer is."""
-    replicate = Plain("torch.distributed.tensor.placement_types", "Replicate", {})
-    for rank in (0, 3):
-        ranks = torch.arange(4).reshape(2, 2)
-        mesh = mesh_of_tensor(ranks, _coordinate_on_dim=[rank // 2, rank % 2])
-        held = dtensor(WHOLE, WHOLE.chunk(2)[rank % 2], mesh, (replicate, shard(0)))
-        save({"w": held}, folder / f"model_world_size_4_rank_{rank}.pt")
-        state = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": []}
-        torch.save(state, folder / f"optim_world_size_4_rank_{rank}.pt")
-    return ckptkit.open(folder)
-
-
-def no_weights(folder: Path) -> Checkpoint:
-    """Pieces that are in no mapping of weights: nothing gives them names."""
-    for rank in range(2):
-        save({"a": [piece(rank)], "b": 3}, folder / f"model_world_size_2_rank_{rank}.pt")
-        state = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": []}
-        torch.save(state, folder / f"optim_world_size_2_rank_{rank}.pt")
-    return ckptkit.open(folder)
-
-
-def local_state(folder: Path) -> Checkpoint:
+def flat_parameters(rank: int) -> State:
     """FSDP's LOCAL_STATE_DICT."""
     whole = torch.arange(8.0)
-    for rank in range(2):
-        held = sharded_tensor(whole, rank, {0: (0, 4), 1: (4, 8)}, 2, strides=False)
-        save({"_flat_param": held}, folder / f"rank{rank}.pt")
-    return ckptkit.open(folder)
+    return {"_flat_param": sharded_tensor(whole, rank, {0: (0, 4), 1: (4, 8)}, 2, strides=False)}
 
 
-def quantized(folder: Path) -> Checkpoint:
-    parts = [torch.quantize_per_tensor(torch.ones(2, 4), 0.5, rank, torch.qint8) for rank in (0, 1)]
-    named = {
-        f"consolidated.{rank:02d}.pth": {"output.weight": each} for rank, each in enumerate(parts)
-    }
-    return ckptkit.open(files(folder, named))
+def quantized(rank: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(2, 4), 0.5, rank, torch.qint8)
 
 
 FLAT = {"exp_avg": torch.ones(6)}
+FOUR = MODEL.format(4)
+REPLICATE = Plain(f"{NEW}.placement_types", "Replicate", {})
 RANKS = {
-    "two worlds": Row(two_worlds, AmbiguousError, "different numbers of ranks"),
-    "a missing rank": Row(a_missing_rank, CorruptError, "rank 1 of 2 is missing"),
-    "a rank too many, by its name": Row(a_rank_too_many_without_ranks, CorruptError, "files of other ranks: rank2"),
-    "another world in the name": Row(another_world_in_the_name, CorruptError, "gives 4 ranks"),
-    "renamed ranks": Row(renamed, CorruptError, "was written by rank 1"),
+    "two worlds": Row(
+        opened(model(), saved(lambda rank: {"w": piece(rank, world=3)}, MODEL.format(3), range(3))),
+        AmbiguousError, "different numbers of ranks"),
+    "a missing rank": Row(
+        opened(model(), lambda folder: (folder / MODEL.format(2).format(1)).unlink()), CorruptError, "rank 1 of 2 is missing"),
+    "a missing rank is named like the others": Row(
+        opened(saved(lambda rank: {"w": piece(rank)}, "part_a_rank00{}.pt", [0])), CorruptError,
+        "rank 1 of 2 is missing: there is no part_a_rank001.pt"),
+    "a rank too many, by its name": Row(opened(saved(nameless, ranks=range(3))), CorruptError, "files of other ranks: rank2"),
+    "another world in the name": Row(opened(model(world=4)), CorruptError, "gives 4 ranks"),
+    "renamed ranks": Row(opened(model(), renamed), CorruptError, "was written by rank 1"),
     "pieces of two ranks": Row(ranks(lambda held: held.update(v=piece(0))), CorruptError, "shards of several ranks"),
-    "an optimizer of other ranks": Row(optimizer_of_others, CorruptError, "differ from the ranks of the model files"),
+    "an optimizer of other ranks": Row(
+        opened(model(), optim({0: FLAT}, ranks=[0])), CorruptError, "differ from the ranks of the model files"),
     "no piece": Row(ranks(updated(w=torch.ones(6, 2))), CorruptError, "'w' is one rank's shard of a tensor"),
     "another shape": Row(ranks(updated(w=piece(1, torch.ones(8, 2)))), CorruptError, r"float32 (8, 2)"),
-    "a copy that differs": Row(ranks(updated(b=torch.zeros(3))), CorruptError, "3 of 3 elements differ"),
+    "a copy that differs": Row(
+        ranks(updated(b=torch.zeros(3))), CorruptError, "_rank_0.pt and model_world_size_2_rank_1.pt, but 3 of 3 elements differ"),
     "a copy of another shape": Row(ranks(updated(b=torch.ones(4))), CorruptError, "(3,) in model_world"),
     "a copy that is no tensor": Row(ranks(updated(b=3.0)), CorruptError, "'b' is a tensor in"),
     "another value": Row(ranks(updated(steps=8)), CorruptError, "'steps' is 7 in"),
-    "a value for a dict": Row(
-        ranks(lambda held: held.update(names={})), CorruptError, "'names' is a list in"
-    ),
+    "a value for a dict": Row(ranks(updated(names={})), CorruptError, "'names' is a list in"),
     "fewer values": Row(ranks(updated(names=["a"])), CorruptError, "'names.1' is in"),
-    "a name that is missing": Row(ranks(without("b")), CorruptError, "'b' is in"),
-    "flat parameters": Row(local_state, UnsupportedError, "LOCAL_STATE_DICT"),
-    "quantized parts": Row(quantized, UnsupportedError, "cannot join shards"),
-    "a flat optimizer by name": Row(flat_optimizer({"w": FLAT}), None, "are not numbers"),
-    "a flat optimizer of more": Row(flat_optimizer(dict.fromkeys(range(3), FLAT)), None, "3 entries, but the model has 1"),
+    "a name that is missing": Row(ranks(lambda held: held.pop("b")), CorruptError, "'b' is in"),
+    "flat parameters": Row(opened(saved(flat_parameters)), UnsupportedError, "LOCAL_STATE_DICT"),
+    "quantized parts": Row(
+        opened(lambda folder: files(folder, {f"consolidated.0{n}.pth": {"output.weight": quantized(n)} for n in (0, 1)})),
+        UnsupportedError, "cannot join shards"),
+    "a flat optimizer by name": Row(flat({"w": FLAT}), None, "are not numbers"),
+    "a flat optimizer of more": Row(flat(dict.fromkeys(range(3), FLAT)), None, "3 entries, but the model has 1"),
     "a flat optimizer of other sizes": Row(
-        flat_optimizer({0: {"exp_avg": torch.ones(5)}}), None, "no division of the model's 1 parameters"
-    ),
+        flat({0: {"exp_avg": torch.ones(5)}}), None, "no division of the model's 1 parameters"),
     "a flat optimizer of which a rank has none": Row(
-        ranks(optimizer=lambda rank: {"state": {0: {"step": torch.tensor(1.0), "a": torch.ones(6),
-                                                    **({} if rank else {"b": torch.ones(6)})}}}),
-        None, "some ranks have no flat shard",
-    ),
+        flat(lambda rank: {0: {"step": torch.tensor(1.0), "a": torch.ones(6), **({} if rank else {"b": torch.ones(6)})}}),
+        None, "some ranks have no flat shard"),
     "a flat optimizer of other groups": Row(
-        flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "param_groups contain numbers of missing parameters",
-    ),
+        flat({0: FLAT}, param_groups=[{"params": [7]}]), None, "param_groups contain numbers of missing parameters"),
     "a flat optimizer of another step": Row(
-        ranks(optimizer=lambda rank: {"state": {0: {**FLAT, "step": torch.tensor(float(rank))}}}),
-        CorruptError, "'optimizer.state.0.step' should be equal",
-    ),
+        flat(lambda rank: {0: {**FLAT, "step": torch.tensor(float(rank))}}), CorruptError, "'optimizer.state.0.step' should be equal"),
     "a flat optimizer of another rate": Row(
-        ranks(optimizer=lambda rank: {"state": {0: FLAT}, "param_groups": [{"params": [0], "lr": 0.5 + rank}]}),
-        CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in",
-    ),
-    "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several mesh dimensions"),
-    "a flat optimizer of two halves": Row(half_of_each_replica, None, "no replica of the model"),
-    "a flat optimizer of a model without names": Row(no_weights, None, "contain no DTensors"),
+        opened(model(), saved(lambda rank: {"state": {0: FLAT}, "param_groups": [{"params": [0], "lr": 0.5 + rank}]}, OPTIM.format(2))),
+        CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in"),
+    "a flat optimizer on a mesh that cuts twice": Row(
+        opened(saved(lambda rank: on_grid(rank, shard(0), shard(1)), FOUR, range(4)),
+               optim({0: {"exp_avg": torch.ones(3)}}, range(4), 4)), None, "several mesh dimensions"),
+    # Ranks 0 and 3 of two replicas: the model is whole, but no replica of the optimizer is.
+    "a flat optimizer of two halves": Row(
+        opened(saved(lambda rank: on_grid(rank, REPLICATE, shard(0)), FOUR, (0, 3)), optim({0: FLAT}, (0, 3), 4)),
+        None, "no replica of the model"),
+    # Pieces that are in no mapping of weights: nothing gives them names.
+    "a flat optimizer of a model without names": Row(
+        opened(saved(lambda rank: {"a": [piece(rank)], "b": 3}, MODEL.format(2)), optim({0: FLAT})), None, "contain no DTensors"),
 }  # fmt: skip
 
 
 # The pickled forms of pieces
 
 
-def pieces(make: Callable[[int], Any], edit: Edit = lambda held: None) -> Callable[[Path], Any]:
+def pieces(make: Callable[[int], Any], edit: Edit = lambda held: None) -> Attempt:
     """Two rank files of one tensor, edited before they are pickled."""
 
-    def attempt(folder: Path) -> Checkpoint:
-        for rank in range(2):
-            held = make(rank)
-            edit(held)
-            save({"w": held}, folder / f"rank{rank}.pt")
-        return ckptkit.open(folder)
+    def edited(rank: int) -> State:
+        held = make(rank)
+        edit(held)
+        return {"w": held}
 
-    return attempt
+    return opened(saved(edited))
+
+
+def device_mesh(state: State) -> Plain:
+    return Plain("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
 def on_mesh(*placements: Plain, **mesh: Any) -> Callable[[int], Any]:
@@ -256,15 +222,18 @@ def on_mesh(*placements: Plain, **mesh: Any) -> Callable[[int], Any]:
 
     def make(rank: int) -> Any:
         known = {"device_type": "cpu", "mesh": torch.arange(2), "_coordinate_on_dim": [rank]}
-        made = Plain("torch.distributed.device_mesh", "DeviceMesh", {**known, **mesh})
+        made = device_mesh({**known, **mesh})
         return dtensor(WHOLE, WHOLE.chunk(2)[rank], made, placements or (shard(0),))
 
     return make
 
 
+HALVES = {0: (0, 3), 1: (3, 6)}
+
+
 def by_rows(rank: int) -> Any:
     """A ShardedTensor of three rows on each rank."""
-    return sharded_tensor(WHOLE, rank, {0: (0, 3), 1: (3, 6)}, 2, strides=False)
+    return sharded_tensor(WHOLE, rank, HALVES, 2, strides=False)
 
 
 def described_shard(held: Any) -> State:
@@ -278,26 +247,20 @@ def set_local(value: Any) -> Edit:
 
 
 def named(name: str, **state: Any) -> Plain:
-    return Plain("torch.distributed.tensor.placement_types", name, state)
+    return Plain(f"{NEW}.placement_types", name, state)
 
 
-def twice(folder: Path) -> Checkpoint:
+def twice(rank: int) -> State:
     """Two cuts of one dimension, of a torch that says no order."""
     whole = torch.arange(8.0)
-    for rank in range(4):
-        mesh = mesh_of_tensor(torch.arange(4).reshape(2, 2))
-        held = dtensor(whole, whole[2 * rank : 2 * rank + 2], mesh, (shard(0), shard(0)))
-        save({"w": held}, folder / f"rank{rank}.pt")
-    return ckptkit.open(folder)
+    mesh = mesh_of_tensor(torch.arange(4).reshape(2, 2))
+    return {"w": dtensor(whole, whole[2 * rank : 2 * rank + 2], mesh, (shard(0), shard(0)))}
 
 
-def on_one_rank(folder: Path) -> Checkpoint:
+def on_one_rank(rank: int) -> State:
     """A second tensor on a mesh of the first rank alone, which the other saved, too."""
-    mesh = mesh_of_tensor(torch.arange(1))
-    for rank in range(2):
-        held = {"w": piece(rank), "v": dtensor(WHOLE, WHOLE, mesh, (shard(0),))}
-        save(held, folder / f"rank{rank}.pt")
-    return ckptkit.open(folder)
+    alone = dtensor(WHOLE, WHOLE, mesh_of_tensor(torch.arange(1)), (shard(0),))
+    return {"w": piece(rank), "v": alone}
 
 
 def of_no_rank(folder: Path) -> Any:
@@ -327,14 +290,25 @@ PIECES = {
     "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
     "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, FORM),
     "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
-    "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not record"),
+    "two cuts without an order": Row(opened(saved(twice, ranks=range(4))), UnsupportedError, "in an order that the file does not record"),
     "another shape than the placements say": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements give (3, 2)"),
-    "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
+    "a mesh of one of the ranks": Row(opened(saved(on_one_rank)), CorruptError, "rank 1 is not on its mesh"),
     "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, FORM),
     "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, FORM),
     "a mesh of many ranks": Row(
         pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, FORM),
+    **{f"a mesh of {sorted(state)}": Row(
+        pieces(lambda rank, state=state: dtensor(WHOLE, WHOLE.chunk(2)[rank], device_mesh(state), (shard(0),))), FormatError, FORM)
+       for state in ({"mesh": "x"}, {"_layout": None, "_rank_map": torch.arange(2)}, {"_rank_map": torch.arange(2)}, {})},
+    # Billions: nothing counts up to them.
+    "a split factor without end": Row(
+        pieces(on_mesh(named("_StridedShard", dim=0, split_factor=1 << 40))), LimitError, "shards of a strided shard"),
+    "a world without end": Row(
+        pieces(lambda rank: sharded_tensor(WHOLE, rank, HALVES, 1 << 40, strides=False)), LimitError, "ranks"),
+    "a mesh without end": Row(
+        pieces(lambda rank: dtensor(WHOLE, WHOLE.chunk(2)[rank], mesh_of_layout(
+            (1 << 40,), (1,), torch.arange(2), _rank=rank), (shard(0),))), LimitError, "ranks of a mesh"),
     "a piece of no rank": Row(of_no_rank, CorruptError, "its rank is unknown"),
     "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), FormatError, FORM),
     "a shard that is not listed": Row(
@@ -355,31 +329,24 @@ FILE = "model_optim_rng.pt"
 
 
 def megatron(
-    edit: Edit = lambda held: None,
-    *,
-    layers: int = 1,
-    stages: int = 1,
+    edit: Edit | None = None,
+    *steps: Edit,
+    stages: Sequence[Any] = ([[0]],),
     tp: int = 2,
     every: bool = False,
     made: State | None = None,
     **arguments: Any,
-) -> Callable[[Path], Checkpoint]:
-    """A checkpoint, of which the last part, or every part, is edited."""
+) -> Attempt:
+    """A checkpoint, of which the last part, or every part, is edited; and what `steps` do to it."""
 
-    def attempt(folder: Path) -> Checkpoint:
-        state = making.mcore(layers, **(made or {}))
-        grid = [[[n]] for n in range(layers)] if stages > 1 else [[list(range(layers))]]
-        making.megatron(folder, state, grid, tp=tp, **arguments)
+    def make(folder: Path) -> None:
+        state = making.mcore(len(stages), **(made or {}))
+        making.megatron(folder, state, list(stages), tp=tp, **arguments)
         paths = sorted(folder.rglob(FILE))
-        for path in paths if every else paths[-1:]:
+        for path in (paths if every else paths[-1:]) if edit else ():
             change(path, edit)
-        return ckptkit.open(folder)
 
-    return attempt
-
-
-def put(**tensors: Any) -> Edit:
-    return lambda held: held["model"].update({k.replace("__", "."): v for k, v in tensors.items()})
+    return opened(make, *steps)
 
 
 def edited(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
@@ -390,38 +357,16 @@ def argument(**values: Any) -> Edit:
     return lambda held: vars(held["args"]).update(values)
 
 
-def moved(make: Callable[[Path], Checkpoint], edit: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Make a folder, change its files, and open it."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        make(folder)
-        edit(folder)
-        return ckptkit.open(folder)
-
-    return attempt
-
-
 PART = "iter_0000003/mp_rank_01"
 
 
-def legacy(
-    version: float, weight: torch.Tensor = WHOLE, **said: Any
-) -> Callable[[Path], Checkpoint]:
-    """Names of the model classes before mcore, TP 2."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        inner = {"layers.0.self_attention.query_key_value.weight": weight}
-        args = making.arguments(tensor_model_parallel_size=2, num_layers=1, **said)
-        held = {
-            "args": args,
-            "checkpoint_version": version,
-            "model": {"language_model": {"encoder": inner}},
-        }
-        return ckptkit.open(
-            files(folder, {f"mp_rank_{rank:02d}/{FILE}": held for rank in range(2)})
-        )
-
-    return attempt
+def legacy(folder: Path) -> None:
+    """Names of the model classes before mcore, TP 2, without the width of a head."""
+    inner = {"layers.0.self_attention.query_key_value.weight": WHOLE}
+    args = making.arguments(tensor_model_parallel_size=2, kv_channels=None, hidden_size=None)
+    model = {"language_model": {"encoder": inner}}
+    held = {"args": args, "checkpoint_version": 0, "model": model}
+    files(folder, {f"mp_rank_{rank:02d}/{FILE}": held for rank in range(2)})
 
 
 def megatron_parts(folder: Path) -> Any:
@@ -467,23 +412,24 @@ MEGATRON = {
         UnsupportedError, "experts are split over 1 ranks"),
     "another vocabulary": Row(megatron(padded_vocab_size=20), CorruptError, "padded_vocab_size is 20"),
     "a part without its file": Row(
-        moved(megatron(), lambda folder: (folder / PART / FILE).unlink()), PathError, "model_optim_rng.pt"),
+        megatron(None, lambda folder: (folder / PART / FILE).unlink()), PathError, "model_optim_rng.pt"),
     "a part without a model": Row(
-        moved(megatron(), lambda folder: torch.save({"a": 1}, folder / PART / FILE)), FormatError, "no Megatron-LM model"),
+        megatron(None, lambda folder: torch.save({"a": 1}, folder / PART / FILE)), FormatError, "no Megatron-LM model"),
     "a part of more axes": Row(
-        moved(megatron(), lambda folder: (folder / PART).rename(folder / "iter_0000003/mp_rank_01_000")),
+        megatron(None, lambda folder: (folder / PART).rename(folder / "iter_0000003/mp_rank_01_000")),
         CorruptError, "is not the name of a rank of"),
     "a missing part": Row(
-        moved(megatron(layers=2, stages=2), lambda folder: (folder / f"{PART}_001/{FILE}").rename(folder / "x")
-              and (folder / f"{PART}_001").rmdir()), CorruptError, "TP 1 PP 1"),
-    "a part of a larger grid": Row(
-        moved(megatron(), lambda folder: files(folder / "iter_0000003/mp_rank_02", {
-            FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "files of other"),
-    "two names of one rank": Row(
-        moved(megatron(), lambda folder: files(folder / "iter_0000003/mp_rank_001", {
-            FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "same rank as another"),
+        megatron(None, lambda folder: shutil.rmtree(folder / f"{PART}_001"), stages=([[0]], [[1]])), CorruptError, "TP 1 PP 1"),
+    **{f"a part called {name}": Row(
+        megatron(None, lambda folder, name=name: shutil.copytree(folder / PART, folder / f"iter_0000003/{name}")), CorruptError, words)
+       for name, words in (("mp_rank_02", "files of other"), ("mp_rank_001", "same rank as another"))},
+    "a grid of billions": Row(
+        megatron(argument(tensor_model_parallel_size=1 << 30), every=True), LimitError, "parts (TP 1073741824"),
+    "an iteration that is not there": Row(
+        megatron(None, lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("9")),
+        CorruptError, "contains the iteration '9'"),
     "heads of unknown width": Row(
-        legacy(0, kv_channels=None, hidden_size=None), UnsupportedError, "the width of a head"),
+        opened(legacy), UnsupportedError, "the width of a head"),
     "what cannot be cut": Row(mamba_parts, UsageError, "cannot be split: ckptkit cannot merge Mamba layers"),
     "no arguments to cut by": Row(megatron_parts, UsageError, "no Megatron-LM arguments"),
 }  # fmt: skip
@@ -492,24 +438,17 @@ MEGATRON = {
 # Meta
 
 
-def llama(
-    edit: Callable[[Path], Any] = lambda folder: None, *, count: int = 2
-) -> Callable[[Path], Checkpoint]:
-    def attempt(folder: Path) -> Checkpoint:
-        making.release(folder / "x", making.llama(1, version=3), count, version=3)
-        edit(folder / "x")
-        return ckptkit.open(folder / "x")
-
-    return attempt
-
-
-def params(text: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / "params.json").write_text(text)
+def llama(text: str) -> Attempt:
+    """Two parts, and other parameters."""
+    return opened(
+        lambda folder: making.release(folder, making.llama(1, version=3), 2, version=3),
+        lambda folder: (folder / "params.json").write_text(text),
+    )
 
 
 def llama_parts(
     ranks: int | None, edit: Callable[[State], Any] = lambda state: None, *, text: bool = True
-) -> Callable[[Path], Any]:
+) -> Attempt:
     """Weights under Meta's names, written as parts."""
 
     def attempt(folder: Path) -> Any:
@@ -536,13 +475,16 @@ def averaged(folder: Path) -> Any:
 
 
 LLAMA = {
-    "params.json is a list": Row(llama(params("[]")), FormatError, "JSON object"),
-    "another width": Row(llama(params('{"dim": 32}')), CorruptError, "has dim 32"),
-    "other layers": Row(llama(params('{"dim": 16, "n_layers": 2}')), CorruptError, "has 1 layers"),
+    "params.json is a list": Row(llama("[]"), FormatError, "JSON object"),
+    "another width": Row(llama('{"dim": 32}'), CorruptError, "has dim 32"),
+    "other layers": Row(llama('{"dim": 16, "n_layers": 2}'), CorruptError, "has 1 layers"),
     "key heads that stand twice": Row(
-        llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')), UnsupportedError, "MP16"),
+        llama('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}'), UnsupportedError, "MP16"),
     "fewer rows of keys": Row(
-        llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 8, "n_layers": 1}')), CorruptError, "a shard is missing"),
+        llama('{"dim": 16, "n_heads": 8, "n_kv_heads": 8, "n_layers": 1}'), CorruptError, "a shard is missing"),
+    "the last part alone": Row(
+        opened(lambda folder: files(folder, {"consolidated.01.pth": {"layers.0.attention.wo.weight": torch.ones(4, 2)}})),
+        CorruptError, "1 of 2 rank files are missing: consolidated 0"),
     "parts of an unknown number": Row(llama_parts(None), UsageError, "ranks=2"),
     "parts that are not even": Row(llama_parts(3), UsageError, "is not divisible by 3 ranks"),
     "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "the dimension along"),
@@ -554,30 +496,29 @@ LLAMA = {
 # DeepSpeed and gpt-neox
 
 
-def layered(edit: Callable[[Path], Any], residual: bool | None = True) -> Callable[[Path], Any]:
+def layered(edit: Edit, residual: bool | None = True) -> Attempt:
     """Layers of a gpt-neox pipeline; `edit` takes the folder of the step."""
-
-    def attempt(folder: Path) -> Checkpoint:
-        top, _ = making.neox(folder / "x", 2, residual=residual)
-        edit(top / "global_step5")
-        return ckptkit.open(top)
-
-    return attempt
+    return opened(lambda top: edit(making.neox(top, 2, residual=residual)[0] / "global_step5"))
 
 
-def universal(edit: Edit = lambda held: None, **info: Any) -> Callable[[Path], Checkpoint]:
+def universal(edit: Edit | None = None, *, equal: bool = False, **info: Any) -> Attempt:
     """Two tensor ranks, each file edited, whose patterns are in the files."""
 
-    def attempt(folder: Path) -> Checkpoint:
-        for rank in range(2):
-            held = {"module": {"a.weight": torch.full((2, 2), rank)}, "mp_world_size": 2}
-            held["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2, **info}
-            edit(held)
-            files(folder, {f"global_step1/mp_rank_{rank:02d}_model_states.pt": held})
-        (folder / "latest").write_text("global_step1")
-        return ckptkit.open(folder)
+    def make(folder: Path) -> None:
+        whole: Any = {"a.weight": (torch.arange(8.0).view(4, 2), None if equal else 0)}
+        making.universal(folder, whole, **info)
+        for path in folder.glob("*/mp_rank_*.pt") if edit else ():
+            change(path, edit)
 
-    return attempt
+    return opened(make)
+
+
+def zero_3(folder: Path) -> None:
+    """Weights that are in flat pieces of each tensor rank."""
+    shapes = {"param_shapes": [{"a": torch.Size([4])}], "dp_world_size": 2, "mp_world_size": 2}
+    for data, rank in product(range(2), range(2)):
+        name = f"zero_pp_rank_{data}_mp_rank_{rank:02d}_model_states.pt"
+        files(folder, {name: {"module": {"a": torch.empty(0)}, **shapes}})
 
 
 def sub(**described: Any) -> dict[str, Any]:
@@ -607,40 +548,28 @@ DEEPSPEED = {
     "widths of another tensor": Row(
         universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "the widths of its blocks are [1, 2]"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "of unknown form"),
-    "a pattern that takes long": Row(
-        universal(tp_replicated_parameter_patterns=["(a+)+$"]), UnsupportedError, "the unsupported pattern"),
+    # A norm that no pattern names falls to `cut 0`, and is equal in all parts.
+    "a list that is out of date": Row(universal(equal=True), CorruptError, "shards of 'a.weight' are equal"),
+    "ZeRO 3 with tensor ranks": Row(opened(zero_3), UnsupportedError, "several model-parallel ranks"),
+    **{f"a pattern that takes long: {str(pattern)[:20]}": Row(
+        universal(tp_replicated_parameter_patterns=[pattern]), UnsupportedError, "the unsupported pattern")
+       for pattern in ("(a+)+$", "(.*a){20}", "x" * 500, ".*.*.*.*.*.*", 3)},
 }  # fmt: skip
 
 
 # fairscale
 
 
-def fairscale(edit: Callable[[Path], Any]) -> Callable[[Path], Checkpoint]:
-    def attempt(folder: Path) -> Checkpoint:
-        top, _ = making.fairscale(folder / "x", 1, 2)
-        edit(top)
-        return ckptkit.open(top)
-
-    return attempt
+def fairscale(edit: Edit) -> Attempt:
+    return opened(lambda folder: edit(making.fairscale(folder, 1, 2)[0]))
 
 
-def every_shard(edit: Callable[[list[State]], Any]) -> Callable[[Path], Any]:
-    """Edit what each shard says of the wrapped modules."""
+def every_shard(edit: Edit) -> Edit:
+    """Edit what each shard says of the wrapped module."""
 
     def edited(folder: Path) -> None:
         for path in folder.glob("*shard*.pt"):
-            change(path, lambda held: edit(held["shard_metadata"]["param_metadata"]))
-
-    return edited
-
-
-def described(edit: Callable[[State], Any]) -> Callable[[Path], Any]:
-    """Edit what each shard says of its flat parameter."""
-
-    def edited(folder: Path) -> None:
-        for path in folder.glob("*shard*.pt"):
-            change(path, lambda held: edit(
-                next(iter(held["shard_metadata"]["param_metadata"][0]["params"].values()))))  # fmt: skip
+            change(path, lambda held: edit(held["shard_metadata"]["param_metadata"][0]))
 
     return edited
 
@@ -652,14 +581,14 @@ FAIRSCALE = {
         CorruptError, "2 saves"),
     "a missing shard": Row(
         fairscale(lambda folder: (folder / OF_SHARD.format(0)).unlink()), CorruptError, "1 of 2 rank files"),
-    "other numbers": Row(fairscale(described(lambda held: held.update(numels=[1]))), CorruptError, "elements, but its metadata"),
+    "other numbers": Row(fairscale(every_shard(lambda module: module["params"]["flat_param_0"].update(numels=[1]))), CorruptError, "elements, but its metadata"),
     "a name that is shared and not there": Row(
-        fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=[("a", "b")]))),
+        fairscale(every_shard(lambda module: module.update(shared_param_info=[("a", "b")]))),
         CorruptError, "('a', 'b') are not the names of a shared parameter"),
     "names that are shared and no pairs": Row(
-        fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=["a"]))), CorruptError, "'a' are not the names"),
+        fairscale(every_shard(lambda module: module.update(shared_param_info=["a"]))), CorruptError, "'a' are not the names"),
     "a flat parameter that nothing describes": Row(
-        fairscale(every_shard(lambda modules: modules[0].update(params={}, shared_param_info=[]))),
+        fairscale(every_shard(lambda module: module.update(params={}, shared_param_info=[]))),
         FormatError, "does not list the parameters inside"),
     "fewer modules in a shard": Row(
         fairscale(lambda folder: change(folder / OF_SHARD.format(1), lambda held: held["shard_metadata"].update(
@@ -689,60 +618,54 @@ rules:
 
 def own(folder: Path) -> tuple[Path, making.State]:
     """Two stages of two parts each, as TABLE describes them; and the whole."""
-    whole: making.State = {}
+    made: making.State = {}
     for n in range(2):
-        q, k, a, b = making.rows(8, 4), making.rows(4, 4), making.rows(6, 4), making.rows(6, 4)
-        down, norm = making.rows(4, 6), making.rows(4)
-        whole |= {
-            f"blocks.{n}.up": torch.cat([a, b]),
-            f"blocks.{n}.qk": torch.cat([q, k]),
-            f"blocks.{n}.down": down,
-        }
-        whole |= {
-            f"blocks.{n}.norm": norm,
-            f"blocks.{n}.bias": torch.tensor([3.0]),
-            f"blocks.{n}.scale": torch.tensor([1.5]),
-        }
+        whole: dict[str, tuple[torch.Tensor, making.How]] = {
+            "up": (making.rows(12, 4), [6, 6]), "qk": (making.rows(12, 4), [8, 4]),
+            "down": (making.rows(4, 6), 1), "norm": (making.rows(4), None),
+        }  # fmt: skip
         for t in range(2):
-            part = {
-                "blocks.0.up": torch.cat([a.chunk(2)[t], b.chunk(2)[t]]), "blocks.0.down": down.chunk(2, 1)[t],
-                "blocks.0.qk": torch.cat([q.chunk(2)[t], k.chunk(2)[t]]), "blocks.0.norm": norm,
-                "blocks.0.bias": torch.tensor([1.0 + t]), "blocks.0.scale": torch.tensor([1.0 + t]),
-                "blocks.0.junk": torch.tensor([t]),
-            }  # fmt: skip
-            files(folder, {f"stage{n}/part_{t}.pt": {"net": part}})
-    return folder, whole
+            alone = {
+                "bias": torch.tensor([1.0 + t]),
+                "scale": torch.tensor([1.0 + t]),
+                "junk": torch.tensor([t]),
+            }
+            held = {f"blocks.0.{k}": v for k, v in {**making.parts(whole, t, 2), **alone}.items()}
+            files(folder, {f"stage{n}/part_{t}.pt": {"net": held}})
+        joined = {name: tensor for name, (tensor, _) in whole.items()}
+        joined |= {"bias": torch.tensor([3.0]), "scale": torch.tensor([1.5])}
+        made |= {f"blocks.{n}.{name}": tensor for name, tensor in joined.items()}
+    return folder, made
 
 
-def by_table(
-    text: str, edit: Callable[[Path], Any] = lambda folder: None
-) -> Callable[[Path], Checkpoint]:
+def by_table(text: str | None, edit: Edit = lambda folder: None) -> Attempt:
     """Open such a folder with a table of this text."""
 
     def attempt(folder: Path) -> Checkpoint:
         own(folder / "x")
         edit(folder / "x")
-        (folder / "t.yaml").write_text(text)
+        files(folder, {"t.yaml": text} if text is not None else {})
         return ckptkit.open(folder / "x", options=Options(parts=str(folder / "t.yaml")))
 
     return attempt
 
 
-def replaced(old: str, new: str) -> Callable[[Path], Checkpoint]:
+def replaced(old: str, new: str) -> Attempt:
     assert old in TABLE
     return by_table(TABLE.replace(old, new, 1))
 
 
-def instead(**entries: Any) -> Callable[[Path], Checkpoint]:
+def instead(**entries: Any) -> Attempt:
     return by_table(yaml.safe_dump({**yaml.safe_load(TABLE), **entries}))
 
 
-def first_rule(pattern: str, verb: str) -> Callable[[Path], Checkpoint]:
+def first_rule(pattern: str, verb: str) -> Attempt:
     return instead(rules=[{pattern: verb}, *yaml.safe_load(TABLE)["rules"]])
 
 
-def no_table(folder: Path) -> Checkpoint:
-    return ckptkit.open(own(folder / "x")[0], options=Options(parts=str(folder / "none.yaml")))
+def of_a_file(folder: Path) -> Checkpoint:
+    files(folder, {"a.pt": {"a": torch.ones(1)}, "t.yaml": TABLE})
+    return ckptkit.open(folder / "a.pt", options=Options(parts=str(folder / "t.yaml")))
 
 
 OWN = {
@@ -756,7 +679,8 @@ OWN = {
     "an axis that is not there": Row(replaced("by: [pp]", "by: [vp]"), UsageError, "axes"),
     "anchors": Row(replaced("'.*norm': same", "'.*norm': &a same\n  - 'x': *a"), UsageError, "anchors"),
     "no YAML": Row(replaced("layers: {", "layers: ["), UsageError, "not YAML"),
-    "a table that is not there": Row(no_table, PathError, "cannot be read"),
+    "a table that is not there": Row(by_table(None), PathError, "cannot be read"),
+    "a table for a file": Row(of_a_file, UsageError, "is a file"),
     "a large table": Row(by_table("#" * (1 << 20) + "#"), UsageError, "larger than"),
     "rules are no list": Row(instead(rules={"a": "same"}), UsageError, "not a list"),
     "a rule of two": Row(instead(rules=[{"a": "same", "b": "same"}]), UsageError, "not a rule"),
