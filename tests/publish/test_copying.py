@@ -92,8 +92,13 @@ def written(
 
 
 def test_every_kind_of_segment(source: LocalFile, tmp_path: Path) -> None:
+    """Progress counts every byte once."""
     segments, want = every_kind(source)
-    assert written(segments, tmp_path) == want
+    with ThreadPoolExecutor(2) as threads:
+        for executor in (None, threads):
+            told: list[int] = []
+            assert written(segments, tmp_path, executor, told.append) == want
+            assert sum(told) == len(want)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +136,6 @@ def test_the_kernel_copies_what_keeps_its_place_in_a_block(
     assert calls == [length] * is_copied
 
 
-def test_progress_counts_every_byte_once(source: LocalFile, tmp_path: Path) -> None:
-    segments, want = every_kind(source)
-    told: list[int] = []
-    written(segments, tmp_path, progress=told.append)
-    assert sum(told) == len(want)
-    told.clear()
-    with ThreadPoolExecutor(2) as threads:
-        written(segments, tmp_path, threads, told.append)
-    assert sum(told) == len(want)
-
-
 def test_several_files_have_checksums_of_their_own(source: LocalFile, tmp_path: Path) -> None:
     files = []
     for number in range(3):
@@ -166,19 +160,14 @@ def refuse(code: int) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, None])
 def test_where_the_kernel_does_not_copy(
-    code: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int | None, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "copy_file_range", refuse(code), raising=False)
-    segments, want = every_kind(source)
-    assert written(segments, tmp_path) == want
-
-
-def test_where_the_system_has_no_such_calls(
-    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("copy_file_range", "preadv"):
+    """Or the system has no such calls."""
+    if code is not None:
+        monkeypatch.setattr(os, "copy_file_range", refuse(code), raising=False)
+    for name in ("copy_file_range", "preadv") if code is None else ():
         monkeypatch.delattr(os, name, raising=False)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
@@ -314,31 +303,21 @@ def test_reading_ahead_gives_what_is_there(ranges: list[tuple[int, int]]) -> Non
         assert ahead.read(next(sources), offset, count) == NOISE[offset : offset + count]
 
 
-class Counting(Memory):
-    """Counts the reads and the bytes that were read."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.reads: list[int] = []
-
-    def read(self, offset: int, length: int) -> bytes:
-        self.reads.append(length)
-        return super().read(offset, length)
-
-
-def test_reading_ahead_pays_for_ranges_that_follow_each_other() -> None:
-    source, ahead = Counting(NOISE), ReadAhead()
-    for offset in range(0, len(NOISE) - 200, 264):
+@pytest.mark.parametrize(("step", "reads"), [(264, 12), (100_000, 40)])
+def test_reading_ahead_pays_for_ranges_that_follow_each_other(
+    step: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges that are far apart are read with little more."""
+    source, ahead = Memory(NOISE), ReadAhead()
+    lengths: list[int] = []
+    read = source.read
+    monkeypatch.setattr(
+        source, "read", lambda at, length: lengths.append(length) or read(at, length)
+    )
+    for offset in range(0, len(NOISE) - 200, step):
         ahead.read(source, offset, 200)
-    assert len(source.reads) < 12
-    assert max(source.reads) <= copying.WINDOW
-
-
-def test_reading_ahead_does_not_pay_for_ranges_that_are_far_apart() -> None:
-    source, ahead = Counting(NOISE), ReadAhead()
-    for offset in range(0, len(NOISE) - 200, 100_000):
-        ahead.read(source, offset, 200)
-    assert max(source.reads) <= copying.NEARBY
+    assert len(lengths) < reads
+    assert max(lengths) <= (copying.WINDOW if step < copying.NEARBY else copying.NEARBY)
 
 
 # checksums

@@ -10,19 +10,19 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckptkit.compute.numbers import Cast
 from ckptkit.compute.operation import Inflate, Slice, Swap
-from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, journal_path
 from ckptkit.core.errors import (
     CkptkitError,
     LimitError,
     OutputError,
     OutputExistsError,
-    TruncatedError,
     UsageError,
     VerifyError,
 )
@@ -119,35 +119,29 @@ def test_the_temporary_is_beside_the_destination_and_says_whose_it_is() -> None:
     assert len(os.fsencode(os.path.basename(temporary_name("/some/" + "é" * 127)))) <= 255
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o000, 0o666)])
+@pytest.mark.parametrize(
+    ("umask", "given", "mode"),
+    [
+        *((0o022, 0o644, 0o644), (0o077, 0o644, 0o600), (0o000, 0o666, 0o666)),
+        # who may not read the input may not read the output
+        *((0o022, 0o600, 0o600), (0o022, 0o640, 0o640), (0o022, 0o444, 0o644)),
+        (0o022, 0o400, 0o600),
+    ],
+)
 def test_FS_07_the_mode_follows_the_umask(
-    umask: int, mode: int, source: LocalFile, folder: Path
+    umask: int, given: int, mode: int, source: LocalFile, folder: Path
 ) -> None:
     before = os.umask(umask)
-    try:
-        publish(copy_plan(source), folder / "out.pt")
-        publish(folder_plan(source), folder / "out")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((folder / "out.pt").stat().st_mode) == mode
-    assert stat.S_IMODE((folder / "out" / "model-1.bin").stat().st_mode) == mode
-    assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
-
-
-@pytest.mark.parametrize(
-    ("given", "mode"), [(0o600, 0o600), (0o640, 0o640), (0o444, 0o644), (0o400, 0o600)]
-)
-def test_who_may_not_read_the_input_may_not_read_the_output(
-    given: int, mode: int, source: LocalFile, folder: Path
-) -> None:
-    before = os.umask(0o022)
     os.chmod(source.path, given)
+    source = LocalFile(source.path)
     try:
         publish(copy_plan(source), folder / "out.pt")
         publish(folder_plan(source), folder / "out")
     finally:
         os.umask(before)
     assert stat.S_IMODE((folder / "out.pt").stat().st_mode) == mode
+    inside = (folder / "out" / "model-1.bin").stat().st_mode
+    assert stat.S_IMODE(inside) == 0o666 & ~umask
     assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
 
 
@@ -273,9 +267,6 @@ def test_an_empty_folder_is_taken(source: LocalFile, folder: Path) -> None:
     (folder / "out").mkdir()
     publish(folder_plan(source), folder / "out")
     assert len(os.listdir(folder / "out")) == 4
-
-
-def test_a_folder_that_is_not_there(source: LocalFile, folder: Path) -> None:
     with pytest.raises(OutputError) as caught:
         publish(copy_plan(source), folder / "no" / "out.pt")
     assert caught.value.hint == f"mkdir -p {folder / 'no'}"
@@ -290,23 +281,14 @@ def test_names_that_leave_the_folder_of_a_plan(folder: Path) -> None:
 
 def test_folders_inside_a_folder_appear_with_it_or_not_at_all(folder: Path) -> None:
     def plan(last: bytes | Range) -> Plan:
-        return Plan(
-            (
-                OutputFile("a/b/c.pt", (b"x",)),
-                OutputFile("a/d.pt", (last,)),
-                OutputFile("e", (b"z",)),
-            )
-        )
+        files = {"a/b/c.pt": b"x", "a/d.pt": last, "e": b"z"}
+        return Plan(tuple(OutputFile(name, (data,)) for name, data in files.items()))
 
     publish(plan(b"y"), folder / "out", durable=True)
-    found = {
-        str(path.relative_to(folder / "out")): path.read_bytes()
-        for path in (folder / "out").rglob("*.pt")
-    }
-    assert found == {os.path.join("a", "b", "c.pt"): b"x", os.path.join("a", "d.pt"): b"y"}
-    missing = Range(Memory(b"short"), 0, 9)
+    names = ("a/b/c.pt", "a/d.pt", "e")
+    assert [(folder / "out" / name).read_bytes() for name in names] == [b"x", b"y", b"z"]
     with pytest.raises(CkptkitError):
-        publish(plan(missing), folder / "other")
+        publish(plan(Range(Memory(b"short"), 0, 9)), folder / "other")
     assert os.listdir(folder) == ["out"]
 
 
@@ -368,13 +350,6 @@ def test_DS_04_no_space_is_known_before_anything_is_written(
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
     with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, but 5,000 are free"):
         publish(copy_plan(source), folder / "out.pt")
-
-
-def test_DS_07_an_input_that_cannot_be_read(source: LocalFile, folder: Path) -> None:
-    plan = file_plan(Range(Memory(DATA), 0, len(DATA)), Range(Memory(b"short"), 0, 10))
-    with pytest.raises(TruncatedError):
-        publish(plan, folder / "out.pt")
-    assert os.listdir(folder) == []
 
 
 def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(
@@ -583,14 +558,10 @@ def test_TM_04_bytes_that_are_read_twice_count_once(
 def test_what_a_plan_refers_to() -> None:
     one, other = Memory(bytes(1000)), Memory(bytes(1000))
     inflated = Derived(Inflate(), (Range(one, 900, 10),), 5000)
-    assert preflight.referenced(file_plan(b"literal")) == 0
-    assert (
-        preflight.referenced(
-            file_plan(Range(one, 0, 10), Range(other, 0, 10), Checksummed(Range(one, 5, 10), 0))
-        )
-        == 25
-    )
+    two = (Range(one, 0, 10), Range(other, 0, 10), Checksummed(Range(one, 5, 10), 0))
     slices = (Derived(Slice(0), (inflated,), 10), Derived(Slice(10), (inflated,), 10))
+    assert preflight.referenced(file_plan(b"literal")) == 0
+    assert preflight.referenced(file_plan(*two)) == 25
     assert preflight.referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
 
 
@@ -600,3 +571,83 @@ def test_a_cast_to_wider_elements_is_no_bomb(source: LocalFile, folder: Path) ->
     )
     publish(file_plan(wide), folder / "out.pt")
     assert (folder / "out.pt").stat().st_size == 8 * source.size
+
+
+# disks that fail at the very end, folders that cannot be synced
+
+
+def no_sync(monkeypatch: pytest.MonkeyPatch, number: int, folders: bool) -> None:
+    """From now on fsync fails so, for folders or for files."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode) == folders:
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_a_name_that_may_not_be_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is there, whole, and the error says so."""
+    no_sync(monkeypatch, errno.EIO, folders=True)
+    with pytest.raises(
+        OutputError, match="is written, but may not survive a power failure: Input/output error"
+    ) as found:
+        publish(file_plan(b"new"), tmp_path / "out.pt", durable=True)
+    assert found.value.where == str(tmp_path / "out.pt")
+    assert os.listdir(tmp_path) == ["out.pt"] and (tmp_path / "out.pt").read_bytes() == b"new"
+
+
+def test_bytes_that_may_not_be_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_sync(monkeypatch, errno.EIO, folders=False)
+    with pytest.raises(OutputError, match="cannot be written: Input/output error"):
+        publish(file_plan(b"new"), tmp_path / "out.pt", durable=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.EBADF])
+def test_a_file_system_that_cannot_sync_folders(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_sync(monkeypatch, number, folders=True)
+    publish(file_plan(b"new"), tmp_path / "out.pt", durable=True)
+    folder = Plan((OutputFile("a", (b"1",)), OutputFile("b", (b"2",))))
+    publish(folder, tmp_path / "out", durable=True)
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.pt"] and sorted(
+        os.listdir(tmp_path / "out")
+    ) == ["a", "b"]
+
+
+def test_nothing_is_synced_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        publishing.sync(str(tmp_path / "missing"))
+    monkeypatch.setattr(publishing, "os", SimpleNamespace(name="nt"))
+    publishing.sync(str(tmp_path / "missing"))
+
+
+def test_the_journal_of_a_file_that_is_replaced_goes_with_it(tmp_path: Path) -> None:
+    """The edit that it would undo is gone with the file; the journal of another file stays."""
+    for name in ("out.pt", "other.pt"):
+        (tmp_path / name).write_bytes(b"old")
+        Path(journal_path(tmp_path / name)).write_bytes(b"ckptkit journal 1\n")
+    publish(file_plan(b"new"), tmp_path / "out.pt", force=True)
+    assert (tmp_path / "out.pt").read_bytes() == b"new"
+    assert not os.path.lexists(journal_path(tmp_path / "out.pt"))
+    assert os.path.lexists(journal_path(tmp_path / "other.pt"))
+
+
+def test_a_journal_that_somebody_else_began_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "out.pt"
+    journal = Path(journal_path(path))
+    path.write_bytes(b"old")
+    journal.write_bytes(b"one")
+
+    def begin(count: int, total: int) -> None:
+        (tmp_path / "another").write_bytes(b"two")
+        (tmp_path / "another").replace(journal)
+
+    publish(file_plan(b"new"), path, force=True, progress=begin)
+    assert path.read_bytes() == b"new" and journal.read_bytes() == b"two"

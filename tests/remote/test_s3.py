@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.options import Options
 from ckptkit.formats.distributed.llama import PARAMS
-from tests.conftest import Run
+from tests.conftest import COMMAND, Run
 
 s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
@@ -99,12 +98,15 @@ def url(store: Any, tmp_path: Path) -> str:
     return put(store, tmp_path / "run.pth")
 
 
-def test_commands(url: str, s3_run: Run, tmp_path: Path) -> None:
+def test_commands(url: str, store: Any, s3_run: Run, tmp_path: Path) -> None:
     done = s3_run("inspect", "--json", url)
     assert json.loads(done.stdout)["files"][0]["totals"]["tensor_count"] == 2, done.stderr
-    done = s3_run("strip-module", url, "out.safetensors", cwd=tmp_path)
-    assert done.code == 0, done.stderr
+    for out in ("out.safetensors", f"s3://{BUCKET}/out.safetensors"):
+        done = s3_run("strip-module", url, out, cwd=tmp_path)
+        assert done.code == 0 and f"wrote {out}" in done.stdout, done.stderr
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])
+    store.invalidate_cache()
+    assert store.cat(f"{BUCKET}/out.safetensors") == (tmp_path / "out.safetensors").read_bytes()
 
 
 def test_few_bytes_are_fetched(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,27 +128,11 @@ def test_few_bytes_are_fetched(store: Any, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_of_shards(store: Any, tmp_path: Path, s3_run: Run) -> None:
-    for number, name in enumerate("ab", 1):
-        save_file(
-            {name: torch.full((3,), float(number))},
-            tmp_path / f"model-{number:05}-of-00002.safetensors",
-        )
-    places = {
-        name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate("ab", 1)
-    }
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    for file in tmp_path.iterdir():
-        put(store, file, f"shards/{file.name}")
-    for url in (
-        f"s3://{BUCKET}/shards",
-        f"s3://{BUCKET}/shards/",
-        f"s3://{BUCKET}/shards/model.safetensors.index.json",
-    ):
-        loaded = ckptkit.load(url)
-        assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
-            "a": [1, 1, 1],
-            "b": [2, 2, 2],
-        }
+    ckptkit.save(state(), tmp_path / "shards", format="sharded", shard_size=9_000)
+    store.put(str(tmp_path / "shards"), f"{BUCKET}/shards", recursive=True)
+    for end in ("", "/", "/model.safetensors.index.json"):
+        loaded = ckptkit.load(f"s3://{BUCKET}/shards{end}")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
     done = s3_run("inspect", f"s3://{BUCKET}/shards")
     assert done.code == 0, done.stderr
 
@@ -214,17 +200,6 @@ def said(url: str, ck: ckptkit.Checkpoint) -> str:
 
 
 class TestUpload:
-    def test_what_arrives(self, url: str, store: Any, s3_run: Run, tmp_path: Path) -> None:
-        out = f"s3://{BUCKET}/out.safetensors"
-        done = s3_run("strip-module", url, out)
-        assert done.code == 0, done.stderr
-        assert f"wrote {out}" in done.stdout
-        store.invalidate_cache()
-        store.get(f"{BUCKET}/out.safetensors", str(tmp_path / "out.safetensors"))
-        assert torch.equal(
-            load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"]
-        )
-
     def test_checksums_come_first(self, store: Any, tmp_path: Path) -> None:
         """A .pth out of a file without checksums: they stand before the bytes that they are of."""
         save_file(state(), tmp_path / "in.safetensors")
@@ -264,9 +239,9 @@ class TestUpload:
         store.pipe(f"{BUCKET}/out.pth", b"what was there")
         with pytest.raises(OutputError):
             ckptkit.save(ck, f"s3://{BUCKET}/out.pth", force=True)
-        store.invalidate_cache()
         assert store.cat(f"{BUCKET}/out.pth") == b"what was there"
-        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+        store.rm(f"{BUCKET}/out.pth")
+        assert_nothing(store)
 
     def test_refusals(self, url: str, store: Any, tmp_path: Path, s3_run: Run) -> None:
         ck = ckptkit.open(url)
@@ -280,6 +255,17 @@ class TestUpload:
         with pytest.raises(UsageError, match="cannot verify"):
             ckptkit.save(ck, f"s3://{BUCKET}/other.pth", verify=True)
         assert s3_run("remap", "--to", "cpu", url, f"s3://{BUCKET}/there.pth").code == 2
+
+
+def save_shards(ck: ckptkit.Checkpoint, name: str = "out", **options: Any) -> None:
+    ckptkit.save(ck, f"s3://{BUCKET}/{name}", format="sharded", options=SHARDS, **options)
+
+
+def assert_nothing(store: Any) -> None:
+    """No object, and no upload that is not finished."""
+    store.invalidate_cache()
+    assert not store.find(BUCKET)
+    assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
 
 
 class TestFolders:
@@ -298,17 +284,11 @@ class TestFolders:
         self, format: str, index: str, shards: Path, store: Any, tmp_path: Path
     ) -> None:
         ck = ckptkit.open(shards)
-        options = SHARDS if format == "sharded" else Options()
         told: list[int] = []
         url = f"s3://{BUCKET}/out"
-        ckptkit.save(
-            ck,
-            url,
-            format=format,
-            options=options,
-            progress=lambda count, total: told.append(count),
-        )
-        ckptkit.save(ck, tmp_path / "local", format=format, options=options)
+        options = replace(SHARDS, format=format, progress=lambda count, total: told.append(count))
+        ckptkit.save(ck, url, options)
+        ckptkit.save(ck, tmp_path / "local", replace(options, progress=None))
         store.invalidate_cache()
         local = {str(path.relative_to(tmp_path / "local")): path.read_bytes()
                  for path in (tmp_path / "local").rglob("*") if path.is_file()}  # fmt: skip
@@ -322,17 +302,6 @@ class TestFolders:
         assert ckptkit.open(url).weights["layer.5"].numpy().tobytes() == (
             torch.load(shards)["layer.5"].numpy().tobytes()
         )
-
-    def test_the_command(self, shards: Path, store: Any, s3_run: Run) -> None:
-        done = s3_run(
-            "convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--shard-size", "6MB"
-        )
-        assert done.code == 0, done.stderr
-        store.invalidate_cache()
-        assert f"{BUCKET}/new/model.safetensors.index.json" in store.ls(f"{BUCKET}/new")
-        again = s3_run("convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--force")
-        assert again.code == 2
-        assert "exists" in again.stderr
 
     def test_the_index_is_finished_last(
         self, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
@@ -350,38 +319,39 @@ class TestFolders:
         ckptkit.save(ck, f"s3://{BUCKET}/out", format="dcp")
         assert finished[-1] == ".metadata"
         finished.clear()
-        ckptkit.save(ck, f"s3://{BUCKET}/o2", format="sharded", options=SHARDS)
+        save_shards(ck, "o2")
         assert len(finished) == 4
         assert finished[-1] == "model.safetensors.index.json"
 
-    @pytest.mark.parametrize("after", [0, 1, 5, 6])
+    @pytest.mark.parametrize(
+        ("method", "after"),
+        [*(("_upload_chunk", n) for n in (0, 1, 5, 6)), *(("commit", n) for n in range(4))],
+    )
     def test_a_failure_leaves_nothing(
-        self, after: int, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+        self, method: str, after: int, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """After some parts of some files: no object, and no upload that is not finished."""
+        """After some parts of some files, or some finished files: no object, and no upload that is
+        not finished."""
         ck = ckptkit.open(shards)
         left = iter(range(after))
-        upload = s3fs.S3File._upload_chunk
+        real = getattr(s3fs.S3File, method)
 
-        def failing(file: Any, final: bool = False) -> Any:
+        def failing(file: Any, *args: Any, **options: Any) -> Any:
             if next(left, None) is None:
                 raise ConnectionError("cut")
-            return upload(file, final)
+            return real(file, *args, **options)
 
-        monkeypatch.setattr(s3fs.S3File, "_upload_chunk", failing)
+        monkeypatch.setattr(s3fs.S3File, method, failing)
         with pytest.raises(OutputError):
-            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
-        store.invalidate_cache()
-        assert not store.find(BUCKET)
-        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+            save_shards(ck)
+        assert_nothing(store)
 
     def test_an_input_that_changes_leaves_nothing(self, shards: Path, store: Any) -> None:
         ck = ckptkit.open(shards)
         os.utime(shards, ns=(1, 1))
         with pytest.raises(InputChangedError):
-            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
-        store.invalidate_cache()
-        assert not store.find(BUCKET)
+            save_shards(ck)
+        assert_nothing(store)
 
     @pytest.mark.parametrize("format", ["sharded", "sharded-bin", "dcp", "llama-parts"])
     def test_a_kill_at_any_request_leaves_nothing_or_all(
@@ -437,45 +407,24 @@ class TestFolders:
         }
         assert {*states[first:]} == {"whole"}
 
-    @pytest.mark.parametrize("after", range(4))
-    def test_a_file_that_cannot_be_finished_takes_the_others_with_it(
-        self, after: int, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        left = iter(range(after))
-        commit = s3fs.S3File.commit
-
-        def failing(file: Any) -> None:
-            if next(left, None) is None:
-                raise ConnectionError("cut")
-            commit(file)
-
-        monkeypatch.setattr(s3fs.S3File, "commit", failing)
-        with pytest.raises(OutputError):
-            ckptkit.save(
-                ckptkit.open(shards), f"s3://{BUCKET}/out", format="sharded", options=SHARDS
-            )
-        store.invalidate_cache()
-        assert not store.find(BUCKET)
-        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
-
     def test_only_what_was_cut_off_is_replaced(self, shards: Path, store: Any) -> None:
         """With --force: not a whole output, nor files that this output would not have."""
         ck = ckptkit.open(shards)
         index = f"{BUCKET}/out/model.safetensors.index.json"
-        ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+        save_shards(ck)
         with pytest.raises(OutputExistsError, match="exists"):
-            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+            save_shards(ck, force=True)
         store.rm(index)
         store.pipe(f"{BUCKET}/out/notes", b"mine")
         with pytest.raises(OutputExistsError, match="exists"):
-            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+            save_shards(ck, force=True)
         store.rm(f"{BUCKET}/out/notes")
         with pytest.raises(
             OutputExistsError, match="contains 3 of 4 files of an interrupted upload"
         ) as caught:
-            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+            save_shards(ck)
         assert caught.value.hint == "force=True replaces them"
-        ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+        save_shards(ck, force=True)
         store.invalidate_cache()
         assert store.exists(index)
 
@@ -483,18 +432,8 @@ class TestFolders:
     def test_a_kill_leaves_nothing_or_all(
         self, delay: float, shards: Path, store: Any, account: dict[str, str]
     ) -> None:
-        words = [
-            "convert",
-            shards,
-            f"s3://{BUCKET}/out",
-            "--format",
-            "sharded",
-            "--shard-size",
-            "6MB",
-        ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ckptkit", *map(str, words)], env={**os.environ, **account}
-        )
+        words = ("convert", str(shards), f"s3://{BUCKET}/out", "--shard-size", "6MB")
+        process = subprocess.Popen([*COMMAND, *words], env={**os.environ, **account})
         time.sleep(0.6 + delay)
         process.kill()
         process.wait()
