@@ -5,7 +5,7 @@ Each public name is imported on first use, so ``import ckptkit`` itself is fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core import __version__, hooks
@@ -58,35 +58,21 @@ if TYPE_CHECKING:
 
     open = open_checkpoint
 
-# The module of each public name. `edits.PUBLIC` contains the modules of edits.
+# The public names of each module. `edits.PUBLIC` contains the modules of edits.
 _PLACES = {
-    "Checkpoint": "core.checkpoint",
-    "CkptkitError": "core.errors",
-    "Options": "core.options",
-    "Storage": "core.tensor",
-    "Tensor": "core.tensor",
-    "apply_delta": "deltas",
-    "check_lora": "lora.check",
-    "convert": "api",
-    "convert_lora": "lora.writing",
-    "delta": "deltas",
-    "diff": "run.comparing",
-    "digest": "analysis.reports",
-    "doctor": "diagnosis.diagnose",
-    "extract_lora": "lora.writing",
-    "inspect": "analysis.reports",
-    "load": "loading",
-    "load_into": "loading",
-    "merge_lora": "lora.merge",
-    "open": "api",
-    "recover": "api",
-    "resize_lora": "lora.writing",
-    "save": "api",
-    "scan": "analysis.reports",
-    "squash_delta": "deltas",
-    "stats": "analysis.reports",
-    "verify": "analysis.reports",
-    "verify_delta": "deltas",
+    "analysis.reports": ("digest", "inspect", "scan", "stats", "verify"),
+    "api": ("convert", "open", "recover", "save"),
+    "core.checkpoint": ("Checkpoint",),
+    "core.errors": ("CkptkitError",),
+    "core.options": ("Options",),
+    "core.tensor": ("Storage", "Tensor"),
+    "deltas": ("apply_delta", "delta", "squash_delta", "verify_delta"),
+    "diagnosis.diagnose": ("doctor",),
+    "loading": ("load", "load_into"),
+    "lora.check": ("check_lora",),
+    "lora.merge": ("merge_lora",),
+    "lora.writing": ("convert_lora", "extract_lora", "resize_lora"),
+    "run.comparing": ("diff",),
 }
 
 # Each name is written out, because type checkers do not evaluate expressions in ``__all__``.
@@ -139,92 +125,45 @@ __all__ = [
 ]
 
 
-def _open_checkpoint(source: Any) -> Checkpoint:
-    from ckptkit.api import open_checkpoint
-
-    return open_checkpoint(source)
-
-
-def _with_value(checkpoint: Checkpoint, path: str, value: object) -> Checkpoint:
-    from ckptkit.edits.structure import with_value
-
-    return with_value(checkpoint, path, value)
-
-
-def _drop_entry(checkpoint: Checkpoint, path: str) -> Checkpoint:
-    from ckptkit.edits.structure import drop_entry
-
-    return drop_entry(checkpoint, path)
+# The functions of `hooks`, and their modules. The modules import `core`, so `core` cannot import
+# them.
+_HOOKS = {
+    "drop_entry": "edits.structure",
+    "elements": "compute.torch_bridge",
+    "html": "views.notebook",
+    "lora_hint": "lora.merge",
+    "map_weights": "edits.elements",
+    "numpy": "compute.torch_bridge",
+    "open_checkpoint": "api",
+    "pickles": "scanning.find",
+    "torch_tensor": "compute.torch_bridge",
+    "with_value": "edits.structure",
+}
 
 
-def _map_weights(
-    checkpoint: Checkpoint, function: Callable[..., Any], keys: str | Iterable[str]
-) -> Checkpoint:
-    from ckptkit.edits.elements import map_weights
-
-    return map_weights(checkpoint, function, keys)
+def _hook(name: str) -> Callable[..., Any]:
+    """Return a function that calls the hook `name`. The first call imports the module."""
+    return lambda *args, **named: _imported(_HOOKS[name], name)(*args, **named)
 
 
-def _numpy(tensor: Tensor) -> Any:
-    from ckptkit.compute.torch_bridge import numpy
-
-    return numpy(tensor)
-
-
-def _elements(tensor: Tensor, index: object) -> Any:
-    from ckptkit.compute.torch_bridge import elements
-
-    return elements(tensor, index)
-
-
-def _torch_tensor(tensor: Tensor, device: object) -> Any:
-    from ckptkit.compute.torch_bridge import torch_tensor
-
-    return torch_tensor(tensor, device)
-
-
-def _html(value: object) -> str:
-    from ckptkit.views.notebook import html
-
-    return html(value)
-
-
-def _pickles_inside(source: Any) -> Any:
-    from ckptkit.scanning.find import pickles
-
-    return pickles(source, inside=True)
-
-
-def _lora_hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
-    from ckptkit.lora.merge import hint
-
-    return hint(adapter, others)
-
-
-# The functions import their rooms on first use. The rooms of these functions import `core`, so
-# `core` cannot import these rooms.
-hooks.open_checkpoint = _open_checkpoint
-hooks.with_value = _with_value
-hooks.drop_entry = _drop_entry
-hooks.map_weights = _map_weights
-hooks.numpy = _numpy
-hooks.elements = _elements
-hooks.torch_tensor = _torch_tensor
-hooks.html = _html
-hooks.pickles_inside = _pickles_inside
-hooks.lora_hint = _lora_hint
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+def _imported(module: str, name: str) -> Any:
     from importlib import import_module
 
+    return getattr(import_module(f"ckptkit.{module}"), name)
+
+
+for _name in _HOOKS:
+    setattr(hooks, _name, _hook(_name))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from ckptkit import edits
 
-    module = _PLACES.get(name) or edits.PUBLIC[name]
-    attribute = "open_checkpoint" if name == "open" else name
-    return getattr(import_module(f"ckptkit.{module}"), attribute)
+    found = (module for module, names in _PLACES.items() if name in names)
+    module = next(found, None) or edits.PUBLIC[name]
+    return _imported(module, "open_checkpoint" if name == "open" else name)
 
 
 def __dir__() -> list[str]:

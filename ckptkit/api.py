@@ -308,7 +308,7 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
     if patch is not None:
         from ckptkit.publish import in_place
 
-        done = in_place.apply(patch, options)
+        done = in_place.apply_all((patch,), options)
         written = None if options.dry_run else done
         return Conversion(checkpoint, patch, chosen.name, patch.base.name, written)
     if os.path.islink(path):

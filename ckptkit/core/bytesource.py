@@ -144,8 +144,10 @@ class ByteSource(ABC):
         ranges together. A local source does nothing.
         """
 
-    def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
+    def check_unchanged(self) -> None:
         """Raise InputChangedError if the bytes changed since the source was opened."""
+        if self.whole is not None:
+            self.whole.check_unchanged()
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
         """Return the folder and the name of this file. Return None if the file has no folder."""
@@ -180,10 +182,6 @@ class Memory(ByteSource):
     def __reduce__(self) -> tuple[object, ...]:
         return Memory, (bytes(self.data), self.name)
 
-    def check_unchanged(self) -> None:
-        if self.whole is not None:
-            self.whole.check_unchanged()
-
     def folder_and_name(self) -> tuple[Folder, str] | None:
         """Return the folder and name of the compressed file that contained the bytes."""
         return None if self.whole is None else self.whole.folder_and_name()
@@ -208,9 +206,6 @@ class Section(ByteSource):
 
     def _read(self, offset: int, length: int) -> bytes:
         return self.whole.read(self.offset + offset, length)
-
-    def check_unchanged(self) -> None:
-        self.whole.check_unchanged()
 
     def __reduce__(self) -> tuple[object, ...]:
         return Section, (self.whole, self.offset, self.size)

@@ -167,7 +167,7 @@ def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoi
     return merge_lora(base, adapter, weights=[weight])
 
 
-def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
+def lora_hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
     """Return a hint with the command that merges `adapter` into the base model in `others`.
 
     If the merge is impossible, return a hint that names a help page.

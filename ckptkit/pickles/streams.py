@@ -232,7 +232,7 @@ def check_no_calls(value: Node) -> None:
 
 
 def _is_proved(source: ByteSource) -> bool:
-    for seen in hooks.pickles_inside(source):
+    for seen in hooks.pickles(source, inside=True):
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved
         if unproved or (isinstance(seen, Program) and seen.files):
             return False

@@ -57,7 +57,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BytesIO
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptkit.compute.lazy import np
 from ckptkit.core.bytesource import JOURNAL, LocalFile, file_of, identity_of, journal_path
@@ -69,7 +69,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.options import DEFAULT, Options, made
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
@@ -112,26 +112,19 @@ def can_patch(path: str) -> bool:
     return is_own and can_write and len(os.fsencode(journal)) <= NAME_MAX
 
 
-def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
-    """Apply `patch` to the file `patch.base`. `changes` override `options`.
-
-    With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
-    the end. With ``dry_run``, `apply` only makes the checks and writes nothing. Raises
-    InputChangedError if the file changed after it was read. `apply` raises OutputError if a write
-    fails, and VerifyError if ``verify`` finds a wrong byte. After such an error, the file has its
-    old bytes.
-    """
-    return apply_all((patch,), made(options, changes))
-
-
 def apply_all(
     patches: Sequence[Patch], options: Options = DEFAULT, then: tuple[str, str] | None = None
 ) -> Published:
-    """Apply patches to several files of a folder. If the edit is interrupted, `recover` undoes all
-    patches.
+    """Apply patches to one file, or to several files of a folder.
 
-    `then` is the path and content of a small file in the folder. The file `then` is written after
-    all patches are applied. See `apply` for the options and errors.
+    If the edit is interrupted, `recover` undoes all patches. `then` is the path and content of a
+    small file in the folder. The file `then` is written after all patches are applied.
+
+    With ``verify``, the written bytes are read again and compared. ``progress`` is called once at
+    the end. With ``dry_run``, `apply_all` only makes the checks and writes nothing. Raises
+    InputChangedError if a file changed after it was read. `apply_all` raises OutputError if a write
+    fails, and VerifyError if ``verify`` finds a wrong byte. After such an error, the files have
+    their old bytes.
     """
     bases = [patch.base for patch in patches]
     group = tuple(os.path.basename(base.path) for base in bases) if len(bases) > 1 else ()
@@ -543,44 +536,34 @@ def _old(patch: Patch, edit: Edit) -> bytes:
     return patch.base.read(start, stop - start)
 
 
-class _Header(NamedTuple):
-    """The JSON line of a journal. `stop` is the offset after the line."""
-
-    inode: int
-    before: int
-    after: int
-    breaks: list[int]  # offset and length
-    rows: list[list[int]]  # for each span: its offset, and the lengths of its parts
-    group: tuple[str, ...]
-    then: tuple[str, str] | None
-    stop: int
-
-
 def parse(data: bytes) -> Journal:
     """Parse the bytes of a journal file. Raises FormatError for an invalid or incomplete
     journal."""
     import hashlib
 
-    known = _header(data, len(data))
+    known, rows, start = _header(data, len(data))
     if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise FormatError(_NOT_WHOLE)
-    body = BytesIO(data[known.stop : -_DIGEST])
-    place, length = known.breaks
+    body = BytesIO(data[start:-_DIGEST])
+    (place, length), *others = rows
     breaks, spans = Edit(place, body.read(length)), []
-    for offset, *lengths in known.rows:
+    for offset, *lengths in others:
         *positions, before_edit, after_edit = map(body.read, lengths)
         spans.append(JournalSpan(offset, before_edit, after_edit, *positions))
-    before, after = known.before, known.after
     ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
     ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
+    before, after = known.before, known.after
     # If the file shrinks, the journal must contain the bytes that are cut off.
     if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
-    return Journal(known.inode, before, after, breaks, tuple(spans), known.group, known.then)
+    return known._replace(breaks=breaks, spans=tuple(spans))
 
 
-def _header(data: bytes, size: int) -> _Header:
+def _header(data: bytes, size: int) -> tuple[Journal, list[list[int]], int]:
     """Parse the JSON line of a journal of `size` bytes. `data` may end after the line.
+
+    Return the journal without its spans, the offset and the lengths of `breaks` and of each span,
+    and the offset after the line.
 
     Raises FormatError for a number that is not a valid offset or length, for lengths that do not
     add up to `size`, and for a name outside the folder. `_trusted` calls this function before it
@@ -609,7 +592,8 @@ def _header(data: bytes, size: int) -> _Header:
     held = breaks[1] + sum(sum(row[1:]) for row in rows)
     if is_odd or end + 1 + held + _DIGEST != size or size > LARGEST:
         raise FormatError(_NOT_WHOLE)
-    return _Header(inode, before, after, breaks, rows, group, then, end + 1)
+    known = Journal(inode, before, after, Edit(breaks[0], b""), (), group, then)
+    return known, [breaks, *rows], end + 1
 
 
 def _counts(values: list[object], count: int) -> list[int]:

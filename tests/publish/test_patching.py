@@ -369,7 +369,7 @@ def test_DS_03_power_cut_at_every_step(
         disk.sync()
 
     monkeypatch.setattr(editing, "_write", write)
-    editing.apply(patch)
+    editing.apply_all((patch,))
     monkeypatch.undo()
     assert same(load(path), "module.")  # it was not written to
     found = set()
@@ -562,7 +562,7 @@ def test_changed_since_it_was_read(tmp_path: Path) -> None:
     torch.save({"epoch": 4}, path)
     saved = path.read_bytes()
     with pytest.raises(InputChangedError):
-        editing.apply(patch)
+        editing.apply_all((patch,))
     assert path.read_bytes() == saved
 
 
