@@ -18,58 +18,20 @@ import torch
 from fixtures.making.devices import simulated_cuda
 
 NUMBERS = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "bool",
-    "complex128",
-    "complex64",
-    "complex32",
-]
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint8", "uint16",
+    "uint32", "uint64", "bool", "complex128", "complex64", "complex32",
+]  # fmt: skip
 # Torch can neither read types without a typed storage from a legacy stream, nor swap their bytes.
 TYPED = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex128",
-    "complex64",
-]
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "complex128", "complex64",
+]  # fmt: skip
 KINDS = ("state_dict", "wrapped", "wrapped", "module", "nameless", "tree", "optimizer", "tensor")
 WORDS = (
-    "a",
-    "weight",
-    "läyer",
-    "x.y",
-    "",
-    "new\nline",
-    "0",
-    "\U0001f600",
-    "module.",
-    "_orig_mod.module.",
-    "tab\t",
-    "é" * 90,
-)
+    "a", "weight", "läyer", "x.y", "", "new\nline", "0", "\U0001f600", "module.",
+    "_orig_mod.module.", "tab\t", "é" * 90,
+)  # fmt: skip
 KEYS = (*WORDS, 1, 0, -7, True, False, None, 2.5, (1, 2), 2**70, 1 << 63, torch.float16)
 SCALARS = (
     0, 1, -1, 255, 256, 65535, 65536, -(2**31), 2**31, 2**63, -(2**63), 10**40, True, False, None, 0.0, -0.0, 1e-310,
@@ -133,14 +95,10 @@ def make(seed: int, *, weights: bool = False) -> Made:
     trees = _Trees(random, TYPED if legacy or big_endian else NUMBERS, plain=big_endian)
     deflated = not legacy and random.random() < 0.15
     return Made(
-        trees.checkpoint(KINDS[:4] if weights else KINDS),
-        legacy,
-        random.choice((2, 2, 2, 2, 3, 4, 5)),
-        random.random() < 0.4,
-        deflated or big_endian or random.random() < 0.8,
-        deflated,
-        big_endian,
-    )
+        trees.checkpoint(KINDS[:4] if weights else KINDS), legacy,
+        random.choice((2, 2, 2, 2, 3, 4, 5)), random.random() < 0.4,
+        deflated or big_endian or random.random() < 0.8, deflated, big_endian,
+    )  # fmt: skip
 
 
 class _Trees:
@@ -171,11 +129,9 @@ class _Trees:
         )
         states = self.module() if kind == "module" else {name: self.state_dict()}
         beside = {
-            "epoch": 3,
-            "extra": self.tree(2),
-            "optimizer": self.optimizer(),
+            "epoch": 3, "extra": self.tree(2), "optimizer": self.optimizer(),
             "again": next(iter(states.values())),
-        }
+        }  # fmt: skip
         items = [
             *states.items(),
             *self.random.sample(list(beside.items()), self.random.randrange(4)),
@@ -278,19 +234,9 @@ class _Trees:
         return bits.view(dtype).reshape(shape)
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
-        kind = self.random.choice(
-            (
-                "same",
-                "same",
-                "same",
-                "transposed",
-                "sliced",
-                "expanded",
-                "parameter",
-                "grad",
-                "bits",
-            )
-        )
+        kind = self.random.choice((
+            "same", "same", "same", "transposed", "sliced", "expanded", "parameter", "grad", "bits",
+        ))  # fmt: skip
         if kind == "transposed":
             return base.permute(tuple(range(base.dim() - 1, -1, -1)))
         if kind == "sliced" and base.dim() and base.shape[0] > 1:

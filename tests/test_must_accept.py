@@ -99,14 +99,12 @@ def test_Z_06_Z_07_byte_orders(records: dict[str, bytes], tmp_path: Path) -> Non
 
 
 SHAPES = {
-    "scalar": lambda: torch.tensor(3.5),
-    "empty": lambda: torch.empty(0, 3),
+    "scalar": lambda: torch.tensor(3.5), "empty": lambda: torch.empty(0, 3),
     "odd-strides-of-nothing": lambda: torch.empty(4, 0, 3).transpose(0, 2),
     "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
-    "expanded": lambda: torch.ones(1, 2).expand(3, 2),
-    "slice": lambda: torch.arange(10.0)[3:7:2],
+    "expanded": lambda: torch.ones(1, 2).expand(3, 2), "slice": lambda: torch.arange(10.0)[3:7:2],
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -123,13 +121,9 @@ def test_Z_10_values(tmp_path: Path) -> None:
     ordered = OrderedDict(a=torch.ones(1))
     ordered._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
     value = {
-        "a": ordered,
-        "b": Counter("aab"),
-        "c": 1 - 2j,
-        "d": bytearray(b"\0\xff"),
-        "e": b"\0\xff",
+        "a": ordered, "b": Counter("aab"), "c": 1 - 2j, "d": bytearray(b"\0\xff"), "e": b"\0\xff",
         "f": {1},
-    }
+    }  # fmt: skip
     accepted(saved({"state_dict": value, "size": torch.Size([2])}, tmp_path / "a.pth"))
 
 
@@ -288,11 +282,9 @@ def test_TM_11_DS_26_what_is_not_carried_is_named(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     value = {
-        "state_dict": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "epoch": 3,
+        "state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3,
         "rng": torch.ones(5),
-    }
+    }  # fmt: skip
     path = saved(value, tmp_path / "a.pth")
     done = convert(path, tmp_path / "b.safetensors")
     said = " ".join(done.plan.notes)

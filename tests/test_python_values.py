@@ -47,21 +47,11 @@ def saved(value: object) -> bytes:
 
 
 INDICES: list[Any] = [
-    (slice(0, 3), slice(None), 4),
-    3,
-    -1,
-    (),
-    ...,
-    (..., 2),
-    (1, ..., -2),
-    (slice(None, None, 2), slice(5, 1, -2)),
-    (slice(4, 4),),
-    (slice(-100, 100), 0, 0),
-    (None, 0, slice(None), None),
-    (2, 3, 4),
-    (slice(None, None, -1), slice(None, None, -1), slice(None, None, -1)),
-    np.int64(2),
-]
+    (slice(0, 3), slice(None), 4), 3, -1, (), ..., (..., 2), (1, ..., -2),
+    (slice(None, None, 2), slice(5, 1, -2)), (slice(4, 4),), (slice(-100, 100), 0, 0),
+    (None, 0, slice(None), None), (2, 3, 4),
+    (slice(None, None, -1), slice(None, None, -1), slice(None, None, -1)), np.int64(2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES, ids=repr)
@@ -147,12 +137,7 @@ def test_numpy_of_each_dtype(name: str) -> None:
 
 def test_what_numpy_lacks_names_torch() -> None:
     ck = ckptkit.open(
-        saved(
-            {
-                "h": torch.ones(2, dtype=torch.complex32),
-                "m": torch.empty(2, device="meta"),
-            }
-        )
+        saved({"h": torch.ones(2, dtype=torch.complex32), "m": torch.empty(2, device="meta")})
     )
     with pytest.raises(TensorError) as wrong:
         ck.weights["h"].numpy()
@@ -320,29 +305,19 @@ def test_file_objects_that_are_none(file: Any) -> None:
 
 
 EVERYTHING: dict[str, Any] = {
-    "model": nn.BatchNorm1d(3).state_dict(),
-    "w": VALUES,
-    "view": VALUES[0].t(),
-    "parameter": nn.Parameter(torch.ones(2)),
-    "array": np.arange(70_000.0).reshape(7, -1),
+    "model": nn.BatchNorm1d(3).state_dict(), "w": VALUES, "view": VALUES[0].t(),
+    "parameter": nn.Parameter(torch.ones(2)), "array": np.arange(70_000.0).reshape(7, -1),
     "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
-    "big": np.arange(3, dtype=">i4").astype("=i4"),
-    "empty": np.zeros((0, 3)),
+    "big": np.arange(3, dtype=">i4").astype("=i4"), "empty": np.zeros((0, 3)),
     "scalars": [np.float64(3.5), np.int64(4), 2 + 3j, None, True, b"bytes", "text"],
     "counter": collections.Counter("abca"),
     "default": collections.defaultdict(list, a=[torch.ones(1)]),
-    "ordered": collections.OrderedDict(a=1),
-    "namespace": argparse.Namespace(lr=0.1),
-    "sparse": torch.eye(3).to_sparse(),
-    "set": {1, 2},
-    "dtype": torch.float16,
-    "device": torch.device("cpu"),
-    "size": torch.Size([2, 3]),
-    "tuple": ((1, [2]), torch.ones(2)),
-    "half": torch.ones(2, dtype=torch.bfloat16),
-    "conj": torch.tensor([1 + 2j]).conj(),
+    "ordered": collections.OrderedDict(a=1), "namespace": argparse.Namespace(lr=0.1),
+    "sparse": torch.eye(3).to_sparse(), "set": {1, 2}, "dtype": torch.float16,
+    "device": torch.device("cpu"), "size": torch.Size([2, 3]), "tuple": ((1, [2]), torch.ones(2)),
+    "half": torch.ones(2, dtype=torch.bfloat16), "conj": torch.tensor([1 + 2j]).conj(),
     "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 3, torch.qint8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*EVERYTHING, ""])
@@ -519,12 +494,9 @@ def test_weights_are_changed_by_with_value_alone() -> None:
     ck = ckptkit.open({"model": {"a.w": torch.ones(2), "b": torch.ones(2)}, "epoch": 3})
     weights: Any = ck.weights
     changes: list[Callable[[], object]] = [
-        lambda: weights.__setitem__("a.w", np.zeros(2)),
-        lambda: weights.__delitem__("b"),
-        lambda: weights.update({"c": 1}),
-        lambda: weights.pop("b"),
-        lambda: weights.clear(),
-    ]
+        lambda: weights.__setitem__("a.w", np.zeros(2)), lambda: weights.__delitem__("b"),
+        lambda: weights.update({"c": 1}), lambda: weights.pop("b"), lambda: weights.clear(),
+    ]  # fmt: skip
     for change in changes:
         with pytest.raises(TypeError, match="cannot change a checkpoint in place"):
             change()

@@ -87,9 +87,7 @@ class Values:
     machine: Machine
 
     def __init__(
-        self,
-        persistent_load: Callable[[Node], Node],
-        reducers: Mapping[tuple[str, str], Reducer],
+        self, persistent_load: Callable[[Node], Node], reducers: Mapping[tuple[str, str], Reducer]
     ) -> None:
         self.persistent = persistent_load
         self.meanings = reducers

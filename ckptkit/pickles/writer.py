@@ -97,12 +97,7 @@ class Pickled(NamedTuple):
     notes: tuple[str, ...]  # for the user
 
 
-def write_pickle(
-    root: Node,
-    persistent_id: PersistentId,
-    *,
-    objects: str = "keep",
-) -> Pickled:
+def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "keep") -> Pickled:
     """Return the pickle of a tree.
 
     `persistent_id` is a function that takes a storage and returns its persistent id, a tuple.

@@ -15,12 +15,9 @@ from typing import Any
 MODULE = "usercode"  # the name that pickles know this module by
 # Modules of packages that are not installed here: any name in them is a function or a class.
 ABSENT = (
-    "mynet.tools",
-    "torchvision.ops.misc",
-    "diffusers.utils",
-    "deepspeed.runtime.utils",
+    "mynet.tools", "torchvision.ops.misc", "diffusers.utils", "deepspeed.runtime.utils",
     "lightning.pytorch.tools",
-)
+)  # fmt: skip
 
 tell: Callable[[str], None] = print  # the sandbox puts its own in place
 wants: Callable[[str], None] = print  # likewise

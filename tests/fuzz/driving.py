@@ -173,14 +173,9 @@ def named(checkpoint: Checkpoint) -> dict[str, Facts]:
 
 def facts(tensor: Tensor) -> Facts:
     geometry = (
-        tensor.dtype.name,
-        tensor.shape,
-        tensor.stride,
-        tensor.kind,
-        tensor.layout,
-        tensor.conj,
+        tensor.dtype.name, tensor.shape, tensor.stride, tensor.kind, tensor.layout, tensor.conj,
         tensor.neg,
-    )
+    )  # fmt: skip
     return (*geometry, tensor.requires_grad, tensor.device, content(tensor))
 
 

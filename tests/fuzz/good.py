@@ -111,11 +111,9 @@ def good() -> Iterator[Any]:
                 data.BatchSampler([0], 1, False))  # fmt: skip
     one = torch.distributions
     yield from (
-        one.Normal(tensor, 1.0),
-        one.Independent(one.Normal(tensor, 1.0), 1),
-        one.Categorical(tensor),
-        one.AffineTransform(0, 1),
-    )
+        one.Normal(tensor, 1.0), one.Independent(one.Normal(tensor, 1.0), 1),
+        one.Categorical(tensor), one.AffineTransform(0, 1),
+    )  # fmt: skip
     properties = metadata.TensorProperties(torch.float32)
     chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
     stored = metadata.TensorStorageMetadata(properties, torch.Size([2]), [chunk])

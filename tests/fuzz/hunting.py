@@ -404,13 +404,11 @@ def _spots(name: tuple[str, str], attributes: Sequence[str]) -> Iterator[Spot]:
         (made(name, group("tuple", NONE, state)), [(1, 1, at) for at in inside]),
         (call(named("builtins", "list"), whole), [(1, 1, at) for at in inside]),
         (group("set", whole, whole), [(at, 1, each) for at in (0, 1) for each in inside]),
-        (made(name, NONE), [(1,)]),
-        (made(name, two), [(1, 0), (1, 1)]),
-        (changed(new, "append", NONE), [(1,)]),
-        (changed(new, "additems", NONE), [(1,)]),
+        (made(name, NONE), [(1,)]), (made(name, two), [(1, 0), (1, 1)]),
+        (changed(new, "append", NONE), [(1,)]), (changed(new, "additems", NONE), [(1,)]),
         (changed(new, "setitem", NONE, NONE), [(1,), (2,)]),
         (("new", None, (named(*name), NONE, NONE)), [(1,), (2,)]),
-    )
+    )  # fmt: skip
     yield from (Spot(Composition(node), tuple(paths)) for node, paths in ways if paths)
 
 

@@ -45,11 +45,8 @@ PROBE = named("usercode", "Probe")
 COMMAND = const("canary")
 EVIL = b"\x80\x02cusercode\nfire\n)R."
 DECOYS = (
-    ("builtins", "dict"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("torch", "float32"),
-)
+    ("builtins", "dict"), ("collections", "OrderedDict"), ("builtins", "set"), ("torch", "float32"),
+)  # fmt: skip
 _HOSTILE = """
     os.system os.popen os.remove os.mkdir os.environ.update os.putenv posix.system subprocess.Popen
     builtins.exec builtins.eval builtins.compile builtins.__import__ builtins.open builtins.getattr
@@ -109,26 +106,9 @@ _ATTRIBUTES = """
 """
 ATTRIBUTES = tuple(_ATTRIBUTES.split())
 NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    -1,
-    8,
-    64,
-    255,
-    4096,
-    2**31 - 1,
-    -(2**31),
-    2**40,
-    2**63 - 1,
-    2**63,
-    2**70,
-    -2,
-    10**12,
-    0.5,
-    float("nan"),
-)
+    0, 1, 2, 3, -1, 8, 64, 255, 4096, 2**31 - 1, -(2**31), 2**40, 2**63 - 1, 2**63, 2**70, -2,
+    10**12, 0.5, float("nan"),
+)  # fmt: skip
 TEXTS = (
     "", "a", "keys", "params", "fire", "O", "i8", "O8", "i4,f8", "(2,3)f4", "V8", "M8", "m8[ns]", "datetime64[D]", "x=1",
     "latin1", "rot13", "zlib", "idna", "unicode_escape", "MT19937", "PCG64", "cpu", "cuda", "meta", "mkldnn:0", "strided",
@@ -155,28 +135,17 @@ def pair(key: Node, value: Node) -> Node:
     return group("list", group("tuple", key, value))
 
 
-_STORED = (
-    "binpersid",
-    None,
-    (
-        group(
-            "tuple", const("storage"), named("torch", "FloatStorage"), *map(const, ("0", "cpu", 64))
-        ),
-    ),
-)
+_STORED = ("binpersid", None, (group(
+    "tuple", const("storage"), named("torch", "FloatStorage"), *map(const, ("0", "cpu", 64)),
+),))  # fmt: skip
 TENSOR = call(named("torch._utils", "_rebuild_tensor_v2"), _STORED, const(0), group("tuple", const(2)), group("tuple", const(1)),
               const(False), call(named("collections", "OrderedDict")))  # fmt: skip
 
 
 HOOKS_OF_VALUES = (
-    "__class__",
-    "__call__",
-    "__setattr__",
-    "__getattribute__",
-    "__reduce_ex__",
-    "__init__",
+    "__class__", "__call__", "__setattr__", "__getattribute__", "__reduce_ex__", "__init__",
     "__get__",
-)
+)  # fmt: skip
 
 
 class Material:
@@ -307,12 +276,9 @@ class Material:
             hooks = call(named("collections", "OrderedDict"))
             tensor = self.one((TENSOR, call(named("torch", "Tensor"))))
             return call(
-                named("torch._utils", "_rebuild_parameter_with_state"),
-                tensor,
-                const(False),
-                hooks,
+                named("torch._utils", "_rebuild_parameter_with_state"), tensor, const(False), hooks,
                 state,
-            )
+            )  # fmt: skip
         if kind == "t":
             return changed(
                 call(named("torch.torch_version", "TorchVersion"), const("1")), "build", state
@@ -366,11 +332,9 @@ class Material:
     def storage(self, depth: int) -> Node:
         """A storage of an odd type, under an odd key, that is somewhere odd; the rest is as it should be."""
         parts = [
-            named("torch", self.one(("FloatStorage", "ByteStorage"))),
-            const("0"),
-            const("cpu"),
+            named("torch", self.one(("FloatStorage", "ByteStorage"))), const("0"), const("cpu"),
             const(self.one((0, 4))),
-        ]
+        ]  # fmt: skip
         at = self.random.randrange(4)
         parts[at] = (
             self.odd(depth - 1) if at < 2 else self.carrier(self.one(ATTRIBUTES), self.function())
@@ -392,30 +356,22 @@ class Material:
 
     def late(self, depth: int) -> Node:
         """An object that gets a hook by its state, and what calls the hook."""
-        name, kind = self.one(
-            (
-                ("__setstate__", "build"),
-                ("append", "append"),
-                ("extend", "appends"),
-                ("add", "additems"),
-            )
-        )
+        name, kind = self.one((
+            ("__setstate__", "build"), ("append", "append"), ("extend", "appends"),
+            ("add", "additems"),
+        ))  # fmt: skip
         return changed(self.carrier(name, self.function()), kind, self.odd(depth - 1))
 
     def changing(self, depth: int) -> Node:
         """A value that is changed after it was used."""
         target = self.any(
-            lambda: group("list"),
-            mapping,
-            lambda: self.called(depth - 1),
+            lambda: group("list"), mapping, lambda: self.called(depth - 1),
             lambda: self.carrier(self.one(ATTRIBUTES), self.plain()),
-        )
+        )  # fmt: skip
         user = self.any(
-            lambda: HELD,
-            lambda: self.container(HELD),
-            lambda: self.calling(self.name(), HELD),
+            lambda: HELD, lambda: self.container(HELD), lambda: self.calling(self.name(), HELD),
             lambda: self.pairs(self.plain(), HELD),
-        )
+        )  # fmt: skip
         kind, _, (_, *values) = self.step(NONE, depth)
         return aliased(target, user, kind, *values)
 
@@ -453,11 +409,9 @@ class Material:
             : self.one((7, 8, 8, 8, 8))
         ]
         plain = call(
-            named("numpy", "dtype"),
-            const(self.one(("O8", "O8", "M8", "V8", "i8"))),
-            const(False),
+            named("numpy", "dtype"), const(self.one(("O8", "O8", "M8", "V8", "i8"))), const(False),
             const(True),
-        )
+        )  # fmt: skip
         dtype = changed(plain, "build", group("tuple", *parts))
         if depth % 2:
             return dtype

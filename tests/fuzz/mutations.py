@@ -11,20 +11,9 @@ NUMBERS = (0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 255, 256, 0xFFFF, 0x7FFFFFFF,
 DIGITS = [*b"0 -1 1 9 64 65 1e9 18446744073709551616 00 007777777777".split(), b"9" * 40]
 # The ways, the common ones twice.
 WAYS = (
-    "flip",
-    "flip",
-    "byte",
-    "number",
-    "number",
-    "nudge",
-    "cut",
-    "end",
-    "copy",
-    "splice",
-    "token",
-    "token",
-    "digits",
-)
+    "flip", "flip", "byte", "number", "number", "nudge", "cut", "end", "copy", "splice", "token",
+    "token", "digits",
+)  # fmt: skip
 
 
 def mutated(random: Random, seeds: Sequence[bytes], tokens: Sequence[bytes] = ()) -> bytes:

@@ -106,11 +106,9 @@ def _tensor(choices: Choices, depth: int) -> Node:
         kind = choices.choice(tuple(CLASSES))
     numel = STORAGES[key] // CLASSES[kind] if choices.random() < 0.97 else 2**31
     parts = (
-        const("storage"),
-        named("torch", f"{kind}Storage"),
-        const(key),
+        const("storage"), named("torch", f"{kind}Storage"), const(key),
         const(choices.choice(("cpu", "cpu", "meta"))),
-    )
+    )  # fmt: skip
     rank = choices.randrange(3)
     shape = group("tuple", *(const(choices.choice((1, 2, 2, 0))) for _ in range(rank)))
     stride = group(
@@ -122,10 +120,8 @@ def _tensor(choices: Choices, depth: int) -> Node:
     )
     args = [
         ("binpersid", None, (group("tuple", *parts, const(numel)),)),
-        const(choices.choice((0, 0, 0, 1))),
-        shape,
-        stride,
-    ]
+        const(choices.choice((0, 0, 0, 1))), shape, stride,
+    ]  # fmt: skip
     args += [const(kind in ("Float", "Half") and choices.random() < 0.5), HOOKS]
     rebuild = named("torch._utils", "_rebuild_tensor_v2")
     made = call(
@@ -142,10 +138,7 @@ def _tensor(choices: Choices, depth: int) -> Node:
     if choices.random() < 0.15:
         state = mapping(const("note"), _plain(choices, depth - 1))
         return call(
-            named("torch._tensor", "_rebuild_from_type_v2"),
-            rebuild,
-            named("torch", "Tensor"),
-            group("tuple", *args),
-            state,
-        )
+            named("torch._tensor", "_rebuild_from_type_v2"), rebuild, named("torch", "Tensor"),
+            group("tuple", *args), state,
+        )  # fmt: skip
     return made

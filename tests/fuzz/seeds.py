@@ -42,11 +42,9 @@ def state() -> dict[str, Any]:
     )
     weights._metadata = OrderedDict({"": {"version": 1}})
     return {
-        "model": weights,
-        "epoch": 3,
-        "args": ("x", None, -1.5, 1 << 70, {1: b"\0"}),
+        "model": weights, "epoch": 3, "args": ("x", None, -1.5, 1 << 70, {1: b"\0"}),
         "lr": [0.1, True],
-    }
+    }  # fmt: skip
 
 
 def saved(value: Any, *, crc: bool = True, **options: Any) -> bytes:
@@ -71,15 +69,11 @@ def zips() -> list[bytes]:
     ]
     deflated += [Member("a/data/0", archives.FLOATS, deflated=True), Member("a/version", b"3\n")]
     return [
-        saved(state()),
-        saved(state(), crc=False),
-        saved(torch.nn.Linear(2, 2), crc=False),
-        build(*deflated),
-        build(*deflated, zip64={}, end={"count": 0xFFFF, "here": 0xFFFF}),
-        fixture("torch-zip/strides.pth"),
-        fixture("torchscript/traced.pt"),
+        saved(state()), saved(state(), crc=False), saved(torch.nn.Linear(2, 2), crc=False),
+        build(*deflated), build(*deflated, zip64={}, end={"count": 0xFFFF, "here": 0xFFFF}),
+        fixture("torch-zip/strides.pth"), fixture("torchscript/traced.pt"),
         CASES["place-zip-in-zip"].data,
-    ]
+    ]  # fmt: skip
 
 
 @cache
@@ -142,11 +136,9 @@ def _whole() -> bytes:
 @cache
 def numpys() -> list[bytes]:
     arrays = [
-        np.arange(6, dtype=">i4").reshape(2, 3),
-        np.asfortranarray(np.ones((2, 2))),
-        np.array(3j),
+        np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 2))), np.array(3j),
         np.zeros((0, 2)),
-    ]
+    ]  # fmt: skip
     made = []
     for array in arrays:
         buffer = io.BytesIO()

@@ -339,17 +339,9 @@ PICKLE = (b"(", b".", b"0", b"1", b"2", b"N", b"}", b"]", b")", b"t", b"R", b"b"
 TAR = (b"ustar\x0000", b"ustar  \0", b"sys_info", b"storages", b"tensors", b"pickle", b"11 path=a/b\n", b"x", b"g",
        b"\x80", b"0000000001", *PICKLE[:40])  # fmt: skip
 NUMPY = (
-    b"\x93NUMPY",
-    b"'descr'",
-    b"'fortran_order'",
-    b"'shape'",
-    b"'<f4'",
-    b"'|O'",
-    b"True",
-    b"(1,)",
-    b"(",
-    b")",
-)
+    b"\x93NUMPY", b"'descr'", b"'fortran_order'", b"'shape'", b"'<f4'", b"'|O'", b"True", b"(1,)",
+    b"(", b")",
+)  # fmt: skip
 FOLDER = (*JSON, *PICKLE, b".metadata", b"__0_0.distcp", b"latest", b"pytorch_model.bin.index.json", seeds.BREAK,
           b"model.safetensors.index.json")  # fmt: skip
 NUMBERS = tuple(

@@ -67,11 +67,8 @@ def test_what_cannot_be_read_when_it_is_written_is_not_read_before(name: str) ->
 
 def test_the_tracer_calls_with_what_is_no_tuple() -> None:
     for callee in (
-        b"cbuiltins\nbytearray\n",
-        b"c_codecs\nencode\n",
-        b"cbuiltins\ngetattr\n",
-        b"cm\nf\n",
-    ):
+        b"cbuiltins\nbytearray\n", b"c_codecs\nencode\n", b"cbuiltins\ngetattr\n", b"cm\nf\n",
+    ):  # fmt: skip
         scan(Memory(b"\x80\x02" + callee + b"(\x8a\x06\0\0\0\0\0\1dR.", "made.pkl"))
 
 

@@ -67,11 +67,9 @@ def computed(hook: str) -> Node:
 def stdlib() -> Node:
     """os.system by way of what other modules import."""
     chain = group(
-        "list",
-        later(named("operator", "methodcaller"), const("system")),
-        COMMAND,
+        "list", later(named("operator", "methodcaller"), const("system")), COMMAND,
         named("random", "_os"),
-    )
+    )  # fmt: skip
     return later(named("functools", "reduce"), named("operator", "call"), chain)
 
 

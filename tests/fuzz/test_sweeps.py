@@ -25,33 +25,22 @@ from tests.fuzz.driving import quietly, scan, tensors
 STEP = 1 if os.environ.get("CKPTKIT_SWEEP") == "all" else 61  # of the places that are tried
 
 GOLDEN: dict[str, Callable[[], bytes]] = {
-    "zip": lambda: seeds.zips()[0],
-    "zip-without-checksums": lambda: seeds.zips()[1],
-    "zip-deflated": lambda: seeds.zips()[3],
-    "zip64": lambda: seeds.zips()[4],
+    "zip": lambda: seeds.zips()[0], "zip-without-checksums": lambda: seeds.zips()[1],
+    "zip-deflated": lambda: seeds.zips()[3], "zip64": lambda: seeds.zips()[4],
     "zip-strides": partial(seeds.fixture, "torch-zip/strides.pth"),
     "zip-scalars": partial(seeds.fixture, "torch-zip/empty_and_scalar.pth"),
     "legacy": lambda: seeds.legacy()[0],
     "legacy-types": partial(seeds.fixture, "torch-legacy/dtypes_and_ties.pth"),
-    "tar": lambda: seeds.tar()[0],
-    "safetensors": lambda: seeds.safetensors()[0],
-    "safetensors-whole": lambda: seeds.safetensors()[2],
-    "npy": lambda: seeds.numpys()[0],
-    "npz": lambda: seeds.numpys()[4],
-    "pickle": partial(seeds.fixture, "pickle/arrays.pkl"),
+    "tar": lambda: seeds.tar()[0], "safetensors": lambda: seeds.safetensors()[0],
+    "safetensors-whole": lambda: seeds.safetensors()[2], "npy": lambda: seeds.numpys()[0],
+    "npz": lambda: seeds.numpys()[4], "pickle": partial(seeds.fixture, "pickle/arrays.pkl"),
     "bin": partial(seeds.fixture, "sharded-bin/net/pytorch_model-00003-of-00003.bin"),
-}
+}  # fmt: skip
 # Where a flipped bit is seen by nobody, unless it is of what the format looks at: no checksums.
 UNSUMMED = (
-    "zip-without-checksums",
-    "legacy",
-    "legacy-types",
-    "tar",
-    "safetensors",
-    "safetensors-whole",
-    "npy",
-    "pickle",
-)
+    "zip-without-checksums", "legacy", "legacy-types", "tar", "safetensors", "safetensors-whole",
+    "npy", "pickle",
+)  # fmt: skip
 
 
 def opened(data: bytes) -> Checkpoint:

@@ -272,29 +272,21 @@ _Leaf = Callable[[Writer, Any, int], bytes]
 _Branch = Callable[[Writer, Any, list[bytes]], bytes]
 
 _LEAVES: dict[str, _Leaf] = {
-    "const": Writer.const,
-    "global": Writer.named,
-    "ext": Writer.extension,
-    "persid": Writer.persistent,
-    "octal": Writer.octal,
-    "disguised": Writer.disguised,
-    "ref": Writer.again,
-    "held": Writer.taken,
+    "const": Writer.const, "global": Writer.named, "ext": Writer.extension,
+    "persid": Writer.persistent, "octal": Writer.octal, "disguised": Writer.disguised,
+    "ref": Writer.again, "held": Writer.taken,
     "nested": lambda writer, node, depth: writer.const(Writer(writer.protocol).pickle(node), depth),
-}
+}  # fmt: skip
 _BRANCHES: dict[str, _Branch] = {
-    "put": Writer.store,
-    "list": lambda writer, value, written: writer.items(b"](", b"e", written),
+    "put": Writer.store, "list": lambda writer, value, written: writer.items(b"](", b"e", written),
     "tuple": lambda writer, value, written: writer.tuple_of(written),
     "dict": lambda writer, value, written: writer.items(b"}(", b"u", written[len(written) % 2 :]),
     "set": lambda writer, value, written: writer.items(b"\x8f(", b"\x90", written),
     "frozenset": lambda writer, value, written: writer.items(b"(", b"\x91", written),
-    "reduce": Writer.reduce,
-    "apply": lambda writer, value, written: b"".join(written) + b"R",
+    "reduce": Writer.reduce, "apply": lambda writer, value, written: b"".join(written) + b"R",
     "new": lambda writer, value, written: written[0] + writer.tuple_of(written[1:]) + b"\x81",
     "newapply": lambda writer, value, written: b"".join(written) + b"\x81",
-    "newex": lambda writer, value, written: b"".join(written) + b"\x92",
-    "inst": Writer.inst,
+    "newex": lambda writer, value, written: b"".join(written) + b"\x92", "inst": Writer.inst,
     "build": lambda writer, value, written: b"".join(written) + b"b",
     "append": lambda writer, value, written: b"".join(written) + b"a",
     "appends": lambda writer, value, written: writer.items(written[0] + b"(", b"e", written[1:]),
@@ -303,7 +295,7 @@ _BRANCHES: dict[str, _Branch] = {
     "setitems": lambda writer, value, written: writer.items(written[0] + b"(", b"u", written[1:]),
     "binpersid": lambda writer, value, written: written[0] + b"Q",
     "pop": lambda writer, value, written: written[0] + b"0" + written[1],
-}
+}  # fmt: skip
 
 
 def write(node: Node, protocol: int, spelling: int = 0) -> bytes:
@@ -401,16 +393,9 @@ _MARKED = {
 
 
 ITEMS = {
-    "Float": 4,
-    "Double": 8,
-    "Long": 8,
-    "Int": 4,
-    "Half": 2,
-    "BFloat16": 2,
-    "Short": 2,
-    "QInt32": 4,
+    "Float": 4, "Double": 8, "Long": 8, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "QInt32": 4,
     "ComplexFloat": 8,
-}
+}  # fmt: skip
 
 
 def archive(data: bytes, storages: Mapping[str, int] | None = None) -> bytes:

@@ -122,13 +122,9 @@ def _parts(node: Node) -> list[Node]:
     if isinstance(node, Object):
         steps = [list(map(list, value)) if step == "set" else value for step, value in node.steps]
         return [
-            node.callable,
-            node.args,
-            node.new,
-            node.kwargs,
-            [step for step, _ in node.steps],
+            node.callable, node.args, node.new, node.kwargs, [step for step, _ in node.steps],
             *steps,
-        ]
+        ]  # fmt: skip
     if isinstance(node, Tensor):
         return [
             node.dtype.name, *node.shape, "stride", *node.stride, node.offset, node.requires_grad, node.kind,

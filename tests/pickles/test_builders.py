@@ -195,19 +195,9 @@ def test_D_07_D_08_beyond_the_storage(view: bytes, tmp_path: Path) -> None:
 
 def test_nothing_but_our_errors(tmp_path: Path) -> None:
     odd = [
-        b"N",
-        b"K\x01",
-        b"Vx\n",
-        b")",
-        b"]",
-        b"}",
-        b"cm\nf\n",
-        pid(),
-        PLAIN,
-        BY_CLASS,
-        b"\x88",
+        b"N", b"K\x01", b"Vx\n", b")", b"]", b"}", b"cm\nf\n", pid(), PLAIN, BY_CLASS, b"\x88",
         HOOKS,
-    ]
+    ]  # fmt: skip
     for made in (PARAMETER, VARIABLE, b"ctorch\nFloatTensor\n", b"ctorch.cuda\nHalfTensor\n"):
         for args in (b")", b"N\x85", PLAIN + b"\x85", b"(NNNt"):
             for each in odd:

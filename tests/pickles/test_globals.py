@@ -72,16 +72,10 @@ def test_tensors_with_more_to_them_stay_objects(data: bytes) -> None:
     assert (found.shape, found.dtype.name) == ((4,), "float32")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
-        (b"int64", (2,)),
-        (b"float16", (8,)),
-        (b"uint16", (8,)),
-        (b"complex128", (1,)),
-        (b"float8_e5m2", (16,)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "shape"), [
+    (b"int64", (2,)), (b"float16", (8,)), (b"uint16", (8,)), (b"complex128", (1,)),
+    (b"float8_e5m2", (16,)),
+])  # fmt: skip
 def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, ...]) -> None:
     size = b"K\x00K%c\x85K\x01\x85" % shape[0]
     made = read(NAMES["v3"] + b"(" + RAW + size + b"I00\n}ctorch\n" + dtype + b"\ntR")
@@ -153,11 +147,8 @@ def test_wrapper_subclasses(tmp_path: Path) -> None:
     found = as_tensor(made)
     assert found is not None
     assert (found.layout, found.shape, found.dtype.name, found.requires_grad) == (
-        "subclass",
-        (2, 3),
-        "bfloat16",
-        True,
-    )
+        "subclass", (2, 3), "bfloat16", True,
+    )  # fmt: skip
 
 
 def test_tensors_of_devices_without_a_storage_of_their_own() -> None:
@@ -169,11 +160,8 @@ def test_tensors_of_devices_without_a_storage_of_their_own() -> None:
         )
         assert found is not None
         assert (found.device, found.shape, found.requires_grad, found.kind) == (
-            "xla:0",
-            (2,),
-            True,
-            "tensor",
-        )
+            "xla:0", (2,), True, "tensor",
+        )  # fmt: skip
     made = read(
         b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
         + PLAIN
@@ -212,12 +200,9 @@ def test_ordered_dicts_of_python_2() -> None:
     assert isinstance(made, OrderedMapping)
     assert list(made.items()) == [("a", 1)]
     for odd in (
-        b"](](K\x01K\x01e](K\x01K\x01ee\x85R",
-        b"](](Va\nK\x01e](Va\nK\x02ee\x85R",
-        b"]N\x85a\x85R",
-        b"N\x85R",
-        b"]]\x86R",
-    ):
+        b"](](K\x01K\x01e](K\x01K\x01ee\x85R", b"](](Va\nK\x01e](Va\nK\x02ee\x85R", b"]N\x85a\x85R",
+        b"N\x85R", b"]]\x86R",
+    ):  # fmt: skip
         assert isinstance(read(head + odd), Object)
 
 
@@ -225,12 +210,9 @@ def test_nested_classes_by_getattr() -> None:
     head = b"c__builtin__\ngetattr\n"
     assert read(head + b"cm\nA\nVB\n\x86R") == Global("m", "A.B")
     for odd in (
-        b"cm\nA\nVB.C\n\x86R",
-        b"cm\nA\nV\n\x86R",
-        b"cm\nA\nK\x01\x86R",
-        b"NVB\n\x86R",
+        b"cm\nA\nVB.C\n\x86R", b"cm\nA\nV\n\x86R", b"cm\nA\nK\x01\x86R", b"NVB\n\x86R",
         b"cm\nA\nVB\nN\x87R",
-    ):
+    ):  # fmt: skip
         assert isinstance(read(head + odd), Object)
 
 
@@ -239,20 +221,9 @@ def test_nothing_but_our_errors() -> None:
     from ckptkit.pickles.globals import REDUCERS
 
     odd = [
-        b"N",
-        b"K\x01",
-        b"Vx\n",
-        b")",
-        b"]",
-        b"}",
-        b"cm\nf\n",
-        b"cm\nf\n)R",
-        FLOATS,
-        PLAIN,
-        b"N\x85" * 3,
-        b"G" + bytes(8),
-        b"I01\n",
-    ]
+        b"N", b"K\x01", b"Vx\n", b")", b"]", b"}", b"cm\nf\n", b"cm\nf\n)R", FLOATS, PLAIN,
+        b"N\x85" * 3, b"G" + bytes(8), b"I01\n",
+    ]  # fmt: skip
     for module, name in REDUCERS:
         head = f"c{module}\n{name}\n".encode()
         for each in odd:

@@ -85,14 +85,9 @@ CALLS = [
     (b"\x80\x02cm\nf\n)\x81.", (), True), (b"\x80\x04\x8c\x01m\x8c\x01f\x93K\x01\x85}\x92.", (1,), True),
 ]  # fmt: skip
 REFUSED = [
-    b"\x82\x01.",
-    b"\x83\x01\x00.",
-    b"\x84\x01\x00\x00\x00.",
-    b"\x97.",
-    b"N\x98.",
-    b"P1\n.",
+    b"\x82\x01.", b"\x83\x01\x00.", b"\x84\x01\x00\x00\x00.", b"\x97.", b"N\x98.", b"P1\n.",
     b"K\x01Q.",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(params=[None, 16, 17, 23, 64], ids=lambda size: f"window-{size or 'whole'}")
@@ -110,18 +105,10 @@ def test_plain_values_are_those_of_pickle(window: int | None) -> None:
 
 
 def test_every_opcode_is_in_these_tests() -> None:
-    used = {
-        opcode.name
-        for data in (
-            *PLAIN,
-            *(each[0] for each in SYMBOLIC),
-            *(each[0] for each in CALLS),
-            *REFUSED,
-            BUILT,
-            POP_MARK,
-        )
-        for opcode, _, _ in pickletools.genops(data)
-    }
+    used = {opcode.name for data in (
+        *PLAIN, *(each[0] for each in SYMBOLIC), *(each[0] for each in CALLS), *REFUSED, BUILT,
+        POP_MARK,
+    ) for opcode, _, _ in pickletools.genops(data)}  # fmt: skip
     assert used == {opcode.name for opcode in pickletools.opcodes}
 
 
@@ -276,16 +263,11 @@ def values() -> st.SearchStrategy[Any]:
         st.complex_numbers(), st.text(max_size=80), st.binary(max_size=80), st.binary(max_size=60).map(bytearray),
         st.sets(_hashable(), max_size=5), st.frozensets(_hashable(), max_size=5),
     )  # fmt: skip
-    return st.recursive(
-        plain,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=5),
-            st.lists(inner, max_size=5).map(tuple),
-            st.dictionaries(_hashable(), inner, max_size=5),
-            inner.map(lambda each: [each, each, (each,)]),
-        ),
-        max_leaves=20,
-    )
+    return st.recursive(plain, lambda inner: st.one_of(
+        st.lists(inner, max_size=5), st.lists(inner, max_size=5).map(tuple),
+        st.dictionaries(_hashable(), inner, max_size=5),
+        inner.map(lambda each: [each, each, (each,)]),
+    ), max_leaves=20)  # fmt: skip
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -307,11 +289,8 @@ def test_integers_at_every_boundary(protocol: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
 def test_batches(protocol: int, count: int) -> None:
     value = [
-        list(range(count)),
-        {i: i for i in range(count)},
-        tuple(range(count)),
-        set(range(count)),
-    ]
+        list(range(count)), {i: i for i in range(count)}, tuple(range(count)), set(range(count)),
+    ]  # fmt: skip
     assert same(to_python(machine(pickle.dumps(value, protocol))), value)
 
 
@@ -498,15 +477,11 @@ def test_long_strings_of_python_2_stay_in_the_source() -> None:
 # Mappings that Python could not hold
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.",
-        b"}X\x01\0\0\0aK\x01sX\x01\0\0\0aK\x02s.",
-        b"(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02d.",
-        b"ccollections\nOrderedDict\n)R(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.", b"}X\x01\0\0\0aK\x01sX\x01\0\0\0aK\x02s.",
+    b"(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02d.",
+    b"ccollections\nOrderedDict\n)R(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.",
+])  # fmt: skip
 def test_PK_25_repeated_keys_are_all_kept(data: bytes) -> None:
     read = unpickle(Memory(data))
     assert isinstance(read.root, Pairs)
@@ -566,33 +541,19 @@ def test_PK_24_keys_with_hashes_that_a_file_can_choose_are_counted(kind: Any) ->
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"",
-        b"\x00\xff" * 300,
-        bytearray(),
-        bytearray(b"\x80"),
-        1 - 2j,
-        complex(math.inf, -0.0),
-        {1},
-        set(),
-        frozenset(),
-    ],
-)
+@pytest.mark.parametrize("value", [
+    b"", b"\x00\xff" * 300, bytearray(), bytearray(b"\x80"), 1 - 2j, complex(math.inf, -0.0), {1},
+    set(), frozenset(),
+])  # fmt: skip
 def test_values_spelled_as_calls(protocol: int, value: Any) -> None:
     assert same(to_python(machine(pickle.dumps(value, protocol))), value)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"c__builtin__\ncomplex\n(L" + b"9" * 400 + b"L\nK\x01tR.",
-        b"c__builtin__\ncomplex\n(X\x01\0\0\x001K\x01tR.",
-        b"c__builtin__\nset\n(K\x05tR.",
-        b"c_codecs\nencode\n(X\x02\0\0\0\xc4\x80X\x06\0\0\0latin1tR.",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"c__builtin__\ncomplex\n(L" + b"9" * 400 + b"L\nK\x01tR.",
+    b"c__builtin__\ncomplex\n(X\x01\0\0\x001K\x01tR.", b"c__builtin__\nset\n(K\x05tR.",
+    b"c_codecs\nencode\n(X\x02\0\0\0\xc4\x80X\x06\0\0\0latin1tR.",
+])  # fmt: skip
 def test_calls_that_python_would_fail_or_do_otherwise(data: bytes) -> None:
     with pytest.raises((FormatError, UnsupportedError)):
         machine(data)

@@ -193,18 +193,12 @@ def test_PK_04_stack_global() -> None:
             machine(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"(" + SYSTEM + TOUCH + b"o0N.",
-        SYSTEM + TOUCH + b"\x85R0N.",
-        b"(" + SYSTEM + TOUCH + b"\x85R1N.",
-        b")q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
-        b"N\x85q\x000" + SYSTEM + TOUCH + b"\x85R0h\x00.",
-        b"]q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
-        b"(" + SYSTEM + TOUCH + b"\x85R" + b"0" * 40 + b"N.",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"(" + SYSTEM + TOUCH + b"o0N.", SYSTEM + TOUCH + b"\x85R0N.",
+    b"(" + SYSTEM + TOUCH + b"\x85R1N.", b")q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
+    b"N\x85q\x000" + SYSTEM + TOUCH + b"\x85R0h\x00.", b"]q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
+    b"(" + SYSTEM + TOUCH + b"\x85R" + b"0" * 40 + b"N.",
+])  # fmt: skip
 def test_PK_05_a_result_that_is_dropped(data: bytes) -> None:
     with pytest.raises((UnsupportedError, FormatError)):
         machine(data)
@@ -249,17 +243,12 @@ def test_PK_07_old_names_are_mapped_first() -> None:
     assert "copyreg._reconstructor" in str(refused((old % b"object").replace(b"NtR", b"}tR")))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"c__builtin__\nbytearray\n(L1099511627776L\ntR.",
-        b"c__builtin__\nbytes\n(L1099511627776L\ntR.",
-        b"ctorch\nFloatTensor\n(L68719476736L\ntR.",
-        b"ctorch\nTensor\n(K\x01tR.",
-        b"ctorch.storage\nUntypedStorage\n(L1099511627776L\ntR.",
-        b"ctorch\nLongStorage\n(K\x05t\x81.",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"c__builtin__\nbytearray\n(L1099511627776L\ntR.",
+    b"c__builtin__\nbytes\n(L1099511627776L\ntR.", b"ctorch\nFloatTensor\n(L68719476736L\ntR.",
+    b"ctorch\nTensor\n(K\x01tR.", b"ctorch.storage\nUntypedStorage\n(L1099511627776L\ntR.",
+    b"ctorch\nLongStorage\n(K\x05t\x81.",
+])  # fmt: skip
 def test_PK_08_calls_that_allocate(data: bytes) -> None:
     with pytest.raises((UnsupportedError, UnsafeGlobalError)):
         emit(machine(data))
@@ -395,22 +384,17 @@ def golden() -> list[bytes]:
     """Small pickles of every kind."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     value = {
-        "state_dict": model.state_dict(),
-        "epoch": 3,
-        "lr": 0.5,
+        "state_dict": model.state_dict(), "epoch": 3, "lr": 0.5,
         "args": ("a", None, True, 2**40, b"x", {1, 2}),
-    }
+    }  # fmt: skip
     pickles = []
     for protocol in (2, 3, 4, 5):
         with zipfile.ZipFile(io.BytesIO(saved(value, pickle_protocol=protocol))) as archive:
             pickles.append(archive.read("archive/data.pkl"))
     plain = {
-        "a": [1, -1, 2**33, 1.5, "é", b"\xff", (1, 2, 3, 4)],
-        "b": {1, 2},
-        "c": frozenset("x"),
-        4: 1j,
-        "e": Path("x"),
-    }
+        "a": [1, -1, 2**33, 1.5, "é", b"\xff", (1, 2, 3, 4)], "b": {1, 2}, "c": frozenset("x"),
+        4: 1j, "e": Path("x"),
+    }  # fmt: skip
     pickles += [pickle.dumps(plain, protocol) for protocol in range(6)]
     import numpy as np
 
@@ -598,20 +582,10 @@ HUGE = b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024
 DEEP_TUPLE = b"N" + b"\x85" * 5_000
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        HUGE,
-        DEEP_TUPLE,
-        b"N",
-        b"I01\n",
-        b"G" + bytes(8),
-        b"I-1\n",
-        b"X\x01\0\0\x001",
-        b"]",
-        b"cm\nf\n",
-    ],
-)
+@pytest.mark.parametrize("odd", [
+    HUGE, DEEP_TUPLE, b"N", b"I01\n", b"G" + bytes(8), b"I-1\n", b"X\x01\0\0\x001", b"]",
+    b"cm\nf\n",
+])  # fmt: skip
 @pytest.mark.parametrize("field", ["offset", "size", "stride", "grad"])
 def test_TM_01_TM_02_odd_numbers_in_a_tensor(field: str, odd: bytes) -> None:
     value = odd + b"\x85" if field in ("size", "stride") else odd
@@ -628,10 +602,7 @@ def test_TM_01_TM_02_odd_numbers_in_a_tensor(field: str, odd: bytes) -> None:
 def test_TM_02_ranks() -> None:
     with pytest.raises(LimitError, match="rank"):
         with_storages(_tensor(size=b"(" + b"K\x01" * 65 + b"t", stride=b"(" + b"K\x01" * 65 + b"t"))
-    for size, stride in (
-        (b"K\x04\x85", b")"),
-        (HUGE * 3 + b"\x87", HUGE * 3 + b"\x87"),
-    ):
+    for size, stride in ((b"K\x04\x85", b")"), (HUGE * 3 + b"\x87", HUGE * 3 + b"\x87")):
         with pytest.raises(TensorError):
             with_storages(_tensor(size=size, stride=stride))
     assert (
@@ -760,14 +731,9 @@ def test_numpy_arrays_of_impossible_shapes() -> None:
     head = b"\x80\x03cnumpy.core.multiarray\n_reconstruct\n)R(K\x01"
     dtype = b"cnumpy\ndtype\n(X\x02\0\0\0f4I00\nI01\ntR"
     for shape in (
-        b"(" + HUGE * 900 + b"t",
-        b"I-1\n\x85",
-        DEEP_TUPLE + b"\x85",
-        HUGE + b"\x85",
-        b"K\x02\x85",
-        b"N\x85",
-        b"N",
-    ):
+        b"(" + HUGE * 900 + b"t", b"I-1\n\x85", DEEP_TUPLE + b"\x85", HUGE + b"\x85", b"K\x02\x85",
+        b"N\x85", b"N",
+    ):  # fmt: skip
         with pytest.raises((FormatError, LimitError)) as caught:
             machine(head + shape + dtype + b"I00\nC\x04abcdtb.")
         assert len(str(caught.value)) < 4000

@@ -125,12 +125,9 @@ def test_scalars_show_their_value(protocol: int) -> None:
 
 def test_scalars_of_other_orders_and_signs() -> None:
     for value in (
-        np.int16(-2),
-        np.uint64(2**64 - 1),
-        np.float32(-0.5),
-        np.complex64(1 - 2j),
+        np.int16(-2), np.uint64(2**64 - 1), np.float32(-0.5), np.complex64(1 - 2j),
         np.int64(-(2**63)),
-    ):
+    ):  # fmt: skip
         assert same(machine(pickle.dumps(value)).value, value.item())
         head, data = (
             b"\x80\x03cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n(X\x02\0\0\0",
@@ -148,12 +145,9 @@ def test_scalars_of_other_orders_and_signs() -> None:
 
 def test_scalars_that_are_no_numbers_have_no_value() -> None:
     for scalar in (
-        np.datetime64("2020-01-01"),
-        np.longdouble(1),
-        np.str_("a"),
-        np.bytes_(b"a"),
+        np.datetime64("2020-01-01"), np.longdouble(1), np.str_("a"), np.bytes_(b"a"),
         np.void(b"abc"),
-    ):
+    ):  # fmt: skip
         made = machine(pickle.dumps(scalar, 2))
         assert not isinstance(made, Object) or made.value is None
 

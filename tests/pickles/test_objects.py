@@ -22,23 +22,18 @@ def pruned(root: Node) -> Node:
 
 def test_a_tree_without_such_values_is_itself() -> None:
     root = {
-        "a": [1, (2,)],
-        "d": Global("torch", "float16"),
-        "s": SetNode([1]),
+        "a": [1, (2,)], "d": Global("torch", "float16"), "s": SetNode([1]),
         "o": Object(Global("torch", "Size"), ((1,),)),
-    }
+    }  # fmt: skip
     assert without_objects(root) == (root, ())
     assert pruned(root) is root
 
 
 def test_entries_go_with_their_keys_and_items_leave_their_place() -> None:
     root = {
-        "a": PATH,
-        "b": [1, PATH, 2],
-        "c": (PATH, 3),
-        "d": {"x": {"y": SYSTEM, "z": 1}},
+        "a": PATH, "b": [1, PATH, 2], "c": (PATH, 3), "d": {"x": {"y": SYSTEM, "z": 1}},
         "e": Global("mine", "Thing"),
-    }
+    }  # fmt: skip
     new, notes = without_objects(root)
     assert isomorphic(new, {"b": [1, None, 2], "c": (None, 3), "d": {"x": {"z": 1}}})
     assert len(notes) == 1
@@ -73,13 +68,9 @@ def test_what_holds_a_refused_value_goes_whole() -> None:
 
 def test_keys_that_are_refused_take_their_entries_along() -> None:
     root = {
-        PATH: 1,
-        "a": 2,
-        Global("mine", "Thing"): 3,
-        (1, PATH): 4,
-        (1, 2): 5,
+        PATH: 1, "a": 2, Global("mine", "Thing"): 3, (1, PATH): 4, (1, 2): 5,
         SetNode([1], frozen=True): 6,
-    }
+    }  # fmt: skip
     new, notes = without_objects(root)
     assert isomorphic(new, {"a": 2, (1, 2): 5})
     assert "4 values" in notes[0]

@@ -202,29 +202,19 @@ TENSOR = Tensor(STORAGE.storage, BY_NAME["float32"], SIZE, (1,))
 DTYPE = call("numpy.dtype", "f8", False, True)
 DTYPE.steps = [("build", (3, "<", None, None, None, -1, -1, 0))]
 PLAIN_CALLS: dict[str, tuple[Node, ...]] = {
-    "collections.OrderedDict": ([["a", TENSOR]],),
-    "collections.Counter": ({"a": 1},),
+    "collections.OrderedDict": ([["a", TENSOR]],), "collections.Counter": ({"a": 1},),
     "collections.defaultdict": (Global("builtins", "list"), {"a": [1]}),
-    "collections.deque": ([1, 2], 5),
-    "argparse.Namespace": (),
-    "pathlib.PosixPath": ("a", "b"),
-    "pathlib._local.PosixPath": ("a",),
-    "datetime.datetime": (b"\x07\xea\1\1\0\0\0\0\0\0",),
-    "numpy.dtype": ("f8", False, True),
-    "numpy.core.multiarray.scalar": (DTYPE, bytes(8)),
+    "collections.deque": ([1, 2], 5), "argparse.Namespace": (), "pathlib.PosixPath": ("a", "b"),
+    "pathlib._local.PosixPath": ("a",), "datetime.datetime": (b"\x07\xea\1\1\0\0\0\0\0\0",),
+    "numpy.dtype": ("f8", False, True), "numpy.core.multiarray.scalar": (DTYPE, bytes(8)),
     "numpy._core.multiarray._reconstruct": (Global("numpy", "ndarray"), (0,), b"b"),
-    "torch.device": ("cuda", 0),
-    "torch.Size": ([1, 2],),
+    "torch.device": ("cuda", 0), "torch.Size": ([1, 2],),
     "torch._utils._rebuild_tensor_v2": (STORAGE, 0, SIZE, (1,), False, OrderedMapping()),
     "torch._utils._rebuild_parameter_with_state": (TENSOR, True, OrderedMapping(), {"a": 1}),
-    "torch.serialization._get_layout": ("torch.sparse_coo",),
-    "types.SimpleNamespace": (),
-    "builtins.slice": (1, None, 2),
-    "uuid.UUID": ("12345678" * 4,),
-    "decimal.Decimal": ("1.5",),
-    "functools.partial": (Global("torch.nn.functional", "gelu"), 1),
-    "builtins.dict": ([("a", 1)],),
-}
+    "torch.serialization._get_layout": ("torch.sparse_coo",), "types.SimpleNamespace": (),
+    "builtins.slice": (1, None, 2), "uuid.UUID": ("12345678" * 4,), "decimal.Decimal": ("1.5",),
+    "functools.partial": (Global("torch.nn.functional", "gelu"), 1), "builtins.dict": ([("a", 1)],),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLAIN_CALLS)
@@ -265,11 +255,7 @@ def test_names_are_exact() -> None:
         "torch.optim.adam.Adam", "builtins.print", "functools.partial",
     ):  # fmt: skip
         assert out_of_place(Global(*name.rpartition(".")[::2])), name
-    for name in (
-        "torch.nn.functional.gelu",
-        "torch.nn.modules.linear.Linear",
-        "builtins.int",
-    ):
+    for name in ("torch.nn.functional.gelu", "torch.nn.modules.linear.Linear", "builtins.int"):
         assert out_of_place(Global(*name.rpartition(".")[::2])) is None, name
     assert (
         out_of_place(Global("mine.nets", "sys.modules")) == "does not look like the name of a class"

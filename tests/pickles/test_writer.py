@@ -46,15 +46,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.policy import Policy
 from ckptkit.pickles.writer import write_pickle
-from tests.pickles.making import (
-    Written,
-    emit,
-    isomorphic,
-    machine,
-    read_file,
-    read_saved,
-    same,
-)
+from tests.pickles.making import Written, emit, isomorphic, machine, read_file, read_saved, same
 from tests.pickles.test_machine import (
     Outer,
     recursive_deep,
@@ -283,11 +275,8 @@ def test_other_spellings_become_the_usual_ones() -> None:
         tensor = unpickle(Memory(data), persistent_load=load).root
         assert isinstance(tensor, Tensor)
         assert (tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad) == (
-            1,
-            (2,),
-            (1,),
-            grad,
-        )
+            1, (2,), (1,), grad,
+        )  # fmt: skip
 
 
 # Plain values
@@ -329,15 +318,9 @@ def test_batches(count: int) -> None:
 
 def test_what_is_shared_stays_shared_and_what_is_not_does_not() -> None:
     shared: list[Any] = [
-        {},
-        [],
-        (1, 2),
-        (1, [2]),
-        OrderedMapping(),
-        SetNode([1]),
-        Object(Global("m", "F"), new=True),
-        bytearray(b"x"),
-    ]
+        {}, [], (1, 2), (1, [2]), OrderedMapping(), SetNode([1]),
+        Object(Global("m", "F"), new=True), bytearray(b"x"),
+    ]  # fmt: skip
     tree = [shared, *shared, [], (1, 2, 3), {(1, 2): shared[2], shared[2]: 1}]
     assert isomorphic(machine(emit(tree).data), tree)
     inner = shared[2]
@@ -352,16 +335,10 @@ def test_equal_objects_are_not_merged() -> None:
     assert again[0] is again[2] is not again[1]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        recursive_list,
-        recursive_dict,
-        recursive_tuple,
-        lambda: recursive_tuple(7000, 1.5, "x", ()),
-        recursive_deep,
-    ],
-)
+@pytest.mark.parametrize("make", [
+    recursive_list, recursive_dict, recursive_tuple, lambda: recursive_tuple(7000, 1.5, "x", ()),
+    recursive_deep,
+])  # fmt: skip
 def test_what_contains_itself(make: Callable[[], Any]) -> None:
     tree = machine(pickle.dumps(make(), 2))
     data = emit(tree).data
@@ -421,25 +398,17 @@ def test_long_byte_strings_are_written_from_the_source(kind: type) -> None:
 
 
 OBJECTS: dict[str, Any] = {
-    "defaultdict": collections.defaultdict(list, {"a": [1]}),
-    "deque": collections.deque([1, 2], 3),
-    "namespace": argparse.Namespace(lr=0.1, name="x"),
-    "path": pathlib.PurePosixPath("a/b"),
+    "defaultdict": collections.defaultdict(list, {"a": [1]}), "deque": collections.deque([1, 2], 3),
+    "namespace": argparse.Namespace(lr=0.1, name="x"), "path": pathlib.PurePosixPath("a/b"),
     "datetime": datetime.datetime(2020, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
-    "timedelta": datetime.timedelta(days=1),
-    "frozenset": frozenset([1]),
-    "slice": slice(1, 2),
-    "range": range(1, 9, 2),
-    "numpy float": np.float32(1.5),
-    "numpy int": np.int64(-7),
-    "numpy bool": np.bool_(True),
-    "numpy array": np.arange(6, dtype=">i2").reshape(2, 3),
+    "timedelta": datetime.timedelta(days=1), "frozenset": frozenset([1]), "slice": slice(1, 2),
+    "range": range(1, 9, 2), "numpy float": np.float32(1.5), "numpy int": np.int64(-7),
+    "numpy bool": np.bool_(True), "numpy array": np.arange(6, dtype=">i2").reshape(2, 3),
     "numpy fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "numpy dtype": np.dtype("<f8"),
-    "numpy objects": np.array(["a", None, 1], dtype=object),
+    "numpy dtype": np.dtype("<f8"), "numpy objects": np.array(["a", None, 1], dtype=object),
     "numpy rng": np.random.get_state(),
     "numpy RandomState": np.random.RandomState(3).get_state(legacy=False),
-}
+}  # fmt: skip
 
 
 def alike(a: Any, b: Any) -> bool:

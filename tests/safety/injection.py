@@ -102,13 +102,9 @@ def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES
 def injected(arguments: Sequence[object], cwd: Path, call: Call, what: str) -> Done:
     """ckptkit with `what` (``signal=KILL``, ``error=EIO``) injected at a call."""
     options = (
-        "-o",
-        os.devnull,
-        "-e",
-        f"trace={call.name}",
-        "-e",
+        "-o", os.devnull, "-e", f"trace={call.name}", "-e",
         f"inject={call.name}:{what}:when={call.number}",
-    )
+    )  # fmt: skip
     return traced(arguments, cwd, *options)
 
 

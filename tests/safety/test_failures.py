@@ -143,8 +143,7 @@ def test_DS_09_interrupted_calls_are_made_again(small: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "ends"),
-    [("new", "link", 0), ("replaced", "rename", FAILED)],
+    ("name", "call", "ends"), [("new", "link", 0), ("replaced", "rename", FAILED)]
 )
 def test_DS_16_another_file_system(
     name: str, call: str, ends: int, small: Path, tmp_path: Path

@@ -125,31 +125,22 @@ def test_what_is_refused_and_what_drop_leaves(name: str, tmp_path: Path) -> None
     src, out, whole = tmp_path / "src.pth", tmp_path / "out.pth", tmp_path / "all.safetensors"
     src.write_bytes(beside_a_tensor(DISGUISED[name]).data)
     assert invoke(["scan", src]) == 1
-    for line in (
-        ["convert", src, out],
-        ["convert", "--all", src, whole],
-        ["add-module", src, out],
-    ):
+    for line in (["convert", src, out], ["convert", "--all", src, whole], ["add-module", src, out]):
         assert invoke([*line]) in (2, 3) and not out.exists() and not whole.exists()
     assert invoke(["convert", src, out, *DROP]) == 0
     assert loaded(out) == [1.0, 1.0]
 
 
 FILES = {
-    "bytes": raw(EVIL),
-    "bytearray": call("builtins.bytearray", raw(EVIL)),
-    "python2": b"T" + struct.pack("<I", len(EVIL)) + EVIL,
-    "text": text(EVIL.decode("latin-1")),
-    "zip": raw(archive(EVIL)),
-    "gzip": raw(gzip.compress(EVIL)),
+    "bytes": raw(EVIL), "bytearray": call("builtins.bytearray", raw(EVIL)),
+    "python2": b"T" + struct.pack("<I", len(EVIL)) + EVIL, "text": text(EVIL.decode("latin-1")),
+    "zip": raw(archive(EVIL)), "gzip": raw(gzip.compress(EVIL)),
     "long": raw(archive(PLAIN, Member("archive/data/0", bytes(1 << 17)), Member("x.pkl", EVIL))),
-    "list": b"](N" + raw(EVIL) + b"K\1e",
-    "tuple": b"N" + raw(EVIL) + b"K\1\x87",
-    "key": b"}" + raw(EVIL) + b"K\1s",
-    "text-as-key": b"}" + text(EVIL.decode("latin-1")) + b"K\1s",
+    "list": b"](N" + raw(EVIL) + b"K\1e", "tuple": b"N" + raw(EVIL) + b"K\1\x87",
+    "key": b"}" + raw(EVIL) + b"K\1s", "text-as-key": b"}" + text(EVIL.decode("latin-1")) + b"K\1s",
     "set": call("builtins.set", b"](" + raw(EVIL) + b"e"),
     "attribute": call("collections.Counter", b"}" + raw(EVIL) + b"K\1s"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)

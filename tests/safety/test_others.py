@@ -119,32 +119,23 @@ def ever_other(path: Path) -> Callable[[int, int], None]:
 
 # What reads all values of x.pth. The commands print nothing but an error.
 LOOKS: dict[str, list[str] | Callable[[str], object]] = {
-    "stats": ["stats", "x.pth"],
-    "stats --json": ["stats", "--json", "x.pth"],
-    "stats --csv": ["stats", "--csv", "x.pth"],
-    "digest": ["digest", "x.pth"],
-    "digest -o": ["digest", "x.pth", "-o", "out"],
-    "verify": ["verify", "--values", "x.pth"],
+    "stats": ["stats", "x.pth"], "stats --json": ["stats", "--json", "x.pth"],
+    "stats --csv": ["stats", "--csv", "x.pth"], "digest": ["digest", "x.pth"],
+    "digest -o": ["digest", "x.pth", "-o", "out"], "verify": ["verify", "--values", "x.pth"],
     "diff": ["diff", "--values", "x.pth", "y.pth"],
-    "diff, other": ["diff", "--values", "y.pth", "x.pth"],
-    "show": ["show", "x.pth", "w"],
-    "show --json": ["show", "--json", "x.pth", "w"],
-    "show --nan": ["show", "--nan", "x.pth"],
+    "diff, other": ["diff", "--values", "y.pth", "x.pth"], "show": ["show", "x.pth", "w"],
+    "show --json": ["show", "--json", "x.pth", "w"], "show --nan": ["show", "--nan", "x.pth"],
     "report": ["report", "--values", "x.pth", "-o", "out.html"],
     "check": ["check", "x.pth", "--expect", "* finite"],
     "inspect": ["inspect", "--json", "--digest", "x.pth"],
-    "textconv": ["inspect", "--textconv", "x.pth"],
-    "scan": ["scan", "x.pth"],
-    "doctor": ["doctor", "x.pth"],
-    "ckptkit.stats": ckptkit.stats,
+    "textconv": ["inspect", "--textconv", "x.pth"], "scan": ["scan", "x.pth"],
+    "doctor": ["doctor", "x.pth"], "ckptkit.stats": ckptkit.stats,
     "ckptkit.inspect": lambda path: ckptkit.inspect(path, digest=True),
-    "ckptkit.digest": ckptkit.digest,
-    "ckptkit.verify": ckptkit.verify,
+    "ckptkit.digest": ckptkit.digest, "ckptkit.verify": ckptkit.verify,
     "ckptkit.diff": lambda path: ckptkit.diff("y.pth", path, values=True),
-    "ckptkit.doctor": ckptkit.doctor,
-    "ckptkit.load": lambda path: ckptkit.load(path, mmap=False),
+    "ckptkit.doctor": ckptkit.doctor, "ckptkit.load": lambda path: ckptkit.load(path, mmap=False),
     "ckptkit.load_into": lambda path: ckptkit.load_into(Small(), path),
-}
+}  # fmt: skip
 
 
 class Small(torch.nn.Module):
@@ -233,9 +224,7 @@ def move(path: Path) -> None:
 @pytest.mark.parametrize("change", [link, move, replace, lambda path: path.chmod(0o600)])
 @pytest.mark.parametrize("name", ["stats", "ckptkit.digest"])
 def test_another_name_or_mode_is_no_change(
-    name: str,
-    change: Callable[[Path], None],
-    looked_at: Callable[..., tuple[object, str]],
+    name: str, change: Callable[[Path], None], looked_at: Callable[..., tuple[object, str]]
 ) -> None:
     """A trainer replaces its last checkpoint by a rename: what was opened is read to its end."""
     Path("x.pth").chmod(0o644)
@@ -310,12 +299,8 @@ def test_DS_20_processes_that_edit_one_file_in_place(kind: str, tmp_path: Path) 
     """A process that reports success has made its edit, and no other has undone it."""
     path = make_source(tmp_path / "run.pth", 1 << 14, 6)
     command = [
-        *COMMAND,
-        "convert" if kind == "rewritten" else "rename",
-        str(path),
-        "--in-place",
-        "--sub",
-    ]
+        *COMMAND, "convert" if kind == "rewritten" else "rename", str(path), "--in-place", "--sub",
+    ]  # fmt: skip
     edits = [f"^module\\.{i}\\.weight$=edited.{i}" for i in range(6)]
     running = [subprocess.Popen([*command, edit], env=ALIKE, **QUIET) for edit in edits]
     done = [i for i, child in enumerate(running) if child.wait() == 0]

@@ -62,11 +62,9 @@ def test_no_path_user_or_host_is_in_an_output(name: str, small: Path, tmp_path: 
     for path in written:
         data = path.read_bytes()
         for secret in (
-            SECRET,
-            str(tmp_path),
-            sys.prefix,
+            SECRET, str(tmp_path), sys.prefix,
             socket.gethostname() * (len(socket.gethostname()) > 5) or SECRET,
-        ):
+        ):  # fmt: skip
             assert secret.encode() not in data and secret.encode("utf-16-le") not in data, (
                 path,
                 secret,

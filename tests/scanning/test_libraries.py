@@ -35,10 +35,7 @@ from ckptkit.scanning.verdict import counts, findings
 from tests.scanning.hostile_pickles import beside_a_tensor, built, call, name, text
 
 OF_PYTHON: dict[str, Callable[[], Any]] = {
-    "datetime": lambda: [
-        datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
-        datetime.timedelta(1),
-    ],
+    "datetime": lambda: [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(1)],
     "numbers": lambda: [decimal.Decimal("1.5"), fractions.Fraction(1, 2), 1j],
     "paths": lambda: [
         pathlib.PurePosixPath("a/b"),
@@ -90,10 +87,7 @@ OF_NUMPY: dict[str, Callable[[], Any]] = {
 
 def _optimizer() -> Any:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
-    return [
-        optimizer,
-        torch.optim.lr_scheduler.StepLR(optimizer, 1),
-    ]
+    return [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 OF_TORCH: dict[str, Callable[[], Any]] = {

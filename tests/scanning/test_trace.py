@@ -222,12 +222,9 @@ def test_PK_16_frames_that_two_machines_read_differently() -> None:
 
 def test_PK_18_lengths_that_lie_allocate_nothing() -> None:
     for lie in (
-        b"\x8e" + b"\xff" * 7 + b"\x3f",
-        b"\x8d\0\0\0\0\0\1\0\0",
-        b"\x8b\xff\xff\xff\x7f",
-        b"T\xff\xff\xff\xff",
-        b"\x8a\xff",
-    ):
+        b"\x8e" + b"\xff" * 7 + b"\x3f", b"\x8d\0\0\0\0\0\1\0\0", b"\x8b\xff\xff\xff\x7f",
+        b"T\xff\xff\xff\xff", b"\x8a\xff",
+    ):  # fmt: skip
         assert traced(b"\x80\x04" + lie).error
 
 
@@ -252,12 +249,9 @@ def test_a_thousand_equal_calls_are_one() -> None:
 def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
     rebuild, kind = name("torch._utils._rebuild_parameter"), name("torch.Tensor")
     good = call(
-        "torch._tensor._rebuild_from_type_v2",
-        rebuild,
-        kind,
-        name("torch.Tensor") + b")R\x88N\x87",
+        "torch._tensor._rebuild_from_type_v2", rebuild, kind, name("torch.Tensor") + b")R\x88N\x87",
         b"}",
-    )
+    )  # fmt: skip
     bad = call("torch._tensor._rebuild_from_type_v2", name("os.system"), kind, b")", b"}")
     assert kinds(pickle2(b"](" + good * 1_000 + bad + b"e")) == {"accepted", "harmful"}
 
@@ -303,19 +297,16 @@ def adam(group: bytes) -> bytes:
 NAMESPACE = call("types.SimpleNamespace")
 
 
-@pytest.mark.parametrize(
-    ("body", "is_clean"),
-    [
-        (adam(b"]}a"), True),
-        (adam(b"]" + call("collections.defaultdict", name("builtins.dict")) + b"a"), False),
-        (adam(b"]" + call("collections.defaultdict", name("mine.f")) + b"a"), False),
-        (call("collections.defaultdict", name("functools.partial")), False),
-        (adam(call("collections.deque") + NAMESPACE + b"a"), False),
-        (adam(call("builtins.list", b"]" + NAMESPACE + b"a")), False),
-        (adam(call("builtins.tuple", b"]" + NAMESPACE + b"a")), False),
-        (adam(b"]" + call("builtins.dict", b"}" + text("a") + NAMESPACE + b"s") + b"a"), False),
-    ],
-)
+@pytest.mark.parametrize(("body", "is_clean"), [
+    (adam(b"]}a"), True),
+    (adam(b"]" + call("collections.defaultdict", name("builtins.dict")) + b"a"), False),
+    (adam(b"]" + call("collections.defaultdict", name("mine.f")) + b"a"), False),
+    (call("collections.defaultdict", name("functools.partial")), False),
+    (adam(call("collections.deque") + NAMESPACE + b"a"), False),
+    (adam(call("builtins.list", b"]" + NAMESPACE + b"a")), False),
+    (adam(call("builtins.tuple", b"]" + NAMESPACE + b"a")), False),
+    (adam(b"]" + call("builtins.dict", b"}" + text("a") + NAMESPACE + b"s") + b"a"), False),
+])  # fmt: skip
 def test_what_answers_in_the_words_of_the_file_is_found_in_what_calls_gave(
     body: bytes, is_clean: bool
 ) -> None:
@@ -342,17 +333,11 @@ def test_the_parts_of_a_persistent_id_are_judged(part: int, value: bytes) -> Non
     assert traced(right).doubts == () and "identifies a storage" in traced(wrong).doubts[0]
 
 
-@pytest.mark.parametrize(
-    ("body", "refused"),
-    [
-        (text("a"), None),
-        (short("a"), "SHORT_BINUNICODE"),
-        (b"U\x01\xff", "Python 2"),
-        (b")" + text("a") + b"a", "changes"),
-        (b"}N" + b"b", "state"),
-        (text("pid") + b"Q", "persistent"),
-    ],
-)
+@pytest.mark.parametrize(("body", "refused"), [
+    (text("a"), None), (short("a"), "SHORT_BINUNICODE"), (b"U\x01\xff", "Python 2"),
+    (b")" + text("a") + b"a", "changes"), (b"}N" + b"b", "state"),
+    (text("pid") + b"Q", "persistent"),
+])  # fmt: skip
 def test_what_weights_only_refuses_besides_names(body: bytes, refused: str | None) -> None:
     from torch._weights_only_unpickler import Unpickler
 
@@ -367,8 +352,7 @@ def test_what_weights_only_refuses_besides_names(body: bytes, refused: str | Non
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
-    [(b"V\\u12\n.", "malformed escape"), (b"S'\\x1'\n.", "quoted")],
+    ("data", "why"), [(b"V\\u12\n.", "malformed escape"), (b"S'\\x1'\n.", "quoted")]
 )
 def test_text_that_stops_the_tracer(data: bytes, why: str) -> None:
     assert why in str(trace(Memory(data), 0, len(data)).error)

@@ -352,13 +352,9 @@ def test_a_module_that_is_imported_is_told(tmp_path: Path) -> None:
 
 def test_texts_are_no_pickles(tmp_path: Path) -> None:
     for line in (
-        b"I am\n",
-        b"Floats 1 2 3\n",
-        b"gone\n",
-        b"Sum: 'a'\n",
-        b"I 1st\n",
+        b"I am\n", b"Floats 1 2 3\n", b"gone\n", b"Sum: 'a'\n", b"I 1st\n",
         b"iVBOR" + b"A" * (2 << 20),
-    ):
+    ):  # fmt: skip
         assert verdict(tmp_path, line + b"and more text\n", ".txt") == NONE
 
 
