@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _compat_pickle
 import argparse
 import collections
 import datetime
+import itertools
 import pathlib
 import pickle
 import pickletools
@@ -45,6 +47,7 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.policy import Policy
+from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import write_pickle
 from tests.pickles.making import Written, emit, isomorphic, machine, read_file, read_saved, same
 from tests.pickles.test_machine import (
@@ -55,8 +58,9 @@ from tests.pickles.test_machine import (
     recursive_tuple,
     values,
 )
-from tests.torch_equality import storage_bits
+from tests.torch_equality import same as equal
 
+F32 = BY_NAME["float32"]
 # What torch/_weights_only_unpickler.py has a branch for.
 ACCEPTED = {
     "PROTO", "STOP", "MARK", "GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "TUPLE",
@@ -71,34 +75,9 @@ def names(data: bytes) -> set[str]:
 
 
 def agree(a: Any, b: Any) -> bool:
-    """Return whether torch loaded the same twice."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        if (a.dtype, a.shape, a.layout, a.requires_grad, a.device) != (
-            b.dtype,
-            b.shape,
-            b.layout,
-            b.requires_grad,
-            b.device,
-        ):
-            return False
-        if vars(a).keys() != vars(b).keys() or not all(
-            agree(vars(a)[key], vars(b)[key]) for key in vars(a)
-        ):
-            return False
-        if a.layout is not torch.strided or a.is_nested or a.is_quantized or a.is_meta:
-            return repr(a) == repr(b)
-        return (a.stride(), a.storage_offset(), a.is_conj(), a.is_neg(), storage_bits(a)) == (
-            b.stride(), b.storage_offset(), b.is_conj(), b.is_neg(), storage_bits(b),
-        )  # fmt: skip
-    if isinstance(a, dict):
-        return agree(list(a.items()), list(b.items())) and agree(
-            getattr(a, "__dict__", 0), getattr(b, "__dict__", 0)
-        )
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(agree, a, b))
-    return same(a, b)
+    """Return whether torch loaded the same twice; raise AssertionError at the first difference."""
+    equal(a, b)
+    return True
 
 
 # Tensors
@@ -261,18 +240,11 @@ def test_ties_and_views_hold_one_storage(tmp_path: Path) -> None:
 
 
 def test_other_spellings_become_the_usual_ones() -> None:
-    storage = Storage(Range(Memory(bytes(16)), 0, 16))
-    from ckptkit.pickles.values import unpickle
-
-    def load(pid: Node) -> Node:
-        from ckptkit.core.dtypes import BY_NAME
-
-        return TypedStorage(storage, BY_NAME["float32"])
-
+    typed = TypedStorage(Storage(Range(Memory(bytes(16)), 0, 16)), F32)
     old = b"ctorch._utils\n_rebuild_tensor\n(NQK\x01K\x02\x85K\x01\x85tR."
     hooks = b"ctorch._utils\n_rebuild_tensor_v2\n(NQK\x01K\x02\x85K\x01\x85I01\nNtR."
     for data, grad in ((old, False), (hooks, True)):
-        tensor = unpickle(Memory(data), persistent_load=load).root
+        tensor = unpickle(Memory(data), persistent_load=lambda pid: typed).root
         assert isinstance(tensor, Tensor)
         assert (tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad) == (
             1, (2,), (1,), grad,
@@ -490,22 +462,11 @@ def test_names_that_protocol_2_would_take_for_others_raise_the_protocol(
 def test_every_renamed_name_of_the_standard_library_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from _compat_pickle import (
-        IMPORT_MAPPING,
-        NAME_MAPPING,
-        REVERSE_IMPORT_MAPPING,
-        REVERSE_NAME_MAPPING,
-    )
-
     monkeypatch.setattr(Policy, "check_names", lambda policy, root: None)
-    tree = [
-        *(
-            Global(module, "Thing")
-            for module in {*IMPORT_MAPPING, *IMPORT_MAPPING.values(), *REVERSE_IMPORT_MAPPING}
-        ),
-        *(Global(*name) for name in {*NAME_MAPPING, *NAME_MAPPING.values(), *REVERSE_NAME_MAPPING}),
-    ]
-    for each in tree:
+    of = _compat_pickle
+    modules = {*of.IMPORT_MAPPING, *of.IMPORT_MAPPING.values(), *of.REVERSE_IMPORT_MAPPING}
+    names = {*of.NAME_MAPPING, *of.NAME_MAPPING.values(), *of.REVERSE_NAME_MAPPING}
+    for each in itertools.starmap(Global, {*names, *((module, "Thing") for module in modules)}):
         assert machine(emit(each).data) == each
 
 
@@ -563,18 +524,9 @@ def test_a_copy_of_a_tree_is_written_the_same(tmp_path: Path) -> None:
     assert Written(rebuild(root), tmp_path / "a").pickled == Written(root, tmp_path / "b").pickled
 
 
-F32 = BY_NAME["float32"]
-
-
-def emitted(root: Any) -> bytes:
-    made = write_pickle(root, lambda typed: ()).data
-    assert isinstance(made, bytes)
-    return made
-
-
 def test_a_value_of_no_kind_is_not_written() -> None:
     with pytest.raises(FormatError, match="cannot store"):
-        emitted({"a": object()})
+        emit({"a": object()})
 
 
 def test_values_too_deep_to_be_written() -> None:
@@ -582,12 +534,12 @@ def test_values_too_deep_to_be_written() -> None:
     for _ in range(LIMITS.depth + 10):
         root = [root]
     with pytest.raises(LimitError, match="depth"):
-        emitted(root)
+        emit(root)
 
 
 def test_a_tensor_of_another_layout_that_nobody_made() -> None:
     with pytest.raises(UnsupportedError, match="whose parts are unknown"):
-        emitted(Tensor(None, F32, (2,), (), layout="sparse_csr"))
+        emit(Tensor(None, F32, (2,), (), layout="sparse_csr"))
 
 
 def test_a_tensor_without_memory_is_written_as_torch_does(tmp_path: Path) -> None:
@@ -612,8 +564,3 @@ def test_pieces_are_joined_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.pickles.writer._JOINED", 3)
     assert write_pickle(tree, lambda typed: ()).data == whole
     assert isomorphic(machine(whole), tree)
-
-
-SHARED: dict[str, Node] = {"version": 1}
-CYCLE: dict[str, Node] = {}
-CYCLE["self"] = CYCLE
