@@ -263,21 +263,21 @@ class _Trees:
         return made
 
 
-def _with_attributes() -> torch.Tensor:
+def with_attributes() -> torch.Tensor:
     made = torch.arange(3.0)
     made.note = "kept"  # type: ignore[attr-defined]
     return made
 
 
-def _parameter_with_attributes() -> torch.Tensor:
+def parameter_with_attributes() -> torch.Tensor:
     made = torch.nn.Parameter(torch.arange(3.0))
     made.note = {"kept": 1}  # type: ignore[attr-defined]
     return made
 
 
 ODD = (
-    _with_attributes,
-    _parameter_with_attributes,
+    with_attributes,
+    parameter_with_attributes,
     lambda: torch.quantize_per_tensor(torch.randn(2, 3), 0.1, 3, torch.qint8),
     lambda: torch.quantize_per_channel(
         torch.randn(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
+from ckptkit.pickles.globals import REDUCERS
 from ckptkit.pickles.storages import StorageTable
 from ckptkit.pickles.values import unpickle
 from tests.pickles.making import Written, read_saved
@@ -30,7 +33,9 @@ NAMES = {
 FLOATS = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x04tQ"
 RAW = b"(Vstorage\nctorch.storage\nUntypedStorage\nV0\nVcpu\nK\x10tQ"
 VIEW = b"K\x00K\x04\x85K\x01\x85"
-PLAIN = NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\nccollections\nOrderedDict\n)RtR"
+OPEN = NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n"
+INSIDE = b"(" + FLOATS + VIEW + b"I00\n}t"
+PLAIN = OPEN + b"ccollections\nOrderedDict\n)RtR"
 
 
 def read(data: bytes) -> Node:
@@ -47,23 +52,14 @@ def test_plain_tensors_are_tensors() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}X\x01\0\0\0aK\x01stR",  # hooks
-        NAMES["tensor"]
-        + b"("
-        + FLOATS
-        + VIEW
-        + b"I00\n}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x04\0\0\0conjI00\nstR",
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}K\x05tR",  # metadata that is not a dict
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}\x8ftR",
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}(]ltR",
-        NAMES["v3"] + b"(" + FLOATS + VIEW + b"I00\n}ctorch\nfloat32\ntR",  # not as torch writes it
-        NAMES["parameter"] + b"(" + PLAIN + b"I01\n}X\x01\0\0\0aK\x01stR",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    OPEN + b"}X\x01\0\0\0aK\x01stR",  # hooks
+    OPEN + b"}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
+    OPEN + b"}}X\x04\0\0\0conjI00\nstR",
+    OPEN + b"}K\x05tR", OPEN + b"}\x8ftR", OPEN + b"}(]ltR",  # metadata that is not a dict
+    NAMES["v3"] + INSIDE[:-1] + b"ctorch\nfloat32\ntR",  # not as torch writes it
+    NAMES["parameter"] + b"(" + PLAIN + b"I01\n}X\x01\0\0\0aK\x01stR",
+])  # fmt: skip
 def test_tensors_with_more_to_them_stay_objects(data: bytes) -> None:
     made = read(data)
     assert isinstance(made, Object)
@@ -72,38 +68,68 @@ def test_tensors_with_more_to_them_stay_objects(data: bytes) -> None:
     assert (found.shape, found.dtype.name) == ((4,), "float32")
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [
-    (b"int64", (2,)), (b"float16", (8,)), (b"uint16", (8,)), (b"complex128", (1,)),
-    (b"float8_e5m2", (16,)),
-])  # fmt: skip
-def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, ...]) -> None:
-    size = b"K\x00K%c\x85K\x01\x85" % shape[0]
-    made = read(NAMES["v3"] + b"(" + RAW + size + b"I00\n}ctorch\n" + dtype + b"\ntR")
-    found = as_tensor(made)
-    assert found is not None
-    assert (found.dtype.name, found.shape) == (dtype.decode(), shape)
+ARRAY = (
+    b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85"
+    b"cnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tR\x89C\x08abcdefghtb"
+)
+XLA = b"(" + ARRAY + b"ctorch\nfloat32\nVxla:0\nI01\ntR"
+ON_XLA = {"device": "xla:0", "shape": (2,), "requires_grad": True, "kind": "tensor"}
+
+
+def v3(dtype: bytes, elements: int, offset: int = 0) -> bytes:
+    size = b"K%cK%c\x85K\x01\x85" % (offset, elements)
+    return NAMES["v3"] + b"(" + RAW + size + b"I00\n}ctorch\n" + dtype + b"\ntR"
+
+
+TYPES = {
+    b"int64": 2,
+    b"float16": 8,
+    b"uint16": 8,
+    b"complex128": 1,
+    b"float8_e5m2": 16,
+    b"bcomplex32": 4,
+}
+CALLS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    **{dtype.decode(): (v3(dtype, n), {"dtype": BY_NAME[dtype.decode()], "shape": (n,), "nbytes": 16, "layout": "strided"})
+       for dtype, n in TYPES.items()},
+    "wrapper": (
+        NAMES["wrapper"] + b"(cm\nDTensor\nctorch\nbfloat16\nK\x02K\x03\x86K\x03K\x01\x86K\x00N"
+        b"ctorch\ndevice\nX\x06\0\0\0cuda:1\x85RI01\ntR",
+        {"layout": "subclass", "shape": (2, 3), "dtype": BY_NAME["bfloat16"], "requires_grad": True}),
+    "xla": (NAMES["xla"] + XLA, ON_XLA),
+    "from numpy": (b"ctorch._utils\n_rebuild_device_tensor_from_numpy\n" + XLA, ON_XLA),
+    "from the CPU": (
+        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(" + PLAIN + b"ctorch\nfloat32\nVmtia:0\nI00\ntR",
+        {"device": "mtia:0"}),
+    "old sparse": (
+        NAMES["sparse"] + b"(N(" + PLAIN + PLAIN + b"ctorch\nSize\n(K\x09\x85tRttR",
+        {"layout": "sparse_coo", "shape": (9,), "nbytes": 16}),
+    "from a type": (NAMES["type"] + b"(" + NAMES["tensor"] + b"cm\nMine\n" + INSIDE + b"}tR", {"shape": (4,)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_is_read_as(name: str) -> None:
+    data, facts = CALLS[name]
+    found = as_tensor(read(data))
+    assert {fact: getattr(found, fact) for fact in facts} == facts
+    if "nbytes" in facts and found is not None and found.layout == "strided":
+        assert len(b"".join(stream(contiguous(found).locate()))) == found.nbytes
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_v3_tensor_beyond_its_storage(dtype: bytes) -> None:
     with pytest.raises(TensorError):
-        read(
-            NAMES["v3"]
-            + b"("
-            + RAW
-            + size.replace(b"K\x00", b"K\x01", 1)
-            + b"I00\n}ctorch\n"
-            + dtype
-            + b"\ntR"
-        )
+        read(v3(dtype, TYPES[dtype], offset=1))
 
 
 def test_a_type_of_a_later_torch_is_one_entry() -> None:
     """Its elements are unknown here; it is written back unchanged."""
-    made = read(NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR")
+    made = read(v3(b"float99", 4))
     found = as_tensor(made)
     assert isinstance(made, Object) and found is not None
-    assert (found.dtype.name, found.layout, found.storage) == (
-        "float99",
-        "unknown dtype",
-        made.args[0].storage,
-    )
+    assert (found.dtype.name, found.layout) == ("float99", "unknown dtype")
+    assert found.storage is made.args[0].storage
     with pytest.raises(TensorError, match="unknown dtype"):
         contiguous(found)
 
@@ -132,66 +158,21 @@ def test_arguments_that_none_of_them_takes(data: bytes) -> None:
 
 
 def test_wrapper_subclasses(tmp_path: Path) -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
     root = read_saved({"w": TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}, tmp_path).root
     assert isinstance(root["w"], Object)
     written = Written(root, tmp_path / "new.pt")
     assert "TwoTensor" in written.pickled.notes[0]
     loaded: Any = written.load(weights_only=False)["w"]
     assert loaded.a.tolist() == torch.ones(2, 3).tolist()
-    made = read(
-        NAMES["wrapper"] + b"(cm\nDTensor\nctorch\nbfloat16\nK\x02K\x03\x86K\x03K\x01\x86K\x00N"
-        b"ctorch\ndevice\nX\x06\0\0\0cuda:1\x85RI01\ntR"
-    )
-    found = as_tensor(made)
-    assert found is not None
-    assert (found.layout, found.shape, found.dtype.name, found.requires_grad) == (
-        "subclass", (2, 3), "bfloat16", True,
-    )  # fmt: skip
 
 
-def test_tensors_of_devices_without_a_storage_of_their_own() -> None:
-    array = b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85"
-    array += b"cnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tR\x89C\x08abcdefghtb"
-    for name in (b"_rebuild_xla_tensor", b"_rebuild_device_tensor_from_numpy"):
-        found = as_tensor(
-            read(b"ctorch._utils\n" + name + b"\n(" + array + b"ctorch\nfloat32\nVxla:0\nI01\ntR")
-        )
-        assert found is not None
-        assert (found.device, found.shape, found.requires_grad, found.kind) == (
-            "xla:0", (2,), True, "tensor",
-        )  # fmt: skip
-    made = read(
-        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
-        + PLAIN
-        + b"ctorch\nfloat32\nVmtia:0\nI00\ntR"
-    )
-    found = as_tensor(made)
-    assert found is not None
-    assert found.device == "mtia:0"
-    odd = read(b"ctorch._utils\n_rebuild_xla_tensor\n(Nctorch\nfloat32\nVxla:0\nI00\ntR")
-    assert isinstance(odd, Object)
-    assert odd.tensor is None
-
-
-def test_old_sparse_tensors() -> None:
-    made = read(NAMES["sparse"] + b"(N(" + PLAIN + PLAIN + b"ctorch\nSize\n(K\x09\x85tRttR")
-    found = as_tensor(made)
-    assert found is not None
-    assert (found.layout, found.shape, found.nbytes) == ("sparse_coo", (9,), 16)
-
-
-def test_rebuilding_from_a_type_reads_as_what_is_inside() -> None:
-    inside = b"(" + FLOATS + VIEW + b"I00\n}t"
-    made = read(NAMES["type"] + b"(" + NAMES["tensor"] + b"cm\nMine\n" + inside + b"}tR")
-    found = as_tensor(made)
-    assert found is not None
-    assert found.shape == (4,)
-    for function in (b"cm\nf\n", b"N", NAMES["type"]):
-        odd = read(NAMES["type"] + b"(" + function + b"cm\nMine\n" + inside + b"}tR")
-        assert isinstance(odd, Object)
-        assert odd.tensor is None
+@pytest.mark.parametrize("data", [
+    NAMES["xla"] + b"(Nctorch\nfloat32\nVxla:0\nI00\ntR",
+    *(NAMES["type"] + b"(" + each + b"cm\nMine\n" + INSIDE + b"}tR" for each in (b"cm\nf\n", b"N", NAMES["type"])),
+])  # fmt: skip
+def test_calls_of_which_no_tensor_is_known(data: bytes) -> None:
+    odd = read(data)
+    assert isinstance(odd, Object) and odd.tensor is None
 
 
 def test_ordered_dicts_of_python_2() -> None:
@@ -218,8 +199,6 @@ def test_nested_classes_by_getattr() -> None:
 
 def test_nothing_but_our_errors() -> None:
     """Every call that is known, with arguments of every other kind."""
-    from ckptkit.pickles.globals import REDUCERS
-
     odd = [
         b"N", b"K\x01", b"Vx\n", b")", b"]", b"}", b"cm\nf\n", b"cm\nf\n)R", FLOATS, PLAIN,
         b"N\x85" * 3, b"G" + bytes(8), b"I01\n",
@@ -237,14 +216,3 @@ def test_nothing_but_our_errors() -> None:
                         read(b"\x80\x03" + head + data)
                     except CkptkitError as error:
                         assert len(str(error)) < 500
-
-
-def test_bcomplex32_of_torch_2_15() -> None:
-    made = read(NAMES["v3"] + b"(" + RAW + b"K\x00K\x04\x85K\x01\x85I00\n}ctorch\nbcomplex32\ntR")
-    found = as_tensor(made)
-    assert found is not None and (found.dtype.name, found.nbytes, found.layout) == (
-        "bcomplex32",
-        16,
-        "strided",
-    )
-    assert len(b"".join(stream(contiguous(found).locate()))) == 16

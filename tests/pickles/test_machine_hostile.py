@@ -8,7 +8,6 @@ Rows that could end the process (depth, floods, lengths that lie) run in a proce
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 import subprocess
@@ -18,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -33,13 +33,15 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.tensor import Storage
+from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, Object, rebuild, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE
-from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.storages import StorageTable, storage_class
 from ckptkit.pickles.values import Unpickled, unpickle
-from tests.conftest import ROOT
+from ckptkit.pickles.writer import write_pickle
+from ckptkit.scanning.trace import trace
+from tests.conftest import ENVIRONMENT
 from tests.pickles.making import emit, machine, saved, to_python
 from tests.pickles.test_machine import frame
 
@@ -70,8 +72,7 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.pickles.values import unpickle
-from ckptkit.core.tree import rebuild
-from ckptkit.core.tree import (walk)
+from ckptkit.core.tree import rebuild, walk
 
 def attempt(call):
     try:
@@ -99,13 +100,18 @@ def outcomes(pickles: list[bytes], folder: Path) -> list[Outcome]:
     paths = [folder / f"payload-{number}" for number in range(len(pickles))]
     for path, data in zip(paths, pickles, strict=True):
         path.write_bytes(data)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, paths)], capture_output=True, encoding="utf-8", timeout=60, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-600:])
+    found = of_files(*paths)
     for path in paths:
         path.unlink()
+    return found
+
+
+def of_files(*paths: Path) -> list[Outcome]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(str, paths)],
+        capture_output=True, encoding="utf-8", timeout=60, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-600:])
     return [Outcome(*each.split()) for each in done.stdout.split("end")[:-1]]
 
 
@@ -175,12 +181,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_PK_01_PK_02_PK_04_PK_06_PK_07_PK_12_calls_are_not_written(case: str) -> None:
     refused(REFUSED[case])
-
-
-@pytest.mark.parametrize("data", [b"\x82\x01.", b"\x83\x01\x00.", b"\x84\x01\x00\x00\x00."])
-def test_PK_03_the_extension_registry(data: bytes) -> None:
-    with pytest.raises(UnsupportedError, match="EXT"):
-        machine(data)
 
 
 def test_PK_04_stack_global() -> None:
@@ -265,6 +265,10 @@ TENSOR = (
 )
 
 
+def pid_of(typed: TypedStorage) -> tuple[Node, ...]:
+    return "storage", storage_class(typed.dtype), "0", typed.storage.device, 1
+
+
 def with_storages(data: bytes) -> Unpickled:
     """As an archive has it: every storage is there, as long as the pickle says, up to 4 KiB."""
 
@@ -312,8 +316,6 @@ def test_PK_10_persistent_ids_of_text_and_of_nothing() -> None:
         with_storages(b"P0\n.")
     with pytest.raises(FormatError):
         with_storages(b"(Q.")
-    with pytest.raises(UnsupportedError, match="persistent ids"):
-        machine(b"K\x01Q.")
 
 
 def test_PK_11_pickles_inside_values_are_bytes() -> None:
@@ -333,8 +335,6 @@ def test_PK_13_bytes_after_the_pickle(tmp_path: Path) -> None:
     path = tmp_path / "two.pkl"
     data = pickle.dumps({"a": 1}, 2)
     path.write_bytes(data + b"cos\nsystem\n(Vtouch canary\ntR.")
-    from ckptkit.core.bytesource import LocalFile
-
     assert unpickle(LocalFile(path)).stop == len(data)
     with pytest.raises(AmbiguousError, match="follow"):
         PICKLE.read(Probe(LocalFile(path)))
@@ -370,11 +370,17 @@ MALFORMED = {
 }  # fmt: skip
 
 
+# What scan does not pass over in silence either.
+ALSO_TOLD = [case for case in MALFORMED if case.startswith(("PK-16", "PK-26", "PK-27"))]
+
+
 @pytest.mark.parametrize("case", MALFORMED)
 def test_PK_06_PK_09_PK_16_PK_26_PK_27_malformed_pickles(case: str) -> None:
     for data in MALFORMED[case]:
         with pytest.raises(FormatError):
             machine(data)
+        found = trace(Memory(data))
+        assert found.error or found.doubts or case not in ALSO_TOLD, data
 
 
 # Damage
@@ -396,8 +402,6 @@ def golden() -> list[bytes]:
         4: 1j, "e": Path("x"),
     }  # fmt: skip
     pickles += [pickle.dumps(plain, protocol) for protocol in range(6)]
-    import numpy as np
-
     pickles += [pickle.dumps([np.arange(3), np.float32(1)], protocol) for protocol in (0, 2, 4, 5)]
     return pickles
 
@@ -424,18 +428,9 @@ def test_PK_15_every_bit_flipped(data: bytes) -> None:
                 for _ in walk(root):
                     pass
                 rebuild(root)
-                emit_with_storages(root)
+                write_pickle(root, pid_of)
             except CkptkitError as error:
                 str(error)
-
-
-def emit_with_storages(root: Node) -> None:
-    from ckptkit.pickles.storages import storage_class
-    from ckptkit.pickles.writer import write_pickle
-
-    write_pickle(
-        root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1)
-    )
 
 
 def test_PK_17_protocols() -> None:
@@ -469,11 +464,7 @@ def test_PK_18_a_long_string_in_a_file_that_is_as_long(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(b"X\xff\xff\xff\xbf")
         file.truncate((3 << 30) + 64)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], capture_output=True, encoding="utf-8", timeout=20,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (0, ["LimitError", "end"])
+    assert of_files(path) == [Outcome("LimitError")]
 
 
 def test_PK_19_memo_bombs(tmp_path: Path) -> None:
@@ -566,16 +557,10 @@ def test_PK_23_a_deep_tuple_as_argument(tmp_path: Path) -> None:
     assert found <= {"ok", "FormatError", "TensorError", "UnsupportedError"}
 
 
-def _tensor(
-    offset: bytes = b"K\x00",
-    size: bytes = b"K\x04\x85",
-    stride: bytes = b"K\x01\x85",
-    grad: bytes = b"I00\n",
-) -> bytes:
-    return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x04tQ"
-        + offset + size + stride + grad + b"ccollections\nOrderedDict\n)RtR."
-    )  # fmt: skip
+def _tensor(**parts: bytes) -> bytes:
+    """The same tensor with other parts, in the order of its arguments."""
+    usual = {"offset": b"K\x00", "size": b"K\x04\x85", "stride": b"K\x01\x85", "grad": b"I00\n"}
+    return TENSOR.replace(b"".join(usual.values()), b"".join((usual | parts).values())) + b"."
 
 
 HUGE = b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024
@@ -686,12 +671,6 @@ def test_PK_27_strings_of_text_protocols_may_be_longer() -> None:
         "a" * size,
         "b" * size,
     )
-
-
-@pytest.mark.parametrize("data", [b"\x80\x05\x97.", b"\x80\x05C\x01a\x98."])
-def test_PK_28_buffers_beside_the_pickle(data: bytes) -> None:
-    with pytest.raises(UnsupportedError, match="BUFFER"):
-        machine(data)
 
 
 def test_PK_29_a_tensor_as_key_is_held_by_identity() -> None:

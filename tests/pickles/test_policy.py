@@ -154,20 +154,6 @@ def test_the_verdict_does_not_depend_on_what_is_installed(
         assert is_harmful(call(package, "x", new=True))  # a text that it may evaluate
 
 
-@pytest.mark.parametrize(
-    ("bits", "harmful"),
-    [
-        (None, False), ({}, False), ({"conj": True}, False), ({"conj": False, "neg": True}, False),
-        ({"neg": 1}, True), ({"neg": "x"}, True), ({True: True}, True), ({"neg": None}, True),
-        ([], True), ({"neg": Object(Global("mine", "Flag"), new=True)}, True),
-    ],
-)  # fmt: skip
-def test_the_bits_of_a_tensor_are_texts_and_flags(bits: Node, harmful: bool) -> None:
-    storage = TypedStorage(BY_NAME["float32"], Storage(Range(Memory(b"abcd"), 0, 4)))
-    args = (storage, 0, (1,), (1,), False, OrderedMapping(), bits)
-    assert is_harmful(call("torch._utils._rebuild_tensor_v2", *args)) == harmful
-
-
 def test_tensors_with_bits_are_safe(tmp_path: Path) -> None:
     bits = {"c": torch.ones(2, dtype=torch.complex64).conj(), "n": torch._neg_view(torch.ones(2))}
     torch.save(bits, tmp_path / "in.pth")
@@ -175,17 +161,6 @@ def test_tensors_with_bits_are_safe(tmp_path: Path) -> None:
     convert(tmp_path / "in.pth", tmp_path / "out.pth")
     again = torch.load(tmp_path / "out.pth", weights_only=True)
     assert all(torch.equal(again[name], tensor) for name, tensor in bits.items())
-
-
-def test_harm_through_new() -> None:
-    assert is_harmful(call("subprocess.Popen", new=True))
-    assert is_harmful(call("os.system", new=True))
-    assert not is_harmful(call("torch.nn.modules.linear.Linear", new=True))
-    assert is_harmful(call("torch.nn.modules.linear.Linear"))
-    assert is_harmful(call("torch.hub.load", new=True))
-    assert not is_harmful(
-        call("torch.distributed.remote_device._remote_device", new=True)
-    )  # of a ShardedTensor
 
 
 @pytest.mark.parametrize(
@@ -269,99 +244,109 @@ def test_element_types_are_in_place() -> None:
         assert out_of_place(Global(*name.split("."))) is None, name
 
 
+def new(name: str, *states: Node) -> Object:
+    """An object by __new__ that gets these states."""
+    return built(call(name, new=True), *states)
+
+
 def built(made: Object, *states: Node) -> Object:
     made.steps = [("build", state) for state in states]
     return made
 
 
-def test_states() -> None:
-    assert not is_harmful(built(call("mine.Net", new=True), {"a": [1]}))
-    assert not is_harmful(built(call("mine.Net", new=True), (None, {"a": BAG})))
-    assert not is_harmful(built(call("argparse.Namespace", new=True), {"a": [1]}))
-    computed = call("builtins.dict", [("__setstate__", Global("mine", "run"))])
-    assert is_harmful(built(call("torch.nn.modules.linear.Linear", new=True), BAG))
-    assert is_harmful(built(call("types.SimpleNamespace"), call("mine.Thing", new=True)))
-    assert is_harmful(built(call("types.SimpleNamespace"), computed, "touch canary"))
-    assert is_harmful(built(call("mine.Net", new=True), {"a": 1}, {"a": 2}))
-    assert is_harmful(built(call("builtins.object"), {"a": 1}))
-    adam = {"defaults": {"lr": 0.1}, "param_groups": [{"params": [TENSOR]}], "state": {}}
-    assert not is_harmful(built(call("torch.optim.adam.Adam", new=True), adam))
-    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "defaults": BAG}))
-    assert is_harmful(
-        built(call("torch.optim.adam.Adam", new=True), {**adam, "param_groups": [BAG]})
-    )
-    once = call("mine.Net", new=True)
-    once.steps = [("build", {"append": Global("mine", "run")}), ("append", ["touch canary"])]
-    assert is_harmful(once)
-    once.steps.reverse()
-    assert not is_harmful(once)
+def hooked(*order: int) -> Object:
+    """An object that gets a method of the file's choosing, and items, in this order."""
+    made, method = new("mine.Net"), {"append": Global("mine", "run")}
+    steps: list[tuple[str, Node]] = [("build", method), ("append", ["touch canary"])]
+    made.steps = [steps[at] for at in order]
+    return made
 
 
-def test_classes_of_packages_only_by_list() -> None:
-    assert not is_harmful(call("torch.optim.adam.Adam", new=True))
-    for name in (
-        "sympy.functions.elementary.trigonometric.sin", "torch.nn.parallel.distributed.DistributedDataParallel",
-        "torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper", "joblib.memory.Memory",
-        "pluggy._result.Result",  # which is installed where the tests are
-    ):  # fmt: skip
-        assert is_harmful(call(name, "x", new=True)), name
+def from_type(name: str, called: Node, *more: Node) -> Object:
+    args, state = more or (("touch canary",), {})
+    return call(name, called, Global("torch", "Tensor"), args, state)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["torch.FloatTensor", "torch.Tensor", "torch.storage.UntypedStorage", "torch.LongStorage"],
-)
-def test_memory_on_demand(name: str) -> None:
-    assert is_harmful(call(name, 1 << 40))
-    assert is_harmful(call(name, (1, 2), new=True))
-    assert not is_harmful(call(name))
+def bits(value: Node) -> Object:
+    """A tensor with these bits."""
+    return call("torch._utils._rebuild_tensor_v2", *ARGS, value)
 
 
+ADAM, LINEAR = "torch.optim.adam.Adam", "torch.nn.modules.linear.Linear"
+OPTIMIZER = {"defaults": {"lr": 0.1}, "param_groups": [{"params": [TENSOR]}], "state": {}}
+COMPUTED = call("builtins.dict", [("__setstate__", Global("mine", "run"))])
+SYSTEM, POPEN = Global("os", "system"), Global("subprocess", "Popen")
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+ARGS = (STORAGE, 0, SIZE, (1,), False, OrderedMapping())
+ALLOCATE = (
+    "torch.FloatTensor", "torch.Tensor", "torch.storage.UntypedStorage", "torch.LongStorage",
+)  # fmt: skip
 FROM_TYPE = (
-    "torch._tensor._rebuild_from_type_v2",
-    "torch._tensor._rebuild_from_type",
-    "torch.tensor._rebuild_from_type",
-)
+    "torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type", "torch.tensor._rebuild_from_type",
+)  # fmt: skip
 NUMPY = (
-    "numpy.random._pickle.__generator_ctor",
-    "numpy.random._pickle.__randomstate_ctor",
+    "numpy.random._pickle.__generator_ctor", "numpy.random._pickle.__randomstate_ctor",
     "numpy.random.__RandomState_ctor",
-)
-SYSTEM = Global("os", "system")
+)  # fmt: skip
+BIT_GENERATOR = "numpy.random._pickle.__bit_generator_ctor"
+BIT_GENERATORS = Global("numpy.random._pickle", "__bit_generator_ctor")
+PACKAGES = (
+    "sympy.functions.elementary.trigonometric.sin",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper", "joblib.memory.Memory",
+    "pluggy._result.Result",  # which is installed where the tests are
+)  # fmt: skip
+# Objects that are harmless, and objects that are not.
+JUDGED: dict[str, tuple[list[Object], list[Object]]] = {
+    "through __new__": (
+        # the last is of a ShardedTensor
+        [new(LINEAR), new(ADAM), new("torch.distributed.remote_device._remote_device")],
+        [new("subprocess.Popen"), new("os.system"), new("torch.hub.load"), call(LINEAR)]),
+    "classes of packages": ([], [call(name, "x", new=True) for name in PACKAGES]),
+    "states": (
+        [new("mine.Net", {"a": [1]}), new("mine.Net", (None, {"a": BAG})),
+         new("argparse.Namespace", {"a": [1]}), new(ADAM, OPTIMIZER), hooked(1, 0)],
+        [new(LINEAR, BAG), built(call("types.SimpleNamespace"), new("mine.Thing")),
+         built(call("types.SimpleNamespace"), COMPUTED, "touch canary"),
+         new("mine.Net", {"a": 1}, {"a": 2}), built(call("builtins.object"), {"a": 1}),
+         new(ADAM, {**OPTIMIZER, "defaults": BAG}), new(ADAM, {**OPTIMIZER, "param_groups": [BAG]}),
+         hooked(0, 1), new("_io.BytesIO", (b"", 0, {"read": SYSTEM}))]),  # as its method
+    "memory on demand": (
+        [call(name) for name in ALLOCATE],
+        [*(call(name, 1 << 40) for name in ALLOCATE),
+         *(call(name, (1, 2), new=True) for name in ALLOCATE)]),
+    "the bits of a tensor": (
+        [bits(each) for each in (None, {}, {"conj": True}, {"conj": False, "neg": True})],
+        [bits(each) for each in (
+            {"neg": 1}, {"neg": "x"}, {True: True}, {"neg": None}, [], {"neg": new("mine.Flag")})]),
+    "the first argument is called": (
+        [from_type(name, REBUILD, ARGS, {}) for name in FROM_TYPE],
+        [made for name in FROM_TYPE for made in (
+            from_type(name, REBUILD, ARGS, BAG), from_type(name, REBUILD),
+            from_type(name, Global("mine", "rebuild")), from_type(name, SYSTEM),
+            from_type(name, call("functools.partial", SYSTEM)),
+            from_type(name, Global(*name.rpartition(".")[::2])))]),
+    "the second argument is called": (
+        [*(call(name, "MT19937") for name in NUMPY),
+         *(call(name, "MT19937", BIT_GENERATORS) for name in NUMPY)],
+        [*(call(name, "touch canary", SYSTEM) for name in NUMPY),
+         *(call(name, "touch canary", call("functools.partial", SYSTEM)) for name in NUMPY)]),
+    "classes that others make": (
+        [call(BIT_GENERATOR, "MT19937"),
+         call(BIT_GENERATOR, Global("numpy.random._pcg64", "PCG64")),
+         call("copyreg.__newobj__", Global("mine", "Thing")),
+         call("copyreg.__newobj__", Global("torch.nn.modules.linear", "Linear"))],
+        [call(BIT_GENERATOR, POPEN), call("copyreg.__newobj__", POPEN),
+         call(BIT_GENERATOR, Global("numpy.random.mtrand", "np.os.system")),
+         call(BIT_GENERATOR, Global("numpy.random.mtrand", "seed"))]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FROM_TYPE)
-def test_rebuilding_from_a_type_calls_its_first_argument(name: str) -> None:
-    kind, args = Global("torch", "Tensor"), ("touch canary",)
-    rebuild = Global("torch._utils", "_rebuild_tensor_v2")
-    made = (STORAGE, 0, SIZE, (1,), False, OrderedMapping())
-    assert not is_harmful(call(name, rebuild, kind, made, {}))
-    assert is_harmful(call(name, rebuild, kind, made, BAG))
-    assert is_harmful(call(name, rebuild, kind, args, {}))
-    assert is_harmful(call(name, Global("mine", "rebuild"), kind, args, {}))
-    for called in (SYSTEM, call("functools.partial", SYSTEM), Global(*name.rpartition(".")[::2])):
-        assert is_harmful(call(name, called, kind, args, {}))
-
-
-@pytest.mark.parametrize("name", NUMPY)
-def test_numpys_generators_call_their_second_argument(name: str) -> None:
-    ctor = Global("numpy.random._pickle", "__bit_generator_ctor")
-    assert not is_harmful(call(name, "MT19937"))
-    assert not is_harmful(call(name, "MT19937", ctor))
-    for called in (SYSTEM, call("functools.partial", SYSTEM)):
-        assert is_harmful(call(name, "touch canary", called))
-
-
-def test_classes_that_others_make() -> None:
-    bits = "numpy.random._pickle.__bit_generator_ctor"
-    assert not is_harmful(call(bits, "MT19937"))
-    assert not is_harmful(call(bits, Global("numpy.random._pcg64", "PCG64")))
-    assert is_harmful(call(bits, Global("subprocess", "Popen")))
-    assert is_harmful(call(bits, Global("numpy.random.mtrand", "np.os.system")))
-    assert is_harmful(call(bits, Global("numpy.random.mtrand", "seed")))
-    assert is_harmful(call("copyreg.__newobj__", Global("subprocess", "Popen")))
-    assert not is_harmful(call("copyreg.__newobj__", Global("mine", "Thing")))
-    assert not is_harmful(call("copyreg.__newobj__", Global("torch.nn.modules.linear", "Linear")))
+@pytest.mark.parametrize("topic", JUDGED)
+def test_harmless_and_harmful_objects(topic: str) -> None:
+    harmless, harmful = JUDGED[topic]
+    assert [each for each in harmless if is_harmful(each)] == []
+    assert [each for each in harmful if not is_harmful(each)] == []
 
 
 def test_every_module_of_this_python_is_guarded() -> None:
@@ -378,10 +363,3 @@ def test_a_file_in_memory_is_not_harmful(protocol: int, tmp_path: Path) -> None:
     convert(tmp_path / "a.pth", tmp_path / "b.pth")
     kept = torch.load(tmp_path / "b.pth", weights_only=False)["fc1._extra_state"]
     assert kept.getvalue() == b"state of fp8"
-
-
-def test_a_file_in_memory_with_attributes_is_not_known() -> None:
-    """They could stand in the place of its methods."""
-    made = call("_io.BytesIO", new=True)
-    made.steps.append(("build", (b"", 0, {"read": Global("os", "system")})))
-    assert is_harmful(made)

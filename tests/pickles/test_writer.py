@@ -11,6 +11,7 @@ import pathlib
 import pickle
 import pickletools
 import random
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.policy import Policy
 from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import write_pickle
+from ckptkit.scanning.trace import WEIGHTS_ONLY_OPCODES
 from tests.pickles.making import Written, emit, isomorphic, machine, read_file, read_saved, same
 from tests.pickles.test_machine import (
     Outer,
@@ -58,16 +60,10 @@ from tests.pickles.test_machine import (
     recursive_tuple,
     values,
 )
+from tests.random_checkpoints import parameter_with_attributes, with_attributes
 from tests.torch_equality import same as equal
 
 F32 = BY_NAME["float32"]
-# What torch/_weights_only_unpickler.py has a branch for.
-ACCEPTED = {
-    "PROTO", "STOP", "MARK", "GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "TUPLE",
-    "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "NONE", "NEWTRUE", "NEWFALSE",
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINPERSID", "BINGET",
-    "LONG_BINGET", "BINPUT", "LONG_BINPUT",
-}  # fmt: skip
 
 
 def names(data: bytes) -> set[str]:
@@ -84,16 +80,6 @@ def agree(a: Any, b: Any) -> bool:
 
 
 def tensor_cases() -> dict[str, Callable[[], Any]]:
-    def parameter_with_state() -> torch.nn.Parameter:
-        made = torch.nn.Parameter(torch.randn(2))
-        made.note = {"a": 1}
-        return made
-
-    def with_attributes() -> torch.Tensor:
-        made = torch.randn(2)
-        made.note = "x"
-        return made
-
     def plain(name: str) -> torch.Tensor:
         return torch.arange(48, dtype=torch.uint8).view(getattr(torch, name))
 
@@ -110,7 +96,7 @@ def tensor_cases() -> dict[str, Callable[[], Any]]:
         "requires grad": lambda: torch.randn(3, requires_grad=True),
         "parameter": lambda: torch.nn.Parameter(torch.randn(2, 3)),
         "frozen parameter": lambda: torch.nn.Parameter(torch.randn(2, 3), requires_grad=False),
-        "parameter with state": parameter_with_state,
+        "parameter with state": parameter_with_attributes,
         "attributes": with_attributes,
         "conj": lambda: torch.randn(3, dtype=torch.complex64).conj(),
         "neg": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
@@ -123,15 +109,9 @@ def tensor_cases() -> dict[str, Callable[[], Any]]:
         "meta": lambda: torch.empty(2, 3, device="meta"),
         "NaN": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
     }
-    held = (
-        row
-        for row in TABLE
-        if row.kind in ("float", "int", "bool", "complex", "bits") and hasattr(torch, row.name)
-    )
-    for row in held:
-        if row.bits >= 8 and row.name not in (
-            f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)
-        ):
+    for row in TABLE:
+        is_held = row.kind in ("float", "int", "bool", "complex", "bits") and row.bits >= 8
+        if is_held and hasattr(torch, row.name) and not re.fullmatch("u?int[1-7]", row.name):
             cases[row.name] = lambda row=row: plain(row.name)  # type: ignore[misc]
     return cases
 
@@ -169,7 +149,7 @@ def test_what_torch_saved_loads_as_before(case: str, tmp_path: Path) -> None:
     expected = torch.load(tmp_path / "saved.pt", weights_only=True)
     written = Written(root, tmp_path / "written.pt")
     assert written.pickled.notes == ()
-    assert names(written.pickled.data) <= ACCEPTED
+    assert names(written.pickled.data) <= WEIGHTS_ONLY_OPCODES
     assert written.pickled.data[:2] == b"\x80\x02"
     assert agree(written.load(), expected)
     assert isomorphic(read_file(written.path).root, root)
@@ -272,7 +252,7 @@ def test_integers(size: int) -> None:
     for number in (size - 1, size, size + 1, -size - 1, -size, -size + 1):
         data = emit(number).data
         assert pickle.loads(data) == number
-        assert number.bit_length() > 2000 or names(data) <= ACCEPTED
+        assert number.bit_length() > 2000 or names(data) <= WEIGHTS_ONLY_OPCODES
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 1999, 2000, 2001])
@@ -352,7 +332,7 @@ def test_strings_of_python_2() -> None:
         tree = machine(b"T" + len(data).to_bytes(4, "little") + data + b"q\x00h\x00\x86.")
         written = emit(tree).data
         assert pickle.loads(written, encoding="bytes") == (data, data)
-        assert len(data) > 255 or names(written) <= ACCEPTED
+        assert len(data) > 255 or names(written) <= WEIGHTS_ONLY_OPCODES
     assert isomorphic(machine(emit([ByteString(b"\xe9")]).data), [ByteString(b"\xe9")])
 
 
@@ -363,7 +343,7 @@ def test_long_byte_strings_are_written_from_the_source(kind: type) -> None:
     loaded = pickle.loads(emit(tree).data)
     assert loaded == [value, value]
     assert loaded[0] is loaded[1]
-    assert names(emit(tree).data) <= ACCEPTED
+    assert names(emit(tree).data) <= WEIGHTS_ONLY_OPCODES
 
 
 # Objects

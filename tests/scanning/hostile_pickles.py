@@ -17,6 +17,8 @@ import zlib
 from typing import NamedTuple
 
 from tests.formats.containers.zips import Member, build
+from tests.formats.torch_zip import archives
+from tests.formats.torch_zip.archives import storage, tensor
 
 TOUCH = "touch canary"
 WRITE = "open('canary','w')"
@@ -28,10 +30,7 @@ class Case(NamedTuple):
     verdict: str
 
 
-def text(value: str) -> bytes:
-    """BINUNICODE."""
-    data = value.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
+text = archives.text  # BINUNICODE
 
 
 def short(value: str) -> bytes:
@@ -98,23 +97,17 @@ def legacy(*pickles: bytes, storages: bytes = b"") -> bytes:
     return b"".join((*head, *pickles)) + storages
 
 
-_HOOK = pickle2(  # an instance gets os.system for its own __setstate__, which the next BUILD calls
-    name("collections.Counter")
-    + b")\x81}"
-    + text("__setstate__")
-    + name("os.system")
-    + b"sb"
-    + text(TOUCH)
-    + b"b"
-)
+# An instance gets os.system for its own __setstate__, which the next BUILD calls.
+_HOOK = pickle2(
+    name("collections.Counter") + b")\x81}" + text("__setstate__") + name("os.system") + b"sb" + text(TOUCH) + b"b"
+)  # fmt: skip
 _PARTIAL = call("functools.partial", name("os.system"), text(TOUCH))
 _MEMO = (
     b"\x80\x04"
     + short("os")
     + b"\x94"
     + short("system")
-    + b"\x94"
-    + b"00h\x00h\x01\x93"
+    + b"\x9400h\0h\1\x93"
     + short(TOUCH)
     + b"\x85R."
 )
@@ -309,12 +302,15 @@ DISGUISED = {
 
 def beside_a_tensor(body: bytes) -> Case:
     """A checkpoint of one tensor, and a value that some pickle leaves."""
-    storage = (
-        b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\2tQ"
+    data = (
+        b"\x80\4}"
+        + text("w")
+        + tensor(storage(numel=2), (2,))
+        + b"s"
+        + text("extra")
+        + body
+        + b"s."
     )
-    tensor = call("torch._utils._rebuild_tensor_v2", storage, b"K\0", b"K\2\x85", b"K\1\x85", b"\x89",
-                  call("collections.OrderedDict"))  # fmt: skip
-    data = b"\x80\4}" + text("w") + tensor + b"s" + text("extra") + body + b"s."
     return Case(".pth", archive(data, Member("archive/data/0", b"\0\0\x80?" * 2)), "")
 
 
@@ -370,33 +366,24 @@ def _places() -> dict[str, Case]:
 def _plain() -> dict[str, Case]:
     """Return the cases that are harmless."""
     thing = name("mine.nets.Net") + b")\x81}" + text("depth") + b"K\x03sb"
-    return {
-        "plain-dict": Case(".pth", archive(PLAIN), "safe"),
-        "plain-ordered": Case(
-            ".pth", archive(pickle2(name("collections.OrderedDict") + b")R")), "safe"
-        ),
-        "plain-size": Case(".pth", archive(pickle2(call("torch.Size", b"](K\1K\2e"))), "safe"),
-        "plain-set": Case(".pth", archive(pickle2(call("__builtin__.set", b"](K\1K\2e"))), "safe"),
-        "plain-legacy": Case(".pth", legacy(PLAIN, pickle2(b"]"), storages=EVIL), "safe"),
-        "plain-pickle": Case(".pkl", PLAIN, "harmless"),
-        "plain-protocol4": Case(".pth", archive(pickle4(b"}" + short("a") + b"K\1s")), "harmless"),
-        "plain-text-string": Case(".pkl", pickle2(text("cos\nsystem\n")), "harmless"),
-        "plain-path": Case(
-            ".pth", archive(pickle2(call("pathlib.PosixPath", text("/tmp")))), "harmless"
-        ),
-        "plain-object": Case(".pth", archive(pickle2(thing)), "classes"),
-        "plain-nested-class": Case(
-            ".pkl",
-            pickle2(call("builtins.getattr", name("mine.nets.Net"), text("Inner")) + b")\x81"),
-            "classes",
-        ),
-        "plain-old-object": Case(
-            ".pkl",
-            b"ccopyreg\n_reconstructor\n(cmine.nets\nNet\nc__builtin__\nobject\nNtR.",
-            "classes",
-        ),
-        "plain-readme": Case(".md", b"cats and dogs\nare read, not run.\n", "none"),
-    }
+    reconstructed = b"ccopyreg\n_reconstructor\n(cmine.nets\nNet\nc__builtin__\nobject\nNtR."
+    nested = call("builtins.getattr", name("mine.nets.Net"), text("Inner")) + b")\x81"
+    plain = {
+        "dict": (".pth", archive(PLAIN), "safe"),
+        "ordered": (".pth", archive(pickle2(name("collections.OrderedDict") + b")R")), "safe"),
+        "size": (".pth", archive(pickle2(call("torch.Size", b"](K\1K\2e"))), "safe"),
+        "set": (".pth", archive(pickle2(call("__builtin__.set", b"](K\1K\2e"))), "safe"),
+        "legacy": (".pth", legacy(PLAIN, pickle2(b"]"), storages=EVIL), "safe"),
+        "pickle": (".pkl", PLAIN, "harmless"),
+        "protocol4": (".pth", archive(pickle4(b"}" + short("a") + b"K\1s")), "harmless"),
+        "text-string": (".pkl", pickle2(text("cos\nsystem\n")), "harmless"),
+        "path": (".pth", archive(pickle2(call("pathlib.PosixPath", text("/tmp")))), "harmless"),
+        "object": (".pth", archive(pickle2(thing)), "classes"),
+        "nested-class": (".pkl", pickle2(nested), "classes"),
+        "old-object": (".pkl", reconstructed, "classes"),
+        "readme": (".md", b"cats and dogs\nare read, not run.\n", "none"),
+    }  # fmt: skip
+    return {f"plain-{each}": Case(*case) for each, case in plain.items()}
 
 
 CASES = cases()

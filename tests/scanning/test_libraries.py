@@ -32,6 +32,7 @@ from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.pickles.judge import allowlist
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import counts, findings
+from tests.formats.torch_zip.archives import storage, tensor
 from tests.scanning.hostile_pickles import beside_a_tensor, built, call, name, text
 
 OF_PYTHON: dict[str, Callable[[], Any]] = {
@@ -125,11 +126,7 @@ def no_alarm(path: Path) -> None:
 _NONE = b"N"
 _WORKFLOWS = "torchao.quantization.quantize_"
 _LAYOUT = call("torch.serialization._get_layout", text("torch.strided"))
-_INNER = call(
-    "torch._utils._rebuild_tensor_v2",
-    b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\2tQ",
-    b"K\0", b"K\2\x85", b"K\1\x85", b"\x89", call("collections.OrderedDict"),
-)  # fmt: skip
+_INNER = tensor(storage(numel=2), (2,))
 _SUBCLASS = b"(" + b"".join((
     name("torchao.quantization.Float8Tensor"), name("torch.float32"), b"K\2\x85", b"K\1\x85", b"K\0", _LAYOUT,
     call("torch.device", text("cpu")), b"\x89",

@@ -20,7 +20,7 @@ from ckptkit.core.tree import Global
 from ckptkit.pickles.machine import FIRST_WINDOW, LARGE, WINDOW
 from ckptkit.pickles.streams import Trace
 from ckptkit.scanning.trace import WEIGHTS_ONLY_OPCODES, trace
-from tests.formats.torch_zip.archives import text as text_of_archives
+from tests.fuzz.machines import InPython
 from tests.scanning.hostile_pickles import (
     CALLS,
     SYSTEM,
@@ -34,46 +34,6 @@ from tests.scanning.hostile_pickles import (
     short,
     text,
 )
-
-
-class Recorder(pickle._Unpickler):
-    """CPython's Python unpickler, with classes that note calls instead of making them."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.looked_up: list[tuple[str, str]] = []
-        self.called: list[str] = []
-
-    def find_class(self, module: str, attribute: str) -> Any:
-        if self.proto < 3:  # type: ignore[attr-defined]
-            names = pickle._compat_pickle.NAME_MAPPING  # type: ignore[attr-defined]
-            modules = pickle._compat_pickle.IMPORT_MAPPING  # type: ignore[attr-defined]
-            module, attribute = names.get(
-                (module, attribute), (modules.get(module, module), attribute)
-            )
-        self.looked_up.append((module, attribute))
-        recorder, full = self, f"{module}.{attribute}"
-
-        class Meta(type):
-            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-                recorder.called.append(full)
-                return object.__new__(cls)  # type: ignore[arg-type]
-
-        class Thing(metaclass=Meta):
-            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-                recorder.called.append(full)
-                return object.__new__(cls)
-
-            def __setstate__(self, state: Any) -> None: ...
-
-            def __setitem__(self, key: Any, value: Any) -> None: ...
-
-            def append(self, value: Any) -> None: ...
-
-        return Thing
-
-    def persistent_load(self, pid: Any) -> Any:
-        return ("persistent", pid)
 
 
 def traced(data: bytes) -> Trace:
@@ -106,15 +66,20 @@ VALUES: list[Any] = [
 def test_names_and_end_are_those_of_cpython(protocol: int) -> None:
     for value in VALUES:
         data = pickle.dumps(value, protocol)
-        recorder = Recorder(data)
-        recorder.load()
+        machine = InPython(data)
+        machine.load()
         found = traced(data + b"behind")
         said = repr(value)[:80]
         assert (found.error, found.doubts, found.stop) == (None, (), len(data)), said
-        names = [(each.module, each.name) for each in found.globals]
-        assert names == list(dict.fromkeys(recorder.looked_up)), said
-        calls = Counter({each.name: each.times for each in found.calls})
-        assert Counter(recorder.called) == calls, said
+        named = [name for step, *name in machine.log.events if step == "name"]
+        assert [[each.module, each.name] for each in found.globals] == _distinct(named), said
+        made = Counter(each[1] for each in machine.log.events if each[0] == "make")
+        calls = {each.name: each.times for each in found.calls}
+        assert {f"{module}.{name}": count for (module, name), count in made.items()} == calls, said
+
+
+def _distinct(names: list[list[str]]) -> list[list[str]]:
+    return [each for at, each in enumerate(names) if each not in names[:at]]
 
 
 def test_the_opcodes_of_weights_only_are_torchs_own() -> None:
@@ -351,17 +316,10 @@ def test_what_weights_only_refuses_besides_names(body: bytes, refused: str | Non
             machine.load()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize(
-    ("data", "why"), [(b"V\\u12\n.", "malformed escape"), (b"S'\\x1'\n.", "quoted")]
-)
-def test_text_that_stops_the_tracer(data: bytes, why: str) -> None:
-    assert why in str(trace(Memory(data), 0, len(data)).error)
-
-
 def test_large_bytes_in_what_is_read_already() -> None:
     """They are passed over wherever they are: behind the window, or, after something large, in
     it."""
-    first = text_of_archives("x" * WINDOW)
+    first = text("x" * WINDOW)
     large = b"B" + struct.pack("<I", LARGE) + bytes(LARGE)
     data = b"\x80\x03(" + first + large + large + b"K\x01t."
     found = trace(Memory(data))

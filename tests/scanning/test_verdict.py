@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gzip
 import os
 import pathlib
 import pickle
@@ -195,10 +196,9 @@ SAVED: dict[str, tuple[Any, str]] = {
     "numpy": ({"a": np.float64(1.5), "b": np.ones(2)}, HARMLESS),
     "own": (Own(), CLASSES),
     "defaultdict": (defaultdict(list, a=[1]), HARMLESS),
-    "function": (torch.relu, UNKNOWN),
+    "function": ({"activation": torch.nn.functional.relu}, HARMLESS),
     "type": (int, HARMLESS),
 }
-SAVED["function"] = ({"activation": torch.nn.functional.relu}, HARMLESS)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -284,8 +284,6 @@ def test_a_file_that_our_reader_refuses_cannot_be_told(tmp_path: Path) -> None:
 
 
 def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gzip
-
     monkeypatch.setattr(
         "ckptkit.scanning.find.LIMITS", replace(LIMITS, scan_inflated_bytes=1 << 16, scan_depth=3)
     )
