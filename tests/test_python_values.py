@@ -23,6 +23,7 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import ArgumentError, PositionError, TensorError
 from ckptkit.formats import read
 from tests.conftest import ENVIRONMENT
+from tests.pickles.making import saved
 from tests.torch_equality import same
 
 VALUES = torch.arange(5 * 7 * 6.0).reshape(5, 7, 6)
@@ -38,12 +39,6 @@ class Counting(Memory):
     def read(self, offset: int, length: int) -> bytes:
         self.seen.append((offset, length))
         return super().read(offset, length)
-
-
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 INDICES: list[Any] = [

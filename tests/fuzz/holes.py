@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tests.fuzz.hunting import Finding, Hole, Hunt, clean
 from tests.fuzz.material import group
-from tests.fuzz.trees import Node, call, changed, const, mapping, named
+from tests.fuzz.trees import Node, apply, changed, const, mapping, named
 
 LITERALS = {"list": group("list"), "tuple": group("tuple"), "dict": mapping(), "set": group("set")}
 
@@ -156,7 +156,7 @@ def pointers(node: Node) -> Node | None:
     is_object = len(node[2][0][2]) > 1 and str(node[2][0][2][1][1]).startswith("O")
     if not is_object or flags not in ((const(0),), (const(16),)):
         return None
-    plain = call(named("numpy", "dtype"), const("i8"), const(False), const(True))
+    plain = apply("numpy.dtype", const("i8"), const(False), const(True))
     parts = (3, "<", None, None, None, -1, -1, 0)
     return changed(plain, "build", group("tuple", *map(const, parts)))
 

@@ -35,7 +35,7 @@ from tests.fuzz.trees import (
     MAGICS,
     NONE,
     Node,
-    call,
+    apply,
     changed,
     const,
     file,
@@ -402,7 +402,7 @@ def _spots(name: tuple[str, str], attributes: Sequence[str]) -> Iterator[Spot]:
     ways: tuple[tuple[Node, list[Path_]], ...] = (
         (whole, [(1, at) for at in inside]),
         (made(name, group("tuple", NONE, state)), [(1, 1, at) for at in inside]),
-        (call(named("builtins", "list"), whole), [(1, 1, at) for at in inside]),
+        (apply("builtins.list", whole), [(1, 1, at) for at in inside]),
         (group("set", whole, whole), [(at, 1, each) for at in (0, 1) for each in inside]),
         (made(name, NONE), [(1,)]), (made(name, two), [(1, 0), (1, 1)]),
         (changed(new, "append", NONE), [(1,)]), (changed(new, "additems", NONE), [(1,)]),
@@ -439,9 +439,9 @@ class _Reconstructed(NamedTuple):
         if node[0] != "new" or len(node[2]) != 1:
             return None
         if self.new:
-            return call(named("copyreg", "__newobj__"), node[2][0])
+            return apply("copyreg.__newobj__", node[2][0])
         object_ = named("builtins", "object")
-        return call(named("copyreg", "_reconstructor"), node[2][0], object_, NONE)
+        return apply("copyreg._reconstructor", node[2][0], object_, NONE)
 
 
 def _stored(node: Node) -> bool:

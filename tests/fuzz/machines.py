@@ -136,11 +136,11 @@ def plain(value: Any, seen: dict[int, int] | None = None) -> Any:
     )
 
 
-class InC(pickle.Unpickler):
-    """C's machine. It does not tell its protocol: names are compared as Python 3 has them."""
+class _Recording:
+    """It does not tell its protocol: names are compared as Python 3 has them."""
 
     def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="bytes")
+        super().__init__(io.BytesIO(data), encoding="bytes")  # type: ignore[call-arg]
         self.log = Log()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -150,15 +150,12 @@ class InC(pickle.Unpickler):
         return Held(self.log, pid)
 
 
-class InPython(pickle._Unpickler):
+class InC(_Recording, pickle.Unpickler):
+    """C's machine."""
+
+
+class InPython(_Recording, pickle._Unpickler):
     """Python's machine."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="bytes")
-        self.log = Log()
-
-    find_class = InC.find_class
-    persistent_load = InC.persistent_load
 
 
 class Ours:

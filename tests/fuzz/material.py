@@ -27,6 +27,7 @@ from tests.fuzz.trees import (
     NONE,
     Node,
     aliased,
+    apply,
     call,
     changed,
     const,
@@ -135,11 +136,12 @@ def pair(key: Node, value: Node) -> Node:
     return group("list", group("tuple", key, value))
 
 
-_STORED = ("binpersid", None, (group(
-    "tuple", const("storage"), named("torch", "FloatStorage"), *map(const, ("0", "cpu", 64)),
-),))  # fmt: skip
-TENSOR = call(named("torch._utils", "_rebuild_tensor_v2"), _STORED, const(0), group("tuple", const(2)), group("tuple", const(1)),
-              const(False), call(named("collections", "OrderedDict")))  # fmt: skip
+_ID = group(
+    "tuple", const("storage"), named("torch", "FloatStorage"), *map(const, ("0", "cpu", 64))
+)
+_STORED: Node = ("binpersid", None, (_ID,))
+TENSOR = apply("torch._utils._rebuild_tensor_v2", _STORED, const(0), group("tuple", const(2)), group("tuple", const(1)),
+              const(False), apply("collections.OrderedDict"))  # fmt: skip
 
 
 HOOKS_OF_VALUES = (
@@ -244,49 +246,42 @@ class Material:
         inner = self.function(depth - 1)
         none, empty = group("tuple"), mapping()
         return self.any(
-            lambda: call(named("functools", "partial"), inner, self.plain()),
+            lambda: apply("functools.partial", inner, self.plain()),
             lambda: changed(("new", None, (named("functools", "partial"), inner)), "build", group("tuple", inner, none, empty, empty)),
-            lambda: call(named("operator", "methodcaller"), const("fire")),
+            lambda: apply("operator.methodcaller", const("fire")),
             lambda: made(("usercode", "Caller"), mapping(const("a"), inner)),
             lambda: made(("torch.ao.quantization.observer", "_PartialWrapper"), mapping(const("p"), inner, const("callable_args"), empty)),
             lambda: ("disguised", (("usercode", "fire"), self.one(DECOYS)), ()),
             lambda: self.persistent(inner),
-            lambda: call(named("builtins", "getattr"), named("usercode", "Caller"), const("make")),
-            lambda: call(named("functools", "partial"), named("functools", "reduce"), named("operator", "call"), group("list", inner, NONE)),
+            lambda: apply("builtins.getattr", named("usercode", "Caller"), const("make")),
+            lambda: apply("functools.partial", named("functools", "reduce"), named("operator", "call"), group("list", inner, NONE)),
         )  # fmt: skip
 
     def carrier(self, name: str, value: Node) -> Node:
         """An object with an attribute of the file's choosing."""
-        state = mapping(const(name), value)
-        if (kind := self.random.random()) < 0.4:
-            state = (
-                call(named("builtins", "dict"), pair(const(name), value))
-                if kind < 0.2
-                else group("tuple", NONE, state)
-            )
+        state, kind = mapping(const(name), value), self.random.random()
+        if kind < 0.2:
+            state = apply("builtins.dict", pair(const(name), value))
+        elif kind < 0.4:
+            state = group("tuple", NONE, state)
         kind = self.one("nnnnacpomtedwvh")
         if kind == "p":
-            parts = (FIRE, group("tuple"), mapping(), state)
-            return changed(
-                ("new", None, (named("functools", "partial"), FIRE)),
-                "build",
-                group("tuple", *parts),
-            )
+            partial: Node = ("new", None, (named("functools", "partial"), FIRE))
+            return changed(partial, "build", group("tuple", FIRE, group("tuple"), mapping(), state))
         if kind == "w":
-            hooks = call(named("collections", "OrderedDict"))
-            tensor = self.one((TENSOR, call(named("torch", "Tensor"))))
-            return call(
-                named("torch._utils", "_rebuild_parameter_with_state"), tensor, const(False), hooks,
-                state,
-            )  # fmt: skip
-        if kind == "t":
-            return changed(
-                call(named("torch.torch_version", "TorchVersion"), const("1")), "build", state
+            hooks, tensor = (
+                apply("collections.OrderedDict"),
+                self.one((TENSOR, apply("torch.Tensor"))),
             )
+            return apply(
+                "torch._utils._rebuild_parameter_with_state", tensor, const(False), hooks, state
+            )
+        if kind == "t":
+            return changed(apply("torch.torch_version.TorchVersion", const("1")), "build", state)
         if kind == "h":
             return made(self.one(self.hooked)[0], state)
         if kind == "n" and self.random.random() < 0.5:
-            return changed(call(named("types", "SimpleNamespace")), "build", state)
+            return changed(apply("types.SimpleNamespace"), "build", state)
         return made({
             "n": ("types", "SimpleNamespace"), "a": ("argparse", "Namespace"), "c": ("collections", "ChainMap"),
             "o": ("collections", "OrderedDict"), "m": ("torch.nn.modules.module", "Module"), "e": ("builtins", "Exception"),
@@ -299,30 +294,27 @@ class Material:
         deque, subset = ("collections", "deque"), ("torch.utils.data.dataset", "Subset")
         return self.any(
             lambda: items, lambda: items, lambda: group("tuple", *items[2]),
-            lambda: call(named(*deque), items), lambda: call(named("collections", "OrderedDict"), items),
+            lambda: call(named(*deque), items), lambda: apply("collections.OrderedDict", items),
             lambda: changed(call(named(*self.one((deque, ("builtins", "list"))))), "appends", item),
             lambda: call(named("builtins", self.one(("list", "tuple", "set", "iter", "reversed"))), items),
             lambda: self.pairs(const(1), item), lambda: group("set", item), lambda: late(item),
-            lambda: aliased(items, call(named("builtins", "tuple"), HELD), "append", item),
+            lambda: aliased(items, apply("builtins.tuple", HELD), "append", item),
             lambda: made(subset, mapping(const("dataset"), items, const("indices"), group("list", const(0)))),
         )  # fmt: skip
 
     def pairs(self, key: Node, value: Node) -> Node:
         """Something that gives a value for a key."""
         literal = mapping(key, value)
-        default, ordered = (
-            named("collections", "defaultdict"),
-            call(named("collections", "OrderedDict")),
-        )
+        default, ordered = named("collections", "defaultdict"), apply("collections.OrderedDict")
         parsed = ("pytorch_lightning.utilities.parsing", "AttributeDict")
         return self.any(
             lambda: literal, lambda: literal, lambda: literal,
             lambda: call(default, self.function()), lambda: call(default, self.function(), literal),
             lambda: changed(call(default, self.function()), "setitem", key, value), lambda: call(default, NONE, literal),
-            lambda: call(named("builtins", "dict"), pair(key, value)), lambda: call(named("collections", "OrderedDict"), pair(key, value)),
-            lambda: changed(ordered, "setitem", key, value), lambda: call(named("collections", "Counter"), literal),
+            lambda: apply("builtins.dict", pair(key, value)), lambda: apply("collections.OrderedDict", pair(key, value)),
+            lambda: changed(ordered, "setitem", key, value), lambda: apply("collections.Counter", literal),
             lambda: changed(made(("usercode", "Table")), "setitem", key, value), lambda: changed(made(parsed), "setitem", key, value),
-            lambda: aliased(mapping(), call(named("builtins", "dict"), HELD), "setitem", key, value),
+            lambda: aliased(mapping(), apply("builtins.dict", HELD), "setitem", key, value),
         )  # fmt: skip
 
     def persistent(self, value: Node) -> Node:
@@ -331,21 +323,20 @@ class Material:
 
     def storage(self, depth: int) -> Node:
         """A storage of an odd type, under an odd key, that is somewhere odd; the rest is as it should be."""
-        parts = [
-            named("torch", self.one(("FloatStorage", "ByteStorage"))), const("0"), const("cpu"),
-            const(self.one((0, 4))),
-        ]  # fmt: skip
+        kind = self.one(("FloatStorage", "ByteStorage"))
+        parts = [named("torch", kind), const("0"), const("cpu"), const(self.one((0, 4)))]
         at = self.random.randrange(4)
-        parts[at] = (
-            self.odd(depth - 1) if at < 2 else self.carrier(self.one(ATTRIBUTES), self.function())
-        )
+        if at < 2:
+            parts[at] = self.odd(depth - 1)
+        else:
+            parts[at] = self.carrier(self.one(ATTRIBUTES), self.function())
         return ("binpersid", None, (group("tuple", const("storage"), *parts),))
 
     def endless(self) -> Node:
         """An iterator that does not end, or not soon."""
         return self.any(
-            lambda: call(named("itertools", "count")), lambda: call(named("itertools", "repeat"), const(1)),
-            lambda: call(named("builtins", "range"), const(2**60)), lambda: call(named("itertools", "cycle"), group("list", const(1))),
+            lambda: apply("itertools.count"), lambda: apply("itertools.repeat", const(1)),
+            lambda: apply("builtins.range", const(2**60)), lambda: apply("itertools.cycle", group("list", const(1))),
         )  # fmt: skip
 
     def step(self, target: Node, depth: int) -> Node:
@@ -405,26 +396,19 @@ class Material:
     def array(self, depth: int) -> Node:
         """An array of objects, or of what a dtype is that has been tampered with."""
         flags = self.one((const(0), const(16), const(63), ("octal", 63, ())))
-        parts = [*map(const, (3, "|", None, None, None, -1, -1)), flags][
-            : self.one((7, 8, 8, 8, 8))
-        ]
-        plain = call(
-            named("numpy", "dtype"), const(self.one(("O8", "O8", "M8", "V8", "i8"))), const(False),
-            const(True),
-        )  # fmt: skip
+        parts = [*map(const, (3, "|", None, None, None, -1, -1)), flags]
+        parts = parts[: self.one((7, 8, 8, 8, 8))]
+        kind = const(self.one(("O8", "O8", "M8", "V8", "i8")))
+        plain = apply("numpy.dtype", kind, const(False), const(True))
         dtype = changed(plain, "build", group("tuple", *parts))
         if depth % 2:
             return dtype
-        rebuild, ndarray = (
-            named("numpy._core.multiarray", "_reconstruct"),
-            named("numpy", "ndarray"),
-        )
         count = self.one((1, 64))
         data = self.one((const(b"A" * 8 * count), group("list", *[const(1)] * count)))
-        state = group("tuple", const(1), group("tuple", const(count)), dtype, const(False), data)
-        return changed(
-            call(rebuild, ndarray, group("tuple", const(0)), const(b"b")), "build", state
-        )
+        parts = [const(1), group("tuple", const(count)), dtype, const(False), data]
+        ndarray, rebuild = named("numpy", "ndarray"), "numpy._core.multiarray._reconstruct"
+        empty = apply(rebuild, ndarray, group("tuple", const(0)), const(b"b"))
+        return changed(empty, "build", group("tuple", *parts))
 
     def odd(self, depth: int = 3) -> Node:
         """A value that has no business in the place of a plain one."""

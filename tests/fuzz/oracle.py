@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from tests.conftest import ENVIRONMENT
 
@@ -22,17 +21,6 @@ class Oracle:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Oracle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def compare(self, original: Path, copy: Path) -> str:
         """``equal`` if torch reads both alike, else what is the matter; ``died`` if the original is
@@ -93,11 +81,8 @@ def _answer(original: str, copy: str) -> str:
 
 
 def _one_line(what: str, error: Exception) -> str:
-    return " ".join(
-        f"{what} {type(error).__name__} {error}".encode("ascii", "backslashreplace")
-        .decode()
-        .split()
-    )[:500]
+    said = f"{what} {type(error).__name__} {error}".encode("ascii", "backslashreplace").decode()
+    return " ".join(said.split())[:500]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import cache
 from random import Random
 
 from tests.fuzz.material import Material, group
-from tests.fuzz.trees import Node, call, changed, const, mapping, named, write
+from tests.fuzz.trees import Node, apply, call, changed, const, mapping, named, write
 
 DEPTH = 6
 STORAGES = {"0": 48, "1": 12, "2": 16, "3": 0}  # key of a storage in the archive, and its bytes
@@ -20,13 +20,13 @@ SCALARS = (
     0, 1, -1, 255, 256, 65535, -(2**31), 2**31, 2**63, -(2**63), 2**70, 10**20,
     0.0, -0.0, 1.5, float("inf"), float("-inf"), float("nan"), 5e-324, 1e308,
 )  # fmt: skip
-HOOKS = call(named("collections", "OrderedDict"))
-LATIN1 = call(named("_codecs", "encode"), const("\xff\0a"), const("latin1"))
+HOOKS = apply("collections.OrderedDict")
+LATIN1 = apply("_codecs.encode", const("\xff\0a"), const("latin1"))
 VALUES = (
-    call(named("builtins", "set"), group("list", const("a"), const(1))), call(named("torch", "device"), const("cuda:3")),
-    call(named("torch", "Size"), group("tuple", const(2))), named("torch", "float32"), named("torch", "float8_e4m3fn"), LATIN1,
-    call(named("collections", "Counter"), mapping(const("a"), const(2))), call(named("builtins", "complex"), const(0.5), const(-0.0)),
-    call(named("builtins", "bytearray"), LATIN1),
+    apply("builtins.set", group("list", const("a"), const(1))), apply("torch.device", const("cuda:3")),
+    apply("torch.Size", group("tuple", const(2))), named("torch", "float32"), named("torch", "float8_e4m3fn"), LATIN1,
+    apply("collections.Counter", mapping(const("a"), const(2))), apply("builtins.complex", const(0.5), const(-0.0)),
+    apply("builtins.bytearray", LATIN1),
 )  # fmt: skip
 
 
@@ -134,11 +134,10 @@ def _tensor(choices: Choices, depth: int) -> Node:
         ),
     )
     if choices.random() < 0.15:
-        return call(named("torch._utils", "_rebuild_parameter"), made, const(True), HOOKS)
+        return apply("torch._utils._rebuild_parameter", made, const(True), HOOKS)
     if choices.random() < 0.15:
         state = mapping(const("note"), _plain(choices, depth - 1))
-        return call(
-            named("torch._tensor", "_rebuild_from_type_v2"), rebuild, named("torch", "Tensor"),
+        return apply("torch._tensor._rebuild_from_type_v2", rebuild, named("torch", "Tensor"),
             group("tuple", *args), state,
         )  # fmt: skip
     return made

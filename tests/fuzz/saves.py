@@ -16,12 +16,12 @@ Tensors of both saves need a warning, too. Prints counts.
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -32,6 +32,7 @@ import torch
 from ckptkit.api import convert, open_checkpoint, recover
 from ckptkit.core.errors import CkptkitError
 from tests.fuzz import damage
+from tests.pickles.making import saved
 
 State = dict[str, torch.Tensor]
 MOVES = {
@@ -48,19 +49,9 @@ class Save(NamedTuple):
     sums: bool  # whether the file has checksums
 
 
-def zip_file(state: State, sums: bool = True) -> bytes:
-    file = io.BytesIO()
-    torch.serialization.set_crc32_options(sums)
-    try:
-        torch.save(state, file)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    return file.getvalue()
-
-
 FORMATS: Mapping[str, Callable[[State], bytes]] = {
-    "zip": zip_file,
-    "zip without checksums": lambda state: zip_file(state, sums=False),
+    "zip": saved,
+    "zip without checksums": partial(saved, crc=False),
     "safetensors": safetensors.torch.save,
 }
 

@@ -28,6 +28,7 @@ from tests.formats.containers import tars
 from tests.formats.containers.zips import Member, build
 from tests.formats.dcp import making
 from tests.formats.torch_zip import archives
+from tests.pickles.making import saved
 from tests.scanning.hostile_pickles import CASES
 
 FIXTURES = ROOT / "fixtures"
@@ -45,17 +46,6 @@ def state() -> dict[str, Any]:
         "model": weights, "epoch": 3, "args": ("x", None, -1.5, 1 << 70, {1: b"\0"}),
         "lr": [0.1, True],
     }  # fmt: skip
-
-
-def saved(value: Any, *, crc: bool = True, **options: Any) -> bytes:
-    """Return what torch.save writes."""
-    buffer = io.BytesIO()
-    torch.serialization.set_crc32_options(crc)
-    try:
-        torch.save(value, buffer, **options)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    return buffer.getvalue()
 
 
 def fixture(name: str) -> bytes:

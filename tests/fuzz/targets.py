@@ -237,33 +237,21 @@ def _single(tensor: Tensor) -> formats.Checkpoint:
 def text(data: bytes) -> None:
     """Any text is shown in one line of printable characters, and is itself again when it comes back
     from JSON."""
-    shown = (
-        data.decode("utf-8", "surrogatepass" if len(data) % 2 else "surrogateescape")
-        if _decodes(data)
-        else ""
-    )
-    wide = "".join(
-        chr(int.from_bytes(data[at : at + 3], "little") % 0x110000) for at in range(0, len(data), 3)
-    )
-    for each in (shown, wide):
-        check_lines([render.escape(each)])
+    try:
+        shown = data.decode("utf-8", "surrogatepass" if len(data) % 2 else "surrogateescape")
+    except UnicodeDecodeError:
+        shown = ""
+    codes = (int.from_bytes(data[at : at + 3], "little") for at in range(0, len(data), 3))
+    for each in (shown, "".join(chr(code % 0x110000) for code in codes)):
+        escaped = render.escape(each)
+        check_lines([escaped, *render.table(["name", "n"], [[escaped, "1"]], ["n"])])
         assert json.loads("".join(render.json_pieces({"a": iter([each])}))) == {
             "a": [json.loads(json.dumps(each))]
         }
-        check_lines(render.table(["name", "n"], [[render.escape(each), "1"]], ["n"]))
-        checkpoint = formats.Checkpoint(
-            {each: {each: each, "b": [each]}}, "made", Memory(b"", "made")
-        )
+        tree = {each: {each: each, "b": [each]}}
+        checkpoint = formats.Checkpoint(tree, "made", Memory(b"", "made"))
         show(checkpoint)
         rewrite(checkpoint, "torch-zip", False)
-
-
-def _decodes(data: bytes) -> bool:
-    try:
-        data.decode("utf-8", "surrogatepass" if len(data) % 2 else "surrogateescape")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def journals(data: bytes) -> None:

@@ -19,6 +19,7 @@ from tests.fuzz.trees import (
     MAGIC,
     NONE,
     Node,
+    apply,
     call,
     changed,
     const,
@@ -34,14 +35,14 @@ from tests.fuzz.trees import (
 RUN = named("torch.utils.collect_env", "run")
 PIPES = "torch.utils.data.datapipes"
 SCRIPT, UTILS = "torch.jit._pickle", "torch._utils"
-NOTHING = call(named("collections", "OrderedDict"))
+NOTHING = apply("collections.OrderedDict")
 EMPTY = group("tuple")
 
 
 def duck(**attributes: Node) -> Node:
     """A SimpleNamespace with attributes."""
     pairs = [part for name, value in attributes.items() for part in (const(name), value)]
-    return changed(call(named("types", "SimpleNamespace")), "build", mapping(*pairs))
+    return changed(apply("types.SimpleNamespace"), "build", mapping(*pairs))
 
 
 def owned(**attributes: Node) -> Node:
@@ -51,17 +52,17 @@ def owned(**attributes: Node) -> Node:
 
 def later(*parts: Node) -> Node:
     """A call that is made when the partial is called."""
-    return call(named("functools", "partial"), *parts)
+    return apply("functools.partial", *parts)
 
 
 def dicted(value: Node) -> Node:
     """What asks for keys."""
-    return call(named("builtins", "dict"), value)
+    return apply("builtins.dict", value)
 
 
 def computed(hook: str) -> Node:
     """A SimpleNamespace that gets a hook by a state that is the result of a call."""
-    return changed(call(named("types", "SimpleNamespace")), "build", dicted(pair(const(hook), RUN)))
+    return changed(apply("types.SimpleNamespace"), "build", dicted(pair(const(hook), RUN)))
 
 
 def stdlib() -> Node:
@@ -75,7 +76,7 @@ def stdlib() -> Node:
 
 def dtype(kind: str, *state: Any) -> Node:
     """A numpy.dtype, with a state unless that is empty."""
-    plain = call(named("numpy", "dtype"), const(kind), const(False), const(True))
+    plain = apply("numpy.dtype", const(kind), const(False), const(True))
     parts = [each if isinstance(each, tuple) else const(each) for each in state]
     return changed(plain, "build", group("tuple", *parts)) if state else plain
 
@@ -116,23 +117,23 @@ def stored(*parts: Node) -> Node:
 
 
 CODE = call(named(SCRIPT, "__loader__.source_to_code"), const(b"open('canary', 'w')"), const("x"))
-PARAMETER = call(named(UTILS, "_rebuild_parameter_with_state"), call(named("torch", "Tensor")), const(False), NOTHING,
+PARAMETER = call(named(UTILS, "_rebuild_parameter_with_state"), apply("torch.Tensor"), const(False), NOTHING,
                  mapping(const("to"), FIRE))  # fmt: skip
 LONGS = dtype("i8", 3, "<", None, None, None, -1, -1, 0)
 BAD = {
     "keys": dicted(duck(keys=later(RUN, COMMAND))),
     "stdlib": dicted(duck(keys=stdlib())),
-    "ordered": call(named("collections", "OrderedDict"), duck(keys=stdlib())),
-    "default": call(named("collections", "defaultdict"), NONE, duck(keys=stdlib())),
-    "uuid": call(named("uuid", "UUID"), duck(replace=FIRE)),
-    "parameter": call(named("torch.nn.parameter", "Parameter"), duck(detach=FIRE)),
+    "ordered": apply("collections.OrderedDict", duck(keys=stdlib())),
+    "default": apply("collections.defaultdict", NONE, duck(keys=stdlib())),
+    "uuid": apply("uuid.UUID", duck(replace=FIRE)),
+    "parameter": apply("torch.nn.parameter.Parameter", duck(detach=FIRE)),
     "to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"), duck(to=FIRE), NONE, const("cpu"), const(False)),
     "setstate": changed(computed("__setstate__"), "build", COMMAND),
     "append": changed(computed("append"), "append", COMMAND),
-    "datapipe": call(named("builtins", "list"), made((f"{PIPES}.iter.callable", "MapperIterDataPipe"),
+    "datapipe": apply("builtins.list", made((f"{PIPES}.iter.callable", "MapperIterDataPipe"),
                                                      mapping(const("fn"), RUN, const("datapipe"), group("list", COMMAND), const("input_col"), NONE, const("output_col"), NONE))),
     "wrapper": made((f"{PIPES}.datapipe", "_IterDataPipeSerializationWrapper"), group(
-        "tuple", call(named("builtins", "bytes"), group("list", *map(const, EVIL))), const(False))),
+        "tuple", apply("builtins.bytes", group("list", *map(const, EVIL))), const(False))),
     "exec": dicted(duck(keys=call(named(SCRIPT, "build_intlist.__class__"), CODE, mapping()))),
     "write": call(named(SCRIPT, "__loader__.set_data"), COMMAND, const(b"x")),
     "evaluates": ("new", None, (named("sympy", "sin"), const("1+1"))),
@@ -143,32 +144,29 @@ BAD = {
     "shape": array(NONE, group("tuple", const(2**63 - 1))),
     "shape-of-numbers": changed(array(NONE, group("tuple", const(0))), "build", group(
         "tuple", const(1), group("tuple", const(2**63 - 1)), LONGS, const(False), const(b"A" * 8))),
-    "owned-detach": call(named("torch.nn.parameter", "Parameter"), owned(detach=FIRE)),
+    "owned-detach": apply("torch.nn.parameter.Parameter", owned(detach=FIRE)),
     "owned-to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"), owned(to=FIRE), named("torch", "float32"), const("cpu"), const(False)),
     "dressed-to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"), PARAMETER, named("torch", "float32"), const("cpu"), const(False)),
-    "owned-keys": call(named("copyreg", "__newobj_ex__"), NET, EMPTY, owned(keys=FIRE)),
-    "forward-reference": call(named("operator", "getitem"), named("typing", "List"), const("1+1")),
-    "fraction": call(named("fractions", "Fraction"), const("1e999999999")),
-    "class-by-slot": changed(call(named("argparse", "Namespace")), "build", group("tuple", NONE, mapping(const("__class__"), named("usercode", "Caller")))),
-    "mapping-items": call(named(UTILS, "_rebuild_parameter_with_state"), call(named("torch", "Tensor")), const(False), NOTHING, changed(
+    "owned-keys": apply("copyreg.__newobj_ex__", NET, EMPTY, owned(keys=FIRE)),
+    "forward-reference": apply("operator.getitem", named("typing", "List"), const("1+1")),
+    "fraction": apply("fractions.Fraction", const("1e999999999")),
+    "class-by-slot": changed(apply("argparse.Namespace"), "build", group("tuple", NONE, mapping(const("__class__"), named("usercode", "Caller")))),
+    "mapping-items": call(named(UTILS, "_rebuild_parameter_with_state"), apply("torch.Tensor"), const(False), NOTHING, changed(
         changed(NOTHING, "setitem", const("a"), const(1)), "build", mapping(const("items"), FIRE))),
     "disguised": call(("disguised", (("usercode", "fire"), ("collections", "OrderedDict")), ())),
-    "factory": adam(group("list", call(named("collections", "defaultdict"), later(FIRE, COMMAND)))),
-    "input": adam(group("list", call(named("collections", "defaultdict"), later(named("builtins", "input"), COMMAND)))),
-    "deque": adam(call(named("collections", "deque"), group("list", duck(setdefault=later(FIRE, COMMAND))))),
-    "list": adam(call(named("builtins", "list"), group("list", duck(setdefault=FIRE)))),
-    "tuple": adam(call(named("builtins", "tuple"), group("list", duck(setdefault=FIRE)))),
+    "factory": adam(group("list", apply("collections.defaultdict", later(FIRE, COMMAND)))),
+    "input": adam(group("list", apply("collections.defaultdict", later(named("builtins", "input"), COMMAND)))),
+    "deque": adam(apply("collections.deque", group("list", duck(setdefault=later(FIRE, COMMAND))))),
+    "list": adam(apply("builtins.list", group("list", duck(setdefault=FIRE)))),
+    "tuple": adam(apply("builtins.tuple", group("list", duck(setdefault=FIRE)))),
     "literal": adam(group("list", duck(setdefault=FIRE))),
     "late": adam(late(duck(setdefault=FIRE))),
     "defaults": adam(group("list"), defaults=duck(setdefault=FIRE)),
-    "endless": made(("torch.nn.modules.linear", "Linear"), mapping(const("_buffers"), call(named("itertools", "count")))),
+    "endless": made(("torch.nn.modules.linear", "Linear"), mapping(const("_buffers"), apply("itertools.count"))),
 }  # fmt: skip
 LEGACY = {
     "legacy-factory": adam(
-        group(
-            "list",
-            call(named("collections", "defaultdict"), stored(const("module"), FIRE, NONE, NONE)),
-        )
+        group("list", apply("collections.defaultdict", stored(const("module"), FIRE, NONE, NONE)))
     ),
     "legacy-location": stored(
         const("storage"),
@@ -195,7 +193,7 @@ SILENT = {
     "newobj-ex-keys": ("newex", None, (NET, EMPTY, owned(keys=FIRE))),  # as Python's own pickle
     "beyond-the-element": array(record(group("tuple", dtype("i8"), const(1 << 20)), 16), group("tuple", const(0)), const(b"A" * 8)),
     "built-after-use": group("tuple", ("put", None, (dtype("V8"),)), array(dtype("V8"), group("tuple", const(0)), const(b"A" * 8))),
-    "sizes": call(named("numpy._core.multiarray", "scalar"), dtype("V8", 3, "<", None, None, None, -1, 0), const(b"A" * 8)),
+    "sizes": apply("numpy._core.multiarray.scalar", dtype("V8", 3, "<", None, None, None, -1, 0), const(b"A" * 8)),
     "no-state": mapping(("new", None, (named("torch.distributed.tensor.placement_types", "Partial"),)), const(1)),
     "quantizer": call(named(UTILS, "_rebuild_qtensor"), TENSOR[2][1], const(0), EMPTY, EMPTY, group(
         "tuple", named("torch", "per_tensor_affine"), const(0.1), owned(__torch_function__=FIRE)), const(False), NONE),

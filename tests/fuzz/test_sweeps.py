@@ -18,7 +18,6 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import CheckedPart, Probe
-from ckptkit.pickles.values import unpickle
 from tests.fuzz import seeds
 from tests.fuzz.driving import quietly, scan, tensors
 
@@ -88,14 +87,3 @@ def _flipped(data: bytes, bit: int) -> bytes:
 def _part(places: Sequence[int], name: str) -> Sequence[int]:
     """Every so many of them; which, the name decides."""
     return places[sum(name.encode()) % STEP :: STEP]
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_PK_14_PK_15_pickles_cut_and_flipped(number: int) -> None:
-    data = seeds.pickles()[number]
-    for place in _part(range(9 * len(data)), str(number)):
-        changed = (
-            data[: place // 9] if place % 9 == 8 else _flipped(data, place // 9 * 8 + place % 9)
-        )
-        quietly(unpickle, Memory(changed), persistent_load=lambda pid: None)
-        scan(Memory(changed, "made.pkl"))

@@ -7,6 +7,7 @@ import io
 import os
 import pickletools
 import tempfile
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -78,7 +79,7 @@ def test_plain_pickles_are_read_by_torch_and_the_oracle_sees_differences(tmp_pat
     torch.save({"a": torch.zeros(2)}, paths[1])
     torch.save({"a": -torch.zeros(2), "b": 1}, paths[2])
     paths[3].write_bytes(b"")
-    with Oracle() as oracle:
+    with closing(Oracle()) as oracle:
         for seed in range(40):
             path = tmp_path / f"{seed}.pth"
             path.write_bytes(_archive(generate(Random(seed).randbytes(100), plain=True)))

@@ -39,6 +39,12 @@ def call(made: Node, *args: Node) -> Node:
     return ("reduce", None, (made, *args))
 
 
+def apply(dotted: str, *args: Node) -> Node:
+    """REDUCE of a name; the last dot divides."""
+    module, _, name = dotted.rpartition(".")
+    return call(named(module, name), *args)
+
+
 def mapping(*pairs: Node) -> Node:
     """A dict of keys and values."""
     return ("dict", None, pairs)

@@ -43,15 +43,14 @@ def emit(root: Node, **options: Any) -> Pickled:
     return write_pickle(root, lambda typed: (), **options)
 
 
+type_of = {"bytes": bytes, "bytearray": bytearray}
+
+
 def to_python(node: Node) -> Any:
     """The Python value that a small tree without objects stands for."""
     if isinstance(node, StoredBytes):
         data = b"".join(stream(node.extent))
-        return {
-            "bytes": bytes,
-            "bytearray": bytearray,
-            "python2": lambda raw: raw.decode("latin-1"),
-        }[node.kind](data)
+        return data.decode("latin-1") if node.kind == "python2" else type_of[node.kind](data)
     if isinstance(node, ByteString):
         return str(node)
     if isinstance(node, dict):
@@ -144,10 +143,14 @@ def _parts(node: Node) -> list[Node]:
 # Through torch
 
 
-def saved(value: Any, **options: Any) -> bytes:
-    """Return what torch.save writes."""
+def saved(value: Any, *, crc: bool = True, **options: Any) -> bytes:
+    """Return what torch.save writes, with checksums or without."""
     buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
+    torch.serialization.set_crc32_options(crc)
+    try:
+        torch.save(value, buffer, **options)
+    finally:
+        torch.serialization.set_crc32_options(True)
     return buffer.getvalue()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Done
-from tests.safety.injection import READS, Call, calls, injected, needs_strace
-from tests.safety.works import WORKS, outcomes
+from tests.safety.injection import READS, Call
+from tests.safety.works import Bench
 
 FAILED = 4
 UNREADABLE = 3
@@ -26,49 +26,32 @@ def said(done: Done) -> str:
     return line
 
 
-def has(shown: str, parts: tuple[str, ...]) -> bool:
-    return any(part in shown for part in parts)
-
-
 @pytest.mark.parametrize("name", ["replaced", "patched"])
 def test_DS_05_DS_06_an_error_of_any_call(name: str, small: Path, tmp_path: Path) -> None:
     """Only what comes when the new output has its name already leaves the new one, and says so
     too."""
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    found = []
-    watched = work.prepare(tmp_path / "watched", small)
-    read_only = f"<{watched}>", f"3<{watched}/run.pth>"
-    seen = [
-        each
-        for each in calls(work.arguments, watched)
-        if each.name != "close" or not has(each.shown, read_only)
-    ]
-    for at, call in enumerate(seen):
-        folder = work.prepare(tmp_path / str(at), small)
+    bench, found = Bench(name, small, tmp_path), []
+    read_only = f"<{bench.watched}>", f"3<{bench.watched}/run.pth>"
+    for call in bench.calls():
+        if call.name == "close" and any(part in call.shown for part in read_only):
+            continue
         code = "ENOSPC" if call.name == "fsync" else "EIO"
-        done = injected(work.arguments, folder, call, f"error={code}")
+        done, state = bench.disturbed(call, f"error={code}", killed=call.name == "unlink")
         assert done.code == FAILED and os.strerror(getattr(errno, code)) in said(done), (call, done)
-        found.append(expected.check(folder, killed=call.name == "unlink"))
+        found.append(state)
     assert found == sorted(found, key=["old", "new"].index)
-    assert (
-        found.count("new") <= 4
-    )  # removing the journal, bringing the folder to the disk, closing the file
+    # removing the journal, bringing the folder to the disk, closing the file
+    assert found.count("new") <= 4
 
 
 @pytest.mark.parametrize("name", ["replaced", "patched"])
 def test_DS_05_a_file_system_that_syncs_no_folders(name: str, small: Path, tmp_path: Path) -> None:
     """As on some network shares: the file is on the disk, and its name is up to them."""
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    watched = work.prepare(tmp_path / "watched", small)
-    for call in calls(work.arguments, watched, ("fsync",)):
-        folder = work.prepare(tmp_path / str(call.number), small)
-        done = injected(work.arguments, folder, call, "error=EINVAL")
-        assert done.code == (0 if f"<{watched}>" in call.shown else FAILED)
-        assert expected.check(folder, killed=False) == ("old" if done.code else "new")
+    bench = Bench(name, small, tmp_path)
+    for call in bench.calls(("fsync",)):
+        done, state = bench.disturbed(call, "error=EINVAL")
+        is_folder = f"<{bench.watched}>" in call.shown
+        assert (done.code, state) == ((0, "new") if is_folder else (FAILED, "old"))
 
 
 @pytest.mark.parametrize("name", ["new", "folder"])
@@ -76,70 +59,51 @@ def test_DS_05_a_file_system_that_syncs_no_folders(name: str, small: Path, tmp_p
     ("code", "says"), [("ENOSPC", "are free"), ("EDQUOT", "are free"), ("EFBIG", "too large")]
 )
 def test_DS_04_DS_10_no_room(name: str, code: str, says: str, small: Path, tmp_path: Path) -> None:
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    watched = work.prepare(tmp_path / "watched", small)
-    seen = [
-        each for each in calls(work.arguments, watched, FILES) if f"<{watched}>" not in each.shown
-    ]
-    for at, call in enumerate((seen[0], seen[1], seen[-1])):
-        folder = work.prepare(tmp_path / str(at), small)
-        done = injected(work.arguments, folder, call, f"error={code}")
-        assert done.code == FAILED and says in said(done)
-        assert expected.check(folder, killed=False) == "old"
+    bench = Bench(name, small, tmp_path)
+    seen = [each for each in bench.calls(FILES) if f"<{bench.watched}>" not in each.shown]
+    for call in (seen[0], seen[1], seen[-1]):
+        done, state = bench.disturbed(call, f"error={code}")
+        assert done.code == FAILED and says in said(done) and state == "old"
 
 
 def test_DS_07_an_input_that_cannot_be_read(small: Path, tmp_path: Path) -> None:
-    needs_strace()
-    work = WORKS["durable"]
-    expected = outcomes(work, tmp_path / "whole", small)
-    reads = calls(work.arguments, work.prepare(tmp_path / "watched", small), READS)
+    bench = Bench("durable", small, tmp_path)
+    reads = bench.calls(READS)
     assert len({call.name for call in reads}) == 2
-    for at, call in enumerate([*reads[:: len(reads) // 5], reads[-1]]):
-        folder = work.prepare(tmp_path / str(at), small)
-        done = injected(work.arguments, folder, call, "error=EIO")
-        assert done.code == UNREADABLE and "run.pth: cannot be read: Input/output error" in said(
-            done
-        )
-        assert expected.check(folder, killed=False) == "old"
+    for call in {*reads[:: len(reads) // 5], reads[-1]}:
+        done, state = bench.disturbed(call, "error=EIO")
+        assert (done.code, state) == (UNREADABLE, "old")
+        assert "run.pth: cannot be read: Input/output error" in said(done)
 
 
-def test_DS_08_a_write_that_is_said_to_be_shorter_than_it_was(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "more"), [("new", []), ("patched", ["--verify"])])
+def test_DS_08_a_write_that_is_said_to_be_shorter_than_it_was(
+    name: str, more: list[str], small: Path, tmp_path: Path
+) -> None:
     """The lost bytes are missed: by the length of a new file, by reading back what was changed in
     place."""
-    needs_strace()
-    for name, more in (("new", []), ("patched", ["--verify"])):
-        work = WORKS[name]
-        arguments = [*work.arguments, *more]
-        expected = outcomes(work, tmp_path / f"{name}-whole", small)
-        seen = calls(arguments, work.prepare(tmp_path / f"{name}-watched", small), FILES[:1])
-        found: list[Call] = []
-        for at, call in enumerate(each for each in seen if "journal" not in each.shown):
-            folder = work.prepare(tmp_path / f"{name}-{at}", small)
-            done = injected(arguments, folder, call, "retval=1")
-            state = expected.check(folder, killed=False)
-            if state == "new":  # it was a byte of what breaks the file, before it is changed
-                assert (name, done.code) == ("patched", 0) and not found
-            else:
-                assert done.code == FAILED and re.search(
-                    "instead of|differs from the plan", said(done)
-                )
-                found.append(call)
-        assert len(found) > 2
+    bench = Bench(name, small, tmp_path, *more)
+    found: list[Call] = []
+    for call in bench.calls(FILES[:1]):
+        if "journal" in call.shown:
+            continue
+        done, state = bench.disturbed(call, "retval=1")
+        if state == "new":  # it was a byte of what breaks the file, before it is changed
+            assert (name, done.code) == ("patched", 0) and not found
+        else:
+            assert done.code == FAILED
+            assert re.search("instead of|differs from the plan", said(done))
+            found.append(call)
+    assert len(found) > 2
 
 
 def test_DS_09_interrupted_calls_are_made_again(small: Path, tmp_path: Path) -> None:
-    needs_strace()
-    work = WORKS["durable"]
-    expected = outcomes(work, tmp_path / "whole", small)
-    seen = calls(work.arguments, work.prepare(tmp_path / "watched", small), (*FILES, "pread64"))
-    first = {call.name: call for call in reversed(seen)}
+    bench = Bench("durable", small, tmp_path)
+    first = {call.name: call for call in reversed(bench.calls((*FILES, "pread64")))}
     assert set(first) == {*FILES, "pread64"}
-    for name, call in first.items():
-        folder = work.prepare(tmp_path / name, small)
-        assert injected(work.arguments, folder, call, "error=EINTR").code == 0
-        assert expected.check(folder, killed=False) == "new"
+    for call in first.values():
+        done, state = bench.disturbed(call, "error=EINTR")
+        assert (done.code, state) == (0, "new")
 
 
 @pytest.mark.parametrize(
@@ -150,13 +114,8 @@ def test_DS_16_another_file_system(
 ) -> None:
     """The temporary is beside the output, so that a rename is one; where links are
     refused there is a way."""
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    folder = work.prepare(tmp_path / "out", small)
-    done = injected(work.arguments, folder, Call(call, 1, ""), "error=EXDEV")
-    assert done.code == ends, done
-    assert expected.check(folder, killed=False) == ("old" if ends else "new")
+    done, state = Bench(name, small, tmp_path).disturbed(Call(call, 1, ""), "error=EXDEV")
+    assert (done.code, state) == (ends, "old" if ends else "new"), done
 
 
 @pytest.mark.parametrize("name", ["new", "replaced", "durable", "patched"])
@@ -165,15 +124,10 @@ def test_DS_03_the_order_in_which_things_reach_the_disk(
 ) -> None:
     """All of the bytes before the name, the folder after it, and nothing is written after its
     fsync."""
-    needs_strace()
-    work = WORKS[name]
-    folder = work.prepare(tmp_path / "watched", small)
-    seen = [
-        each.shown
-        for each in calls(work.arguments, folder)
-        if each.name not in ("openat", "close", "chmod")
-    ]
-    steps = [f"{shown.partition('(')[0]} {kind_of(shown, folder)}" for shown in seen]
+    bench = Bench(name, small, tmp_path)
+    quiet = ("openat", "close", "chmod")
+    seen = [each.shown for each in bench.calls() if each.name not in quiet]
+    steps = [f"{shown.partition('(')[0]} {kind_of(shown, bench.watched)}" for shown in seen]
     steps = [step for at, step in enumerate(steps) if step != steps[at - 1] or not at]
     written = ["write temporary"]
     file = ["write file", "fsync file"]

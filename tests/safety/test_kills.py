@@ -13,29 +13,22 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMMAND
-from tests.safety.injection import ALIKE, CHANGES, calls, injected, leftovers, needs_strace
-from tests.safety.works import WORKS, Work, outcomes
+from tests.safety.injection import ALIKE, CHANGES, leftovers
+from tests.safety.works import WORKS, Bench, Work, outcomes
 
-LETHAL = tuple(
-    name for name in CHANGES if name not in ("openat", "close")
-)  # to be killed at, once these were tried
+# To be killed at, once the others were tried.
+LETHAL = tuple(name for name in CHANGES if name not in ("openat", "close"))
 KILLS = int(os.environ.get("CKPTKIT_KILLS", "20"))  # at random moments, of all works together
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_DS_01_DS_22_killed_at_every_call(name: str, small: Path, tmp_path: Path) -> None:
     """At each write, rename, fsync, close and whatever else changes a file."""
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    found = []
-    names = CHANGES if name in ("new", "patched") else LETHAL
-    for at, call in enumerate(
-        calls(work.arguments, work.prepare(tmp_path / "watched", small), names)
-    ):
-        folder = work.prepare(tmp_path / str(at), small)
-        assert injected(work.arguments, folder, call, "signal=KILL").code == -signal.SIGKILL, call
-        found.append(expected.check(folder, killed=True))
+    bench, found = Bench(name, small, tmp_path), []
+    for call in bench.calls(CHANGES if name in ("new", "patched") else LETHAL):
+        done, state = bench.disturbed(call, "signal=KILL", killed=True)
+        assert done.code == -signal.SIGKILL, call
+        found.append(state)
     assert found[0] == "old" and {"old", "new"} == set(found) and len(found) > 4
     assert found == sorted(found, key=["old", "new"].index)
 

@@ -13,8 +13,7 @@ import torch
 
 import ckptkit
 from tests.conftest import Run
-from tests.safety.injection import calls, needs_strace
-from tests.safety.works import WORKS
+from tests.safety.works import Bench
 
 
 class Config:
@@ -37,6 +36,7 @@ NAMED: dict[str, tuple[Any, str]] = {
         {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"m": torch.ones(2)}}}},
         "optimizer",
     ),
+    "random numbers": ({"model": {"w": torch.ones(2)}, "epoch": 3, "rng": torch.ones(5)}, "rng"),
     "an object": ({"model": {"w": torch.ones(2)}, "config": Config()}, "config"),
     "a view": (OrderedDict(w=SHARED, v=SHARED[2:4]), "share memory"),
 }
@@ -72,13 +72,14 @@ def test_DS_26_what_is_kept_beside(name: str, tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_DS_26_what_is_left_out_is_named(name: str, tmp_path: Path, run: Run) -> None:
+def test_TM_11_DS_26_what_is_left_out_is_named(name: str, tmp_path: Path, run: Run) -> None:
     root, what = NAMED[name]
     torch.save(root, tmp_path / "run.pth")
     done = run("convert", "run.pth", "out.safetensors", "--json", cwd=tmp_path)
     assert done.code == 0
     said = json.loads(done.stdout)
-    assert any(what in line for line in (*said["left_out"], *said["warnings"])), said
+    lines = [*said["left_out"], *said["warnings"]]
+    assert any(what in line for line in lines) and not any("epoch" in line for line in lines), said
     assert what in done.stderr
     assert run("convert", "run.pth", "whole.safetensors", "--all", cwd=tmp_path).code == 0
     if name == "an object":
@@ -98,10 +99,8 @@ def test_DS_26_what_would_change_is_refused(name: str, tmp_path: Path, run: Run)
 def test_DS_24_what_is_verified_may_come_from_the_cache(small: Path, tmp_path: Path) -> None:
     """The output is read back before it is brought to the disk and gets its name; a disk that lies
     is not found out."""
-    needs_strace()
-    work = WORKS["durable"]
-    folder = work.prepare(tmp_path / "watched", small)
-    seen = calls(work.arguments, folder, ("read", "write", "fsync", "link", "fadvise64"))
+    bench = Bench("durable", small, tmp_path)
+    seen = bench.calls(("read", "write", "fsync", "link", "fadvise64"))
     steps = [call.name for call in seen if ".tmp" in call.shown]
     assert steps.index("read") > len(steps) - 1 - steps[::-1].index("write")
     assert steps[-2:] == ["fsync", "link"] and "fadvise64" not in steps

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMMAND
-from tests.safety.injection import ALIKE, calls, injected, leftovers, needs_strace
-from tests.safety.works import WORKS, outcomes
+from tests.safety.injection import ALIKE, leftovers
+from tests.safety.works import WORKS, Bench, outcomes
 
 INTERRUPTED = 130
 
@@ -19,20 +19,15 @@ INTERRUPTED = 130
 @pytest.mark.parametrize("name", ["new", "folder", "patched", "rewritten"])
 def test_DS_18_interrupted_at_every_call(name: str, small: Path, tmp_path: Path) -> None:
     """By Ctrl-C, or by who wants the process to end. At its very end that may be too late."""
-    needs_strace()
-    work = WORKS[name]
-    expected = outcomes(work, tmp_path / "whole", small)
-    found = []
-    seen = calls(work.arguments, work.prepare(tmp_path / "watched", small))
+    bench, found = Bench(name, small, tmp_path), []
+    seen = bench.calls()
     some = [each for each in seen if each.name not in ("close", "openat") or each is seen[-1]]
     for at, call in enumerate(some):
-        folder = work.prepare(tmp_path / str(at), small)
-        done = injected(work.arguments, folder, call, f"signal={('INT', 'TERM', 'HUP')[at % 3]}")
-        found.append(expected.check(folder, killed=False))
+        done, state = bench.disturbed(call, f"signal={('INT', 'TERM', 'HUP')[at % 3]}")
         ended = (done.code, done.stderr.strip())
-        assert ended == (INTERRUPTED, "error: interrupted") or (
-            call is seen[-1] and ended == (0, "")
-        ), call
+        is_late = call is seen[-1] and ended == (0, "")
+        assert ended == (INTERRUPTED, "error: interrupted") or is_late, call
+        found.append(state)
     assert found[0] == "old" and found == sorted(found, key=["old", "new"].index)
 
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,16 @@ import torch
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.publish import in_place
-from tests.conftest import COMMAND, ENVIRONMENT
-from tests.safety.injection import leftovers, snapshot
+from tests.conftest import COMMAND, ENVIRONMENT, Done
+from tests.safety.injection import (
+    CHANGES,
+    Call,
+    calls,
+    injected,
+    leftovers,
+    needs_strace,
+    snapshot,
+)
 
 OLD = b"what was there before"
 
@@ -128,3 +136,23 @@ def outcomes(work: Work, folder: Path, source: Path) -> Outcomes:
     )
     assert done.returncode == 0, done.stderr
     return Outcomes(work, before, snapshot(folder))
+
+
+class Bench:
+    """A work that is watched, and then disturbed at its calls, in a folder of its own each time."""
+
+    def __init__(self, name: str, source: Path, place: Path, *more: str) -> None:
+        needs_strace()
+        work = WORKS[name]
+        self.work = replace(work, arguments=[*work.arguments, *more])
+        self.source, self.place, self.watched = source, place, place / "watched"
+        self.expected = outcomes(self.work, place / "whole", source)
+
+    def calls(self, names: Sequence[str] = CHANGES) -> list[Call]:
+        return calls(self.work.arguments, self.work.prepare(self.watched, self.source), names)
+
+    def disturbed(self, call: Call, what: str, killed: bool = False) -> tuple[Done, str]:
+        """Inject `what` at a call. Return how the command ended, and which output is there."""
+        folder = self.work.prepare(self.place / f"{call.name}{call.number}", self.source)
+        done = injected(self.work.arguments, folder, call, what)
+        return done, self.expected.check(folder, killed)

@@ -37,6 +37,7 @@ from ckptkit.scanning import find as hidden
 from tests.formats.containers import tars
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import pickle_of
+from tests.pickles.making import saved
 
 U32 = 0xFFFFFFFF
 F32 = BY_NAME["float32"]
@@ -245,12 +246,6 @@ def tarred(folder: Path, *names: str, data: bytes) -> ByteSource:
             info.size = 0 if info.isdir() else len(data)
             archive.addfile(info, None if info.isdir() else io.BytesIO(data))
     return LocalFile(folder / "x.tar")
-
-
-def saved(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 class Evil:
