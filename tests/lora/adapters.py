@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptkit
@@ -108,3 +110,32 @@ def check(
     expected = changed(weights, tensors) if expected is None else weights | expected
     made = adapter(folder, tensors, **config)
     assert_same(merged(folder, base(folder, weights, **there), made), expected)
+
+
+def loaded(path: Path) -> Weights:
+    """Return the tensors of a file, or of the files of a folder."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def scales_of(path: Path) -> dict[str, float]:
+    """Return the factor of B @ A of each module, as a reader of peft or diffusers computes it."""
+    config: dict[str, Any] = {}
+    if path.is_dir():
+        config = {f".{k}": v for k, v in json.loads((path / CONFIG).read_text()).items()}
+    else:
+        with safe_open(path, "pt") as file:
+            config = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    made, end = {}, ".lora_A.weight"
+    for name, rank in ((k.removesuffix(end), len(v)) for k, v in loaded(path).items() if end in k):
+        plain = name.removeprefix("base_model.model.")
+        part, inner = ("", plain) if path.is_dir() else plain.split(".", 1)
+        number = {}
+        for pattern, whole in (("alpha_pattern", "lora_alpha"), ("rank_pattern", "r")):
+            known = config.get(f"{part}.{pattern}", {}).items()
+            own = [n for key, n in known if re.match(rf"(.*\.)?({key})$", inner)]
+            number[whole] = own[0] if own else config.get(f"{part}.{whole}", rank)
+        assert number["r"] == rank
+        root = rank**0.5 if config.get(f"{part}.use_rslora") else rank
+        made[plain] = number["lora_alpha"] / root
+    return made

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, UsageError
 from ckptkit.lora.check import check_lora
 from ckptkit.lora.writing import convert_lora
+from tests.lora.adapters import CONFIG, WEIGHTS, adapter, loaded, save, scales_of
 
 Array = np.ndarray[Any, Any]
-WEIGHTS = "adapter_model.safetensors"
 RANDOM = np.random.default_rng(5)
-ENDS = {"lora_down.weight": "A", "lora_A.weight": "A", "lora_up.weight": "B", "lora_B.weight": "B"}
+ROLES = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B"}
+AT = "base_model.model."
 
 
 def factors(out: int, inner: int, rank: int, kernel: tuple[int, ...] = ()) -> dict[str, Array]:
@@ -41,42 +41,23 @@ def diffusers(modules: dict[str, dict[str, Array]]) -> dict[str, Array]:
 
 def changes(path: Path) -> dict[str, Array]:
     """Return the change of each module, as a reader of the layout computes it, in float64."""
-    file = path / "adapter_model.safetensors" if path.is_dir() else path
-    tensors = load_file(file)
-    with safe_open(file, "np") as opened:
-        metadata = opened.metadata() or {}
-    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    if path.is_dir():
-        config = {
-            f".{k}": v for k, v in json.loads((path / "adapter_config.json").read_text()).items()
-        }
     found: dict[str, dict[str, Array]] = {}
-    for name, tensor in tensors.items():
-        end = next(end for end in (*ENDS, "alpha", "dora_scale", "lora_magnitude_vector")
-                   if name.endswith(f".{end}"))  # fmt: skip
-        found.setdefault(name.removesuffix(f".{end}"), {})[ENDS.get(end, end)] = tensor
-    made = {}
+    for name, tensor in loaded(path).items():
+        module, _, role = name.removeprefix(AT).rpartition(".")
+        if role == "weight":
+            module, _, role = module.rpartition(".")
+        found.setdefault(module, {})[ROLES.get(role, role)] = tensor.numpy()
+    scales, made = scales_of(path), {}
     for name, each in found.items():
         rank = len(each["A"])
-        scale = float(each["alpha"]) / rank if "alpha" in each else 1.0
-        if config:
-            component, path_of = ("", name) if path.is_dir() else name.split(".", 1)
-            path_of = path_of.removeprefix("base_model.model.")
-            exact = f"^{path_of}".replace(".", "\\.")
-            assert config[f"{component}.rank_pattern"].get(exact, config[f"{component}.r"]) == rank
-            alphas = config[f"{component}.alpha_pattern"]
-            scale = alphas.get(exact, config[f"{component}.lora_alpha"]) / rank
-        b = each["B"].reshape(len(each["B"]), -1).astype("f8")
-        a = each["A"].reshape(rank, -1).astype("f8")
-        made[name.removeprefix("base_model.model.")] = (b @ a * scale).reshape(
-            len(b), *each["A"].shape[1:]
-        )
+        scale = float(each["alpha"]) / rank if "alpha" in each else scales[name]
+        b, a = (each[role].reshape(len(each[role]), -1).astype("f8") for role in "BA")
+        made[name] = (b @ a * scale).reshape(len(b), *each["A"].shape[1:])
     return made
 
 
 def converted(tmp_path: Path, tensors: dict[str, Array], to: str, **options: Any) -> Path:
-    source = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}.safetensors"
-    save_file(tensors, source)
+    source = save(tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}.safetensors", tensors)
     path = tmp_path / (to if to == "peft" else f"{to}.safetensors")
     convert_lora(source, path, to, force=True, **options)
     return path
@@ -84,10 +65,9 @@ def converted(tmp_path: Path, tensors: dict[str, Array], to: str, **options: Any
 
 def same(one: dict[str, Array], other: dict[str, Array], exact: bool = True) -> None:
     assert one.keys() == other.keys()
+    error = 0 if exact else 1e-5
     for name, array in one.items():
-        np.testing.assert_allclose(
-            array, other[name], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5
-        )
+        np.testing.assert_allclose(array, other[name], rtol=error, atol=error)
 
 
 def test_flux_there_and_back(tmp_path: Path) -> None:
@@ -165,13 +145,11 @@ def test_a_unet_of_kohya(tmp_path: Path, to: str, bake: bool) -> None:
     expected = dict(zip(names[to], (plain[name] for name in modules), strict=True))
     same(changes(path), expected, exact=not bake)
     if not bake:  # byte for byte
-        values = {
-            x.tobytes()
-            for n, x in load_file(tmp_path / "adapter-0.safetensors").items()
-            if "alpha" not in n
-        }
-        file = path / "adapter_model.safetensors" if to == "peft" else path
-        assert values == {x.tobytes() for n, x in load_file(file).items() if "alpha" not in n}
+        values = [
+            {x.numpy().tobytes() for n, x in loaded(file).items() if "alpha" not in n}
+            for file in (tmp_path / "adapter-0.safetensors", path)
+        ]
+        assert values[0] == values[1]
 
 
 def test_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
@@ -232,24 +210,19 @@ def test_dora_of_convolutions_and_columns(tmp_path: Path) -> None:
     name = "lora_unet_mid_block_resnets_0_conv1"
     tensors = kohya({name: (factors(4, 3, 2, (3, 3)), 2)})
     tensors[f"{name}.dora_scale"] = np.arange(4, dtype="f4").reshape(4, 1, 1, 1)
-    path = converted(tmp_path, tensors, "peft")
-    found = load_file(path / "adapter_model.safetensors")
-    assert found["base_model.model.mid_block.resnets.0.conv1.lora_magnitude_vector"].shape == (
-        1,
-        4,
-        1,
-        1,
-    )
-    assert json.loads((path / "adapter_config.json").read_text())["use_dora"] is True
-    back = tmp_path / "back.safetensors"
+    path, back = converted(tmp_path, tensors, "peft"), tmp_path / "back.safetensors"
+    found = loaded(path)[f"{AT}mid_block.resnets.0.conv1.lora_magnitude_vector"]
+    assert found.shape == (1, 4, 1, 1)
+    assert json.loads((path / CONFIG).read_text())["use_dora"] is True
     convert_lora(path, back, "kohya")
-    assert load_file(back)[f"{name}.dora_scale"].shape == (4, 1, 1, 1)
+    assert loaded(back)[f"{name}.dora_scale"].shape == (4, 1, 1, 1)
     tensors[f"{name}.dora_scale"] = np.ones((1, 3, 1, 1), "f4")
     with pytest.raises(UnsupportedError, match="each column"):
         converted(tmp_path, tensors, "peft")
-    assert load_file(converted(tmp_path, tensors, "comfy"))[
+    found = loaded(converted(tmp_path, tensors, "comfy"))[
         "diffusion_model.middle_block.0.in_layers.2.dora_scale"
-    ].shape == (1, 3, 1, 1)
+    ]
+    assert found.shape == (1, 3, 1, 1)
 
 
 def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
@@ -323,88 +296,60 @@ def test_names_of_two_models_are_told(tmp_path: Path) -> None:
         ("transformer.transformer_blocks.0.attn.to_q", "Flux"),
         ("unet.down_blocks.1.attentions.0.proj_in", "SDXL"),
     ):
-        source = tmp_path / "one.safetensors"
-        save_file(diffusers({name: factors(2, 2, 1)}), source)
+        source = save(tmp_path / "one.safetensors", diffusers({name: factors(2, 2, 1)}))
         done = convert_lora(source, tmp_path / f"{word}.safetensors", "kohya")
         assert word in str(done.warnings)
 
 
 def test_of_peft(tmp_path: Path) -> None:
     """The default component is that whose names it has; rslora becomes alpha."""
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    pair = factors(2, 3, 4)
-    at = "base_model.model.down_blocks.0.attentions.0.proj_in.lora_{}.weight"
-    save_file(
-        {at.format(role): each for role, each in pair.items()}, folder / "adapter_model.safetensors"
-    )
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    convert_lora(folder, tmp_path / "k.safetensors", "kohya")
-    found = load_file(tmp_path / "k.safetensors")
-    assert float(found["lora_unet_down_blocks_0_attentions_0_proj_in.alpha"]) == 16
-    for word, value in (
-        ("use_bdlora", {"nblocks": 2}),
-        ("fan_in_fan_out", True),
-        ("peft_type", "IA3"),
-    ):
-        (folder / "adapter_config.json").write_text(json.dumps({**config, word: value}))
+    tensors = diffusers({"down_blocks.0.attentions.0.proj_in": factors(2, 3, 4)})
+    config = {"r": 4, "lora_alpha": 8, "use_rslora": True}
+    source, made = adapter(tmp_path, tensors, **config), tmp_path / "k.safetensors"
+    convert_lora(source, made, "kohya")
+    assert float(loaded(made)["lora_unet_down_blocks_0_attentions_0_proj_in.alpha"]) == 16
+    for odd in ({"use_bdlora": {"nblocks": 2}}, {"fan_in_fan_out": True}, {"peft_type": "IA3"}):
+        source = adapter(tmp_path, tensors, **config | odd)
         with pytest.raises(UnsupportedError):
-            convert_lora(folder, tmp_path / "x.safetensors", "kohya")
+            convert_lora(source, tmp_path / "x.safetensors", "kohya")
+
+
+EMBEDDING = "text_model.embeddings.token_embedding"
 
 
 def test_an_embedding_of_dora(tmp_path: Path) -> None:
-    source, ones = tmp_path / "adapter", np.ones
-    source.mkdir()
     shapes = {"embedding_A": (2, 9), "embedding_B": (4, 2), "magnitude_vector": (4,)}
-    at = "base_model.model.text_model.embeddings.token_embedding.lora_"
-    save_file({at + role: ones(shape, "f4") for role, shape in shapes.items()}, source / WEIGHTS)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": True}
-    (source / "adapter_config.json").write_text(json.dumps(config))
-    convert_lora(source, tmp_path / "d.safetensors", "diffusers", component="text_encoder")
-    found = {
-        name.rpartition(".")[2]: x for name, x in load_file(tmp_path / "d.safetensors").items()
-    }
-    assert {role: found[f"lora_{role}"].shape for role in shapes} == shapes
+    tensors = {f"{EMBEDDING}.lora_{role}": np.ones(shape, "f4") for role, shape in shapes.items()}
+    source, made = adapter(tmp_path, tensors, use_dora=True), tmp_path / "d.safetensors"
+    convert_lora(source, made, "diffusers", component="text_encoder")
+    found = {name.rpartition(".")[2]: x.shape for name, x in loaded(made).items()}
+    assert found == {f"lora_{role}": shape for role, shape in shapes.items()}
     with pytest.raises(UnsupportedError, match="embedding"):
         convert_lora(source, tmp_path / "k.safetensors", "kohya", component="text_encoder")
 
 
-def peft(folder: Path, tensors: dict[str, Array], **config: Any) -> Path:
-    folder.mkdir()
-    save_file({f"base_model.model.{k}": each for k, each in tensors.items()}, folder / WEIGHTS)
-    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
-    (folder / "adapter_config.json").write_text(json.dumps(given))
-    return folder
-
-
 def test_an_embedding_is_transposed(tmp_path: Path) -> None:
-    name = "text_model.embeddings.token_embedding"
     pair = {"A": RANDOM.random((2, 9), "f4"), "B": RANDOM.random((4, 2), "f4")}
-    own = {f"{name}.lora_embedding_{role}": each for role, each in pair.items()}
-    source, made = peft(tmp_path / "own", own), tmp_path / "k.safetensors"
+    own = {f"{EMBEDDING}.lora_embedding_{role}": each for role, each in pair.items()}
+    source, made = adapter(tmp_path, own, lora_alpha=4), tmp_path / "k.safetensors"
     convert_lora(source, made, "kohya", component="text_encoder")
-    expected = (pair["B"] @ pair["A"]).T * 2
     (found,) = changes(made).values()
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found, (pair["B"] @ pair["A"]).T * 2, rtol=1e-6)
     convert_lora(made, tmp_path / "back", "peft")
     back = load_file(tmp_path / "back" / WEIGHTS)
-    assert back.keys() == {f"base_model.model.{key}" for key in own}
-    for key, each in own.items():
-        np.testing.assert_array_equal(back[f"base_model.model.{key}"], each)
-    dora = load_file(made) | {f"lora_te_{name.replace('.', '_')}.dora_scale": np.ones((1, 4), "f4")}
+    same(back, {f"{AT}{key}": each for key, each in own.items()})
+    name = f"lora_te_{EMBEDDING.replace('.', '_')}.dora_scale"
     with pytest.raises(UnsupportedError, match="DoRA of an embedding"):
-        converted(tmp_path, dora, "peft")
+        converted(tmp_path, load_file(made) | {name: np.ones((1, 4), "f4")}, "peft")
 
 
 def test_an_alpha_of_zero(tmp_path: Path) -> None:
     """sd-scripts and ComfyUI disagree: in kohya's files, alpha 0 means the rank."""
-    pair = factors(2, 2, 2)
-    own = {f"diffusion_model.conv_in.lora_{role}.weight": each for role, each in pair.items()}
+    own = diffusers({"diffusion_model.conv_in": factors(2, 2, 2)})
     own["diffusion_model.conv_in.alpha"] = np.array(0, "f4")
     with pytest.raises(UnsupportedError, match="alpha 0") as caught:
         converted(tmp_path, own, "kohya")
-    assert "--bake" in str(caught.value.hint) or "bake=True" in str(caught.value.hint)
+    assert "bake=True" in str(caught.value.hint)
     (found,) = changes(converted(tmp_path, own, "kohya", bake=True)).values()
     assert not found.any()
 
@@ -414,18 +359,18 @@ def test_an_alpha_of_zero(tmp_path: Path) -> None:
     [("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("ensure_weight_tying", True)],
 )
 def test_fields_that_only_peft_stores(field: str, value: Any, tmp_path: Path) -> None:
-    own = {f"conv_in.lora_{role}.weight": each for role, each in factors(2, 2, 2).items()}
-    source = peft(tmp_path / "own", own, **{field: value})
+    own = diffusers({"conv_in": factors(2, 2, 2)})
+    source = adapter(tmp_path, own, **{field: value})
     convert_lora(source, tmp_path / "made", "peft")
-    assert json.loads((tmp_path / "made/adapter_config.json").read_text())[field] == value
+    assert json.loads((tmp_path / "made" / CONFIG).read_text())[field] == value
     for to in ("kohya", "comfy", "diffusers"):
         with pytest.raises(UnsupportedError, match=f"cannot convert {field} to {to}"):
             convert_lora(source, tmp_path / "x.safetensors", to)
 
 
 def test_an_adapter_of_a_residual_base_stays_one(tmp_path: Path) -> None:
-    own = {f"conv_in.lora_{role}.weight": each for role, each in factors(2, 2, 2).items()}
-    source = peft(tmp_path / "own", own, init_lora_weights="pissa")
+    own = diffusers({"conv_in": factors(2, 2, 2)})
+    source = adapter(tmp_path, own, init_lora_weights="pissa")
     for to in ("peft", "diffusers", "kohya"):
         path = tmp_path / (to if to == "peft" else f"{to}.safetensors")
         assert "trained on a residual base" in str(convert_lora(source, path, to).warnings)
@@ -433,8 +378,7 @@ def test_an_adapter_of_a_residual_base_stays_one(tmp_path: Path) -> None:
 
 
 def test_outputs_are_safetensors_and_not_replaced(tmp_path: Path) -> None:
-    source = tmp_path / "one.safetensors"
-    save_file(diffusers({"unet.conv_in": factors(2, 2, 1)}), source)
+    source = save(tmp_path / "one.safetensors", diffusers({"unet.conv_in": factors(2, 2, 1)}))
     with pytest.raises(UsageError, match="not as"):
         convert_lora(source, tmp_path / "x.pth", "kohya")
     with pytest.raises(UsageError):
