@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError, UsageError
 from ckptkit.lora.writing import extract_lora, resize_lora
+from tests.lora.adapters import CONFIG, WEIGHTS, adapter, save
 
 Array = np.ndarray[Any, Any]
 RANDOM = np.random.default_rng(3)
@@ -22,18 +23,16 @@ def normal(*shape: int) -> Array:
 
 
 def pair(tmp_path: Path, base: dict[str, Array], change: dict[str, Array]) -> tuple[Path, Path]:
-    save_file(base, tmp_path / "base.safetensors")
     tuned = {name: each + change.get(name, np.zeros_like(each)) for name, each in base.items()}
-    save_file(
-        tuned | {n: x for n, x in change.items() if n not in base}, tmp_path / "t.safetensors"
-    )
-    return tmp_path / "t.safetensors", tmp_path / "base.safetensors"
+    new = {name: each for name, each in change.items() if name not in base}
+    old = save(tmp_path / "base.safetensors", base)
+    return save(tmp_path / "t.safetensors", tuned | new), old
 
 
 def read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    found = load_file(path / "adapter_model.safetensors")
+    found = load_file(path / WEIGHTS)
     plain = {name.removeprefix("base_model.model."): each for name, each in found.items()}
-    return plain, json.loads((path / "adapter_config.json").read_text())
+    return plain, json.loads((path / CONFIG).read_text())
 
 
 def low(rows: int, columns: int, rank: int) -> Array:
@@ -154,38 +153,32 @@ def test_refusals(
 
 def test_a_tensor_that_is_gone(tmp_path: Path) -> None:
     tuned, base = pair(tmp_path, {"a.weight": normal(2, 2)}, {"b.weight": normal(2, 2)})
-    with pytest.raises(UsageError, match=r"lacks 'b\.weight'"):
-        extract_lora(base, tuned, tmp_path / "out", rank=1)
-    with pytest.raises(UsageError, match="at least 1"):
-        extract_lora(base, tuned, tmp_path / "out", rank=0)
+    for rank, word in ((1, r"lacks 'b\.weight'"), (0, "at least 1")):
+        with pytest.raises(UsageError, match=word):
+            extract_lora(base, tuned, tmp_path / "out", rank=rank)
 
 
 @pytest.mark.parametrize("layout", ["peft", "kohya"])
 def test_resize(tmp_path: Path, layout: str) -> None:
     """The nearest of a lower rank, with the scale in the factors; other ranks stay."""
-    a, b = normal(4, 6), normal(5, 4)
+    a, b, module = normal(4, 6), normal(5, 4), "lora_unet_conv_in"
     if layout == "peft":
-        source, at = tmp_path / "adapter", "base_model.model.x.fc.lora_{}.weight"
-        source.mkdir()
-        save_file({at.format("A"): a, at.format("B"): b}, source / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
-        (source / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {"x.fc.lora_A.weight": a, "x.fc.lora_B.weight": b}
+        source = adapter(tmp_path, tensors, r=4, lora_alpha=8, task_type="CAUSAL_LM")
         report = resize_lora(source, tmp_path / "out", rank=2)
         tensors, config = read(tmp_path / "out")
         assert config["r"] == config["lora_alpha"] == 2
         assert config["task_type"] == "CAUSAL_LM"
         new = tensors["x.fc.lora_B.weight"] @ tensors["x.fc.lora_A.weight"]
     else:
-        source = tmp_path / "one.safetensors"
-        at = "lora_unet_conv_in.lora_{}.weight"
-        alpha = np.array(8, "f4")
-        save_file(
-            {at.format("down"): a, at.format("up"): b, "lora_unet_conv_in.alpha": alpha}, source
+        tensors = {f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": b}
+        source = save(
+            tmp_path / "one.safetensors", tensors | {f"{module}.alpha": np.array(8, "f4")}
         )
         report = resize_lora(source, tmp_path / "out.safetensors", rank=2)
         found = load_file(tmp_path / "out.safetensors")
-        assert found["lora_unet_conv_in.alpha"] == 2
-        new = found[at.format("up")] @ found[at.format("down")]
+        assert found[f"{module}.alpha"] == 2
+        new = found[f"{module}.lora_up.weight"] @ found[f"{module}.lora_down.weight"]
     left, values, right = np.linalg.svd(2.0 * b @ a)
     np.testing.assert_allclose(new, left[:, :2] * values[:2] @ right[:2], atol=1e-5)
     best = np.sqrt((values[2:] ** 2).sum() / (values**2).sum())
@@ -194,22 +187,17 @@ def test_resize(tmp_path: Path, layout: str) -> None:
 
 def test_names_that_peft_loads_after_resizing(tmp_path: Path) -> None:
     """peft saves the bias of a LoRA module as that of its base layer, and checks the rank."""
-    source, at = tmp_path / "adapter", "base_model.model."
-    source.mkdir()
-    whole = {f"{at}fc.base_layer.bias": normal(5), f"{at}head.bias": normal(3)}
-    pair = {f"{at}fc.lora_A.weight": normal(4, 6), f"{at}fc.lora_B.weight": normal(5, 4)}
-    save_file(whole | pair, source / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": "orthogonal"}
-    (source / "adapter_config.json").write_text(json.dumps(config))
+    whole = {"fc.base_layer.bias": normal(5), "head.bias": normal(3)}
+    pair = {"fc.lora_A.weight": normal(4, 6), "fc.lora_B.weight": normal(5, 4)}
+    source = adapter(tmp_path, whole | pair, r=4, lora_alpha=8, init_lora_weights="orthogonal")
     resize_lora(source, tmp_path / "out", rank=3)
-    assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == {*whole, *pair}
-    made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert made["init_lora_weights"] is True
+    tensors, config = read(tmp_path / "out")
+    assert tensors.keys() == {*whole, *pair}
+    assert config["init_lora_weights"] is True
 
 
 def test_other_kinds_are_not_resized(tmp_path: Path) -> None:
-    source = tmp_path / "one.safetensors"
     names = [f"lora_unet_conv_in.hada_w{n}_{each}" for n in (1, 2) for each in "ab"]
-    save_file({name: normal(2, 2) for name in names}, source)
+    source = save(tmp_path / "one.safetensors", {name: normal(2, 2) for name in names})
     with pytest.raises(UnsupportedError, match="loha"):
         resize_lora(source, tmp_path / "out.safetensors", rank=1)

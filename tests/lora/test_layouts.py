@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.lora.writing import convert_lora
+from tests.lora import adapters
+from tests.lora.adapters import save
 
 Array = np.ndarray[Any, Any]
 Names = dict[str, tuple[int, ...]]
@@ -67,28 +68,27 @@ def module(kind: str, shape: tuple[int, ...], rank: int = 2) -> dict[str, Array]
         "lora_down.weight": integers(rank, columns, *kernel),
         "lora_up.weight": integers(rows, rank, *ones),
     }
-    if kind == "bias":
-        return found | {"diff_b": integers(rows)}
-    if kind == "dora":
-        return found | {"dora_scale": integers(rows, 1, *ones, least=1)}
-    if kind == "columns":
-        return found | {"dora_scale": integers(1, columns, *ones, least=1)}
-    if kind == "diff_b":
-        return {"diff_b": integers(rows)}
-    if kind == "diff":
-        return {"diff": integers(*shape), "diff_b": integers(rows)}
-    if kind == "tucker":
-        down = {"lora_down.weight": integers(rank, columns, *ones)}
-        return {**found, **down, "lora_mid.weight": integers(rank, rank, *kernel)}
-    if kind == "lokr":
-        parts = {"lokr_w2_a": integers(rows // 2, rank), "lokr_w2_b": integers(rank, most // 2)}
-        return {"lokr_w1": integers(2, 2), **parts}
-    if kind.startswith("loha"):
-        found = {f"hada_w{n}_a": integers(rows, rank) for n in (1, 2)}
-        found |= {f"hada_w{n}_b": integers(rank, most) for n in (1, 2)}
-        dora = {"dora_scale": integers(rows, 1, *ones, least=1)}
-        return found | dora if "dora" in kind else found
-    return found
+    dora = {"dora_scale": integers(rows, 1, *ones, least=1)}
+    loha = {f"hada_w{n}_a": integers(rows, rank) for n in (1, 2)}
+    loha |= {f"hada_w{n}_b": integers(rank, most) for n in (1, 2)}
+    return {
+        "lora": found,
+        "bias": found | {"diff_b": integers(rows)},
+        "dora": found | dora,
+        "columns": found | {"dora_scale": integers(1, columns, *ones, least=1)},
+        "diff_b": {"diff_b": integers(rows)},
+        "diff": {"diff": integers(*shape), "diff_b": integers(rows)},
+        "tucker": found | {
+            "lora_down.weight": integers(rank, columns, *ones),
+            "lora_mid.weight": integers(rank, rank, *kernel),
+        },
+        "lokr": {
+            "lokr_w1": integers(2, 2), "lokr_w2_a": integers(rows // 2, rank),
+            "lokr_w2_b": integers(rank, most // 2),
+        },
+        "loha": loha,
+        "loha dora": loha | dora,
+    }[kind]  # fmt: skip
 
 
 def adapter(folder: Path, family: str, names: Names, layout: str, kind: str) -> Path:
@@ -97,26 +97,20 @@ def adapter(folder: Path, family: str, names: Names, layout: str, kind: str) -> 
     component, ranks = COMPONENTS[family], {name: 2 + n % 2 for n, name in enumerate(names)}
     for name, shape in names.items():
         start = {"kohya": f"lora_unet_{name.replace('.', '_')}", "comfy": f"diffusion_model.{name}",
-                 "peft": f"base_model.model.{name}", "diffusers": f"{component}.{name}"}  # fmt: skip
+                 "peft": name, "diffusers": f"{component}.{name}"}[layout]  # fmt: skip
         for role, array in module(kind, shape, ranks[name]).items():
             if layout not in ORIGINALS and role == "dora_scale":
                 array = array.reshape(1, -1, 1, 1) if shape[2:] else array.reshape(-1)
-            end = role if layout in ORIGINALS else PEFT[role]
-            made[f"{start[layout]}.{end}"] = array
+            made[f"{start}.{role if layout in ORIGINALS else PEFT[role]}"] = array
         if layout in ORIGINALS and kind not in ("diff", "diff_b"):
-            made[f"{start[layout]}.alpha"] = np.array(6, "f4")
+            made[f"{start}.alpha"] = np.array(6, "f4")
     config = {"r": 2, "lora_alpha": 6, "use_dora": kind == "dora", "lora_bias": kind == "bias",
               "rank_pattern": {f"^{re.escape(n)}": 3 for n in names if ranks[n] == 3}}  # fmt: skip
-    if layout != "peft":
-        path = folder / f"{layout}.safetensors"
-        metadata = json.dumps({f"{component}.{key}": each for key, each in config.items()})
-        save_file(made, path, {"lora_adapter_metadata": metadata} if "diff" in layout else None)
-        return path
-    path = folder / "adapter"
-    path.mkdir()
-    save_file(made, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
-    return path
+    if layout == "peft":
+        return adapters.adapter(folder, made, **config)
+    metadata = json.dumps({f"{component}.{key}": each for key, each in config.items()})
+    path = folder / f"{layout}.safetensors"
+    return save(path, made, {"lora_adapter_metadata": metadata} if "diff" in layout else None)
 
 
 def merged(base: Path, own: Path) -> dict[str, Array]:
@@ -141,8 +135,7 @@ def test_every_layout_changes_the_base_alike(
     for name, shape in NAMES[family][0].items():
         at = f"model.diffusion_model.{name}"
         weights |= {f"{at}.weight": integers(*shape, least=1), f"{at}.bias": integers(shape[0])}
-    base = tmp_path / "base.safetensors"
-    save_file(weights, base)
+    base = save(tmp_path / "base.safetensors", weights)
     own = adapter(tmp_path, family, names, layout, kind)
     expected = merged(base, own)
     ends = {name.rpartition(".")[2] for name in weights if (expected[name] != weights[name]).any()}
@@ -183,9 +176,8 @@ def test_all_components_of_a_pipeline(tmp_path: Path) -> None:
     unet = {
         f"unet.conv_in.{PEFT[role]}": each for role, each in module("lora", (4, 4, 3, 3)).items()
     }
-    base, first = tmp_path / "base.safetensors", tmp_path / "first.safetensors"
-    save_file(weights, base)
-    save_file(made | unet, first)
+    base = save(tmp_path / "base.safetensors", weights)
+    first = save(tmp_path / "first.safetensors", made | unet)
     expected = merged(base, first)
     assert all((expected[name] != each).any() for name, each in weights.items())
     for to in ("kohya", "comfy", "diffusers"):
