@@ -7,14 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ckptkit.compute.operation import stream
 from ckptkit.compute.strided import normal, of_box
 from ckptkit.compute.strided_read import Arrange
-from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.bytesource import Memory, Range, Record
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from tests.torch_equality import storage_bits
 
 Shape = tuple[int, ...]
+
+
+def record(data: bytes) -> Range:
+    return Range(Memory(data), 0, len(data))
+
+
+def read(what: Record, start: int = 0, stop: int | None = None) -> bytes:
+    return b"".join(map(bytes, stream(what.locate(), start, stop)))
 
 
 def view(itemsize: int, shape: Shape, stride: Shape) -> Arrange:
@@ -41,12 +50,8 @@ def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
     if big_endian:
         data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
     shape = tuple(tensor.shape)
+    stride = tensor.stride() if dtype.bits >= 8 else contiguous_stride(shape)
     return Tensor(
-        Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian),
-        dtype,
-        shape,
-        tensor.stride() if dtype.bits >= 8 else contiguous_stride(shape),
-        int(tensor.storage_offset()),
-        conj=tensor.is_conj(),
-        neg=tensor.is_neg(),
-    )
+        Storage(record(data), big_endian=big_endian), dtype, shape, stride,
+        int(tensor.storage_offset()), conj=tensor.is_conj(), neg=tensor.is_neg(),
+    )  # fmt: skip

@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckptkit.compute import ggml
 from ckptkit.compute.ggml import DECODERS, ELEMENTS, FIELDS, TYPES, GgmlDequantize
-from ckptkit.compute.operation import stream
-from ckptkit.core.bytesource import Derived, Memory, Range
+from ckptkit.core.bytesource import Derived
 from ckptkit.core.dtypes import BY_NAME
+from tests.compute.arranging import read, record
 
 F = np.float32
+Array = np.ndarray[Any, Any]
 Block = bytes
 
 
@@ -136,12 +138,7 @@ def made(name: str, data: bytes, target: str = "float32", big_endian: bool = Fal
     dtype = TYPES[name]
     count = len(data) // dtype.itemsize * dtype.block
     operation = GgmlDequantize(name, target, big_endian)
-    source = Range(Memory(data), 0, len(data))
-    return Derived(operation, (source,), BY_NAME[target].nbytes(count))
-
-
-def read(extent: Derived, start: int = 0, stop: int | None = None) -> bytes:
-    return b"".join(map(bytes, stream(extent, start, stop)))
+    return Derived(operation, (record(data),), BY_NAME[target].nbytes(count))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -152,8 +149,11 @@ def test_formulas(name: str) -> None:
         for number, row in enumerate(found):
             block = data[number * dtype.itemsize :][: dtype.itemsize]
             expected = np.array([FORMULAS[name](block, i) for i in range(dtype.block)], "f4")
-            same = (row.view("u4") == expected.view("u4")) | (np.isnan(row) & np.isnan(expected))
-            assert same.all(), number
+            assert_same(row.view("u4"), expected.view("u4"), np.isnan(row) & np.isnan(expected))
+
+
+def assert_same(one: Array, other: Array, are_nan: Array) -> None:
+    assert ((one == other) | are_nan).all()
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -190,17 +190,14 @@ def test_rounds_once() -> None:
         half = np.frombuffer(read(made("Q8_0", data, "float16")), "<f2")
         expected = single.astype("<f2")
     assert np.isinf(half[0])
-    same = (half.view("u2") == expected.view("u2")) | (np.isnan(half) & np.isnan(expected))
-    assert same.all()
+    assert_same(half.view("u2"), expected.view("u2"), np.isnan(half) & np.isnan(expected))
 
 
 @pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20])
 def test_parts_end_where_the_tensor_ends(size: int) -> None:
     """Parts that several threads compute: whole blocks, and nothing behind the last one."""
-    blocks = bytes(34 * 10)
-    operation = GgmlDequantize("Q8_0", "bfloat16")
-    extent = Derived(operation, (Range(Memory(blocks, "x"), 0, len(blocks)),), 10 * 32 * 2)
-    ends = list(operation.ends(extent, size))
+    extent = made("Q8_0", bytes(34 * 10), "bfloat16")
+    ends = list(extent.operation.ends(extent, size))
     assert ends == sorted(set(ends))
     assert ends[-1] == extent.length
     assert all(end % 64 == 0 for end in ends)

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,35 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.loading import building
 from tests.compute.arranging import boxes as array_of
-from tests.compute.arranging import described
-from tests.torch_equality import storage_bits
+from tests.compute.arranging import described, read, record
+from tests.torch_equality import bits, storage_bits
 
 
-def record(data: bytes) -> Range:
-    return Range(Memory(data), 0, len(data))
+def strided(
+    where: Record, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
+) -> Tensor:
+    return Tensor(Storage(where), BY_NAME[dtype], shape, stride, offset)
 
 
-def read(what: Record, start: int = 0, stop: int | None = None) -> bytes:
-    return b"".join(bytes(piece) for piece in operation.stream(what.locate(), start, stop))
+def contiguous(*tensor: Any) -> Record:
+    return arranged.contiguous(strided(*tensor))
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """The contiguous bytes of a tensor, by torch alone."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+def assert_is(what: Record, want: bytes, ends: Sequence[int] = ()) -> None:
+    """The bytes are those that are wanted, and so is each part between two of the ends."""
+    assert (what.locate().length, read(what)) == (len(want), want)
+    for start, stop in itertools.product(ends, repeat=2):
+        assert read(what, start, stop) == want[start:stop]
+
+
+class Counting(Memory):
+    """Memory that counts its reads."""
+
+    calls = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.calls += 1
+        return super().read(offset, length)
 
 
 @pytest.fixture
@@ -91,10 +104,10 @@ def test_stream_of_a_source_that_is_too_short() -> None:
 
 
 def test_derived_extents_pickle_by_value(tmp_path: Path) -> None:
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(range(64)))
-    tensor = Tensor(Storage(Range(LocalFile(path), 0, 64)), BY_NAME["int16"], (4, 8), (1, 4))
-    extent = arranged.contiguous(tensor).locate()
+    (tmp_path / "bytes").write_bytes(bytes(range(64)))
+    extent = contiguous(
+        Range(LocalFile(tmp_path / "bytes"), 0, 64), "int16", (4, 8), (1, 4)
+    ).locate()
     assert read(pickle.loads(pickle.dumps(extent))) == read(extent)
 
 
@@ -125,13 +138,16 @@ def test_aligned_cuts_between_units(pieces: list[bytes], unit: int, units: int) 
 
 def test_slice_of_a_computed_extent() -> None:
     swapped = Derived(Swap(4), (record(bytes(range(32))),), 32)
-    assert read(Derived(Slice(6), (swapped,), 10)) == read(swapped)[6:16]
-    assert read(Derived(Slice(6), (swapped,), 10), 3, 5) == read(swapped)[9:11]
+    assert_is(Derived(Slice(6), (swapped,), 10), read(swapped)[6:16], (0, 3, 5, 10))
 
 
 def deflated(data: bytes) -> bytes:
     machine = zlib.compressobj(9, zlib.DEFLATED, -15)
     return machine.compress(data) + machine.flush()
+
+
+def inflated(data: bytes) -> Derived:
+    return Derived(Inflate(), (record(deflated(data)),), len(data))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -141,24 +157,17 @@ def test_concat_of_ranges_and_computed_extents() -> None:
     empty = Range(Memory(b""), 0, 0)
     whole = b"23456badcfeabcdef"
     joined = Derived(Concat(), (Derived(Concat(), (first, empty, swapped), 11), second), 17)
-    for start, stop in itertools.combinations(range(len(whole) + 1), 2):
-        assert b"".join(operation.stream(joined, start, stop)) == whole[start:stop]
+    assert_is(joined, whole, range(len(whole) + 1))
     assert list(runs(joined)) == [first, empty, swapped, second]
 
 
 def test_inflate_any_part() -> None:
     data = b"checkpoint " * 100
-    extent = Derived(Inflate(), (record(deflated(data)),), len(data))
-    assert read(extent) == data
-    for start, stop in itertools.product((0, 1, 31, 32, 33, 1000, 1100), repeat=2):
-        assert read(extent, start, stop) == data[start:stop]
+    assert_is(inflated(data), data, (0, 1, 31, 32, 33, 1000, 1100))
 
 
 def test_inflate_is_bounded() -> None:
-    data = deflated(bytes(64 << 20))
-    pieces = [
-        len(piece) for piece in operation.stream(Derived(Inflate(), (record(data),), 64 << 20))
-    ]
+    pieces = [len(piece) for piece in operation.stream(inflated(bytes(64 << 20)))]
     assert (sum(pieces), max(pieces)) == (64 << 20, operation.PIECE)
 
 
@@ -186,10 +195,7 @@ def test_inflate_refuses_what_does_not_fit(data: bytes, length: int, said: str) 
 def test_byteswap_any_part(component: int) -> None:
     data = bytes(range(160))
     want = np.frombuffer(data, f"u{component}").byteswap().tobytes()
-    extent = Derived(Swap(component), (record(data),), len(data))
-    assert read(extent) == want
-    for start, stop in itertools.product(range(0, 161, 7), repeat=2):
-        assert read(extent, start, stop) == want[start:stop]
+    assert_is(Derived(Swap(component), (record(data),), len(data)), want, range(0, 161, 7))
 
 
 AWKWARD = [0.0, -0.0, 1.5, -2.25, math.inf, -math.inf, math.nan]
@@ -198,20 +204,18 @@ AWKWARD = [0.0, -0.0, 1.5, -2.25, math.inf, -math.inf, math.nan]
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_conj_and_neg_bits_are_carried_out(dtype: torch.dtype) -> None:
-    values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype).reshape(
-        7, 7
-    )
+    values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype)
+    values = values.reshape(7, 7)
     for view in (values.conj(), values.conj().t(), values.conj()[1:, ::2], values.conj().imag):
         assert view.is_conj() or view.is_neg()
-        assert read(arranged.contiguous(described(view))) == raw(view)
+        assert_is(arranged.contiguous(described(view)), bits(view))
 
 
 def test_negation_flips_the_sign_of_zero_in_both_parts() -> None:
     view = torch._neg_view(torch.tensor([complex(0.0, -0.0), complex(1.0, -2.0)]))
-    want = np.array(
-        [complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64
-    )  # torch gives +0 for some lengths
-    assert read(arranged.contiguous(described(view))) == want.tobytes()
+    # torch gives +0 for some lengths.
+    want = np.array([complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64)
+    assert_is(arranged.contiguous(described(view)), want.tobytes())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_negation_flips_the_sign_of_zero_in_both_parts() -> None:
 )
 def test_neg_of_other_dtypes(dtype: torch.dtype) -> None:
     view = torch._neg_view(torch.tensor([0, 1, -2, 100], dtype=dtype))
-    assert read(arranged.contiguous(described(view))) == raw(view)
+    assert_is(arranged.contiguous(described(view)), bits(view))
 
 
 @pytest.mark.parametrize(
@@ -244,50 +248,41 @@ def test_cast_is_what_torch_makes_of_it(source: str, target: str) -> None:
         values[:9] = torch.tensor(
             [2**24 + 1, 2**24 + 3, 2**30 + 65, 65_519, 65_520, 2**31 - 1, 257, 463, 465]
         )
-    cast = cast_record(record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
-    want = raw(values.to(getattr(torch, target)))
-    assert (cast.length, read(cast)) == (len(want), want)
-    assert read(cast, 7, 50) == want[7:50]
+    cast = cast_record(record(bits(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
+    assert cast.length == cast.locate().length
+    assert_is(cast, bits(values.to(getattr(torch, target))), (7, 50))
 
 
 def test_cast_of_a_big_endian_record() -> None:
     values = torch.arange(10, dtype=torch.float32)
-    swapped = np.frombuffer(raw(values), "u4").byteswap().tobytes()
-    for target in (torch.float32, torch.float16):
-        name = str(target).removeprefix("torch.")
+    swapped = np.frombuffer(bits(values), "u4").byteswap().tobytes()
+    for name in ("float32", "float16"):
         cast = cast_record(record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True)
-        assert read(cast) == raw(values.to(target))
+        assert_is(cast, bits(values.to(getattr(torch, name))))
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("source", "target", "length"),
     [
-        ("complex64", "float32"),
-        ("quint8", "float32"),
-        ("float32", "quint4x2"),
-        ("float4_e2m1fn_x2", "float32"),
+        ("complex64", "float32", 16),
+        ("quint8", "float32", 16),
+        ("float32", "quint4x2", 16),
+        ("float4_e2m1fn_x2", "float32", 16),
+        ("float32", "float16", 6),  # a fraction of an element
     ],
 )
-def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> None:
+def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str, length: int) -> None:
     with pytest.raises(TensorError):
-        cast_record(record(bytes(16)), BY_NAME[source], BY_NAME[target], big_endian=False)
+        cast_record(record(bytes(length)), BY_NAME[source], BY_NAME[target], big_endian=False)
 
 
-def test_cast_refuses_a_fraction_of_an_element() -> None:
-    with pytest.raises(TensorError):
-        cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
-
-
-def test_cast_that_torch_cannot_do() -> None:
-    if not hasattr(torch, "int4"):
-        pytest.skip("this torch has no int4")
-    with pytest.raises(UnsupportedError):
-        read(cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False))
-
-
-def test_a_dtype_that_torch_does_not_have() -> None:
+def test_what_torch_does_not_have() -> None:
     with pytest.raises(UnsupportedError):
         torch_dtype(BY_NAME["float6_e2m3"])
+    if hasattr(torch, "int4"):
+        cast = cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False)
+        with pytest.raises(UnsupportedError):
+            read(cast)
 
 
 # contiguous
@@ -295,14 +290,10 @@ def test_a_dtype_that_torch_does_not_have() -> None:
 
 def test_contiguous_costs_nothing_where_nothing_is_to_be_done() -> None:
     source = record(bytes(64))
-    storage = Storage(source)
-    assert arranged.contiguous(Tensor(storage, BY_NAME["float32"], (4, 4), (4, 1))) is source
-    part = arranged.contiguous(Tensor(storage, BY_NAME["float32"], (2, 4), (4, 1), 4)).locate()
+    assert contiguous(source, "float32", (4, 4), (4, 1)) is source
+    part = contiguous(source, "float32", (2, 4), (4, 1), 4).locate()
     assert part == Range(source.source, 16, 32)
-    assert (
-        arranged.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length
-        == 0
-    )
+    assert contiguous(source, "float32", (0, 4), (1, 9), 4).locate().length == 0
 
 
 @pytest.mark.parametrize(
@@ -313,31 +304,23 @@ def test_every_dtype_transposed_and_big_endian(dtype: object) -> None:
     values = (numbers % 2 if str(dtype) == "bool" else numbers).view(getattr(torch, str(dtype)))
     matrix = values[: len(values) // 6 * 6].reshape(6, -1)
     for view in (matrix, matrix.t(), matrix[1:4], matrix[:, 1:3], matrix[::2, ::2]):
-        assert read(arranged.contiguous(described(view))) == raw(view)
-        assert read(arranged.contiguous(described(view, big_endian=True))) == raw(view)
+        for big_endian in (False, True):
+            made = arranged.contiguous(described(view, big_endian=big_endian))
+            assert_is(made, bits(view))
 
 
 def test_elements_smaller_than_a_byte() -> None:
-    storage = Storage(record(b"\x12\x34\x56"))
-    half = BY_NAME["quint4x2"]
-    assert read(arranged.contiguous(Tensor(storage, half, (4,), (1,), 2))) == b"\x34\x56"
+    where = record(b"\x12\x34\x56")
+    assert_is(contiguous(where, "quint4x2", (4,), (1,), 2), b"\x34\x56")
     for shape, stride, offset in (((2,), (2,), 0), ((4,), (1,), 1)):
         with pytest.raises(TensorError):
-            arranged.contiguous(Tensor(storage, half, shape, stride, offset))
+            contiguous(where, "quint4x2", shape, stride, offset)
 
 
-@pytest.mark.parametrize("layout", ["strided", "sparse_coo"])
-def test_a_tensor_without_bytes_of_its_own(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "stride"), [("strided", (2, 1)), ("sparse_coo", ())])
+def test_a_tensor_without_bytes_of_its_own(layout: str, stride: tuple[int, ...]) -> None:
     with pytest.raises(TensorError):
-        arranged.contiguous(
-            Tensor(
-                None,
-                BY_NAME["float32"],
-                (2, 2),
-                (2, 1) if layout == "strided" else (),
-                layout=layout,
-            )
-        )
+        arranged.contiguous(Tensor(None, BY_NAME["float32"], (2, 2), stride, layout=layout))
 
 
 DIMS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=5)
@@ -349,29 +332,27 @@ DIMS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=5)
     dims=DIMS,
     offset=st.integers(0, 50),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
-    inflated=st.booleans(),
+    is_inflated=st.booleans(),
     cut=st.tuples(st.integers(0, 4000), st.integers(0, 4000)),
 )
 def test_TM_05_any_strides(
-    dims: list[tuple[int, int]], offset: int, itemsize: int, inflated: bool, cut: tuple[int, int]
+    dims: list[tuple[int, int]], offset: int, itemsize: int, is_inflated: bool, cut: tuple[int, int]
 ) -> None:
     shape, stride = tuple(n for n, _ in dims), tuple(s for _, s in dims)
     elements = offset + 1 + sum((n - 1) * s for n, s in dims)
     data = np.random.default_rng(elements).integers(0, 256, elements * itemsize, np.uint8).tobytes()
     name = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}[itemsize]
-    where = Pending(Inflate(), (record(deflated(data)),), len(data)) if inflated else record(data)
-    made = arranged.contiguous(Tensor(Storage(where), BY_NAME[name], shape, stride, offset))
+    where = (
+        Pending(Inflate(), (record(deflated(data)),), len(data)) if is_inflated else record(data)
+    )
     strides = tuple(s * itemsize for s in stride)
     want = np.ndarray(shape, f"V{itemsize}", data, offset * itemsize, strides).tobytes()
-    assert read(made) == want
-    start, stop = min(*cut, len(want)), min(max(cut), len(want))
-    assert read(made, start, stop) == want[start:stop]
+    ends = [min(each, len(want)) for each in cut]
+    assert_is(contiguous(where, name, shape, stride, offset), want, sorted(ends))
 
 
 def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
-    extent = arranged.contiguous(
-        Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))
-    ).locate()
+    extent = contiguous(record(b"ab"), "int16", (1 << 40,), (0,)).locate()
     assert extent.length == 2 << 40
     first = next(iter(operation.stream(extent)))
     assert bytes(first[:4]) == b"abab"
@@ -381,19 +362,10 @@ def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 100_000), (100_000, 64), (3000, 2000)])
 def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
-    class Counting(Memory):
-        calls = 0
-
-        def read(self, offset: int, length: int) -> bytes:
-            self.calls += 1
-            return super().read(offset, length)
-
     values = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     source = Counting(values.tobytes())
-    tensor = Tensor(
-        Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1])
-    )
-    assert read(arranged.contiguous(tensor)) == values.T.tobytes()
+    where = Range(source, 0, source.size)
+    assert_is(contiguous(where, "float32", shape[::-1], (1, shape[1])), values.T.tobytes())
     assert source.calls < 200
 
 
@@ -435,33 +407,17 @@ def test_chunks_of_any_boxes(
         held = np.ascontiguousarray(box.transpose(axes))
         stride = held.transpose(np.argsort(axes)).strides
         content = bytes(3 * itemsize) + held.tobytes()
-        deflate = data.draw(st.booleans())
-        inputs.append(
-            Derived(Inflate(), (record(deflated(content)),), len(content))
-            if deflate
-            else record(content)
-        )
+        inputs.append(inflated(content) if data.draw(st.booleans()) else record(content))
         described.append((offsets, sizes, tuple(s // itemsize for s in stride), 3))
     want = whole.tobytes()
     made = Derived(array_of(itemsize, shape, described), tuple(inputs), len(want))
-    assert read(made) == want
-    start, stop = min(*cut, len(want)), min(max(cut), len(want))
-    assert read(made, start, stop) == want[start:stop]
+    assert_is(made, want, sorted(min(each, len(want)) for each in cut))
 
 
 def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
-    class Counting(Memory):
-        calls = 0
-
-        def read(self, offset: int, length: int) -> bytes:
-            self.calls += 1
-            return super().read(offset, length)
-
     values = np.arange(8_000_000, dtype=np.float32).reshape(4000, 2000)
-    sources = [
-        Counting(np.ascontiguousarray(values[:, at : at + 500]).tobytes())
-        for at in range(0, 2000, 500)
-    ]
+    parts = (np.ascontiguousarray(values[:, at : at + 500]) for at in range(0, 2000, 500))
+    sources = [Counting(part.tobytes()) for part in parts]
     described = tuple(((0, at), (4000, 500), (500, 1), 0) for at in range(0, 2000, 500))
     inputs = tuple(Range(source, 0, source.size) for source in sources)
     made = Derived(array_of(4, (4000, 2000), described), inputs, values.nbytes)
@@ -478,8 +434,8 @@ ODD = st.one_of(
 )
 
 
-def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> Difference | None:
-    return compare.compare(described(a), described(b), **tolerance)
+def compared(a: torch.Tensor, b: torch.Tensor, **how: Any) -> Difference | None:
+    return compare.compare(described(a), described(b), **how)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -498,10 +454,8 @@ def test_DS_27_equality_is_of_bytes() -> None:
     assert compared(nan, nan.clone()) is None
     assert compared(nan, odd) == Difference(1, 0)
     assert compared(torch.tensor([0.0]), torch.tensor([-0.0])) == Difference(1, 0)
-    assert (
-        compared(torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0])))
-        is not None
-    )
+    one = torch.tensor([1.0])
+    assert compared(one, one.nextafter(torch.tensor([2.0]))) is not None
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -514,20 +468,22 @@ def test_compare_within_a_tolerance() -> None:
     assert found is not None
     assert (found.count, found.first) == (1, 7)
     assert found.largest == pytest.approx(0.5)
-    assert (
-        compared(torch.tensor(AWKWARD), torch.tensor(AWKWARD).to(torch.bfloat16), rtol=1e-2) is None
-    )
+    odd = torch.tensor(AWKWARD)
+    assert compared(odd, odd.to(torch.bfloat16), rtol=1e-2) is None
 
 
-def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
-    found = compared(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), atol=1.0)
-    assert found == Difference(1, 1, math.inf)
-    assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == Difference(
-        1, 0, math.inf
-    )
-    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == Difference(
-        1, 0, math.sqrt(2)
-    )
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "expected"),
+    [
+        ([1.0, math.nan], [1.0, 2.0], {"atol": 1.0}, Difference(1, 1, math.inf)),
+        ([math.inf], [-math.inf], {"rtol": 1.0}, Difference(1, 0, math.inf)),
+        ([1j], [1], {"atol": 0.5}, Difference(1, 0, math.sqrt(2))),
+    ],
+)
+def test_compare_within_a_tolerance_meets_nan_and_infinity(
+    a: list[complex], b: list[complex], tolerance: dict[str, float], expected: Difference
+) -> None:
+    assert compared(torch.tensor(a), torch.tensor(b), **tolerance) == expected
 
 
 @given(
@@ -573,7 +529,7 @@ def test_measures_are_those_of_float64(
     b[1_000] = 1.0 if scale != "squares above float32" else 0.0
     for place, value in enumerate(odd):
         a[1_500 + place] = value
-    found = compare.compare(described(a), described(b), measured=True)
+    found = compared(a, b, measured=True)
     x, y = a.double(), b.double()
     finite = x.isfinite() & y.isfinite()
     x, y = x[finite], y[finite]
@@ -587,20 +543,18 @@ def test_measures_are_those_of_float64(
 
 def test_measures_of_complex_and_whole_numbers() -> None:
     a, b = torch.tensor([1 + 1j, 3j]), torch.tensor([1 - 1j, 3j])
-    found = compare.compare(described(a), described(b), measured=True)
-    assert found == Difference(
-        1, 0, 2.0, pytest.approx((4 / 11) ** 0.5), pytest.approx(9 / 11), 2.0
-    )
+    found = compared(a, b, measured=True)
+    shares = pytest.approx((4 / 11) ** 0.5), pytest.approx(9 / 11)
+    assert found == Difference(1, 0, 2.0, *shares, 2.0)
     large = torch.tensor([2**40, 3])
-    found = compare.compare(described(large), described(large + 1), measured=True)
+    found = compared(large, large + 1, measured=True)
     assert found is not None and (found.count, found.largest) == (2, 1.0)
 
 
 def test_compare_refuses_other_shapes_and_dtypes() -> None:
-    with pytest.raises(TensorError):
-        compared(torch.zeros(2), torch.zeros(3), atol=1.0)
-    with pytest.raises(TensorError):
-        compared(torch.zeros(2), torch.zeros(2).half())
+    for other, how in ((torch.zeros(3), {"atol": 1.0}), (torch.zeros(2).half(), {})):
+        with pytest.raises(TensorError):
+            compared(torch.zeros(2), other, **how)
 
 
 # torch's own tensors
@@ -622,12 +576,9 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
     base = torch.arange(24).reshape(4, 6) * (1 + 2j)
     want = view(base)
-    path = tmp_path / "storage"
-    path.write_bytes(storage_bits(want))
-    source = LocalFile(path)
-    tensor = described(want)
-    storage = Storage(Range(source, 0, source.size))
-    made = rebuild(tensor, to_torch_storage(storage))
+    (tmp_path / "storage").write_bytes(storage_bits(want))
+    source = LocalFile(tmp_path / "storage")
+    made = rebuild(described(want), to_torch_storage(Storage(Range(source, 0, source.size))))
     assert torch.equal(made, want)
     assert (made.stride(), made.storage_offset()) == (want.stride(), want.storage_offset())
     assert (made.is_conj(), made.is_neg()) == (want.is_conj(), want.is_neg())
@@ -636,20 +587,19 @@ def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -
 def test_rebuild_keeps_parameters_and_gradients_apart() -> None:
     storage = Storage(record(bytes(8)))
     untyped = to_torch_storage(storage)
-    dtype = BY_NAME["float32"]
     for kind, grad in itertools.product(("tensor", "parameter"), (True, False)):
-        made = rebuild(Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped)
-        assert (isinstance(made, torch.nn.Parameter), made.requires_grad) == (
-            kind == "parameter",
-            grad,
-        )
+        ours = Tensor(storage, BY_NAME["float32"], (2,), (1,), requires_grad=grad, kind=kind)
+        made = rebuild(ours, untyped)
+        is_parameter = isinstance(made, torch.nn.Parameter)
+        assert (is_parameter, made.requires_grad) == (kind == "parameter", grad)
         assert made.untyped_storage().data_ptr() == untyped.data_ptr()
 
 
 def test_rebuild_refuses_quantized_tensors() -> None:
-    storage = Storage(record(bytes(8)))
+    tensor = strided(record(bytes(8)), "quint8", (8,), (1,))
+    assert tensor.storage is not None
     with pytest.raises(UnsupportedError):
-        rebuild(Tensor(storage, BY_NAME["quint8"], (8,), (1,)), to_torch_storage(storage))
+        rebuild(tensor, to_torch_storage(tensor.storage))
 
 
 def test_a_big_endian_storage_is_swapped() -> None:
@@ -738,9 +688,8 @@ def test_a_model_that_needs_numbers_is_built_on_the_cpu(model_file: Path) -> Non
 
 
 def test_a_model_from_a_module() -> None:
-    shapes = building.model_shapes(
-        building.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3})
-    )
+    sizes = {"in_features": 2, "out_features": 3}
+    shapes = building.model_shapes(building.model_from("torch.nn:Linear", sizes))
     assert shapes == {"weight": ("float32", (3, 2)), "bias": ("float32", (3,))}
 
 
@@ -748,12 +697,8 @@ def test_a_model_from_the_working_directory(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model_file.parent)
-    assert (
-        building.model_shapes(
-            building.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})
-        )
-        == {}
-    )
+    model = building.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})
+    assert building.model_shapes(model) == {}
 
 
 @pytest.mark.parametrize(
@@ -766,12 +711,7 @@ def test_a_model_from_the_working_directory(
         ("{file}:Missing", {}, "has no class 'Missing'", "Net, Stubborn, Broken"),
         ("{file}:number", {}, "has no class 'number'", "Net"),
         ("{file}:plain", {}, "returns a dict", ""),
-        (
-            "{file}:Net",
-            {},
-            "missing a required argument: 'width'",
-            "its signature is (width, depth=2)",
-        ),
+        ("{file}:Net", {}, "missing a required argument: 'width'", "signature is (width, depth=2)"),
         ("{file}:Net", {"width": 2, "wide": 2}, "unexpected keyword argument 'wide'", "width"),
         ("{file}:Broken", {}, "RuntimeError: no such config", "its signature is ()"),
     ],

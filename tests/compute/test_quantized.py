@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from ckptkit.compute import dequantize as quantized
 from ckptkit.compute.dequantize import dequantized_record
-from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.errors import TensorError
-from tests.compute.arranging import described
+from tests.compute.arranging import described, read
 
 SCHEMES = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 
@@ -29,10 +28,6 @@ def record_of(tensor: torch.Tensor, **how: Any) -> Record:
     return dequantized_record(
         ours, described(scales), described(zeros), tensor.q_per_channel_axis()
     )
-
-
-def read(record: Record, start: int = 0, stop: int | None = None) -> bytes:
-    return b"".join(bytes(piece) for piece in stream(record.locate(), start, stop))
 
 
 def want(tensor: torch.Tensor) -> bytes:
@@ -101,11 +96,8 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(3)
     for dtype, columns in ((torch.qint8, 50), (torch.quint4x2, 64)):
         scales, zeros = torch.rand(9, generator=random) + 0.1, torch.zeros(9)
-        check(
-            torch.quantize_per_channel(
-                torch.randn(9, columns, generator=random), scales, zeros, 0, dtype
-            )
-        )
+        numbers = torch.randn(9, columns, generator=random)
+        check(torch.quantize_per_channel(numbers, scales, zeros, 0, dtype))
 
 
 MADE = torch.quantize_per_channel(
@@ -129,14 +121,10 @@ def test_pickles() -> None:
 
 def test_refused() -> None:
     tensor = described(torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 2, torch.qint8))
-    two, three, texts = (
-        described(torch.ones(2)),
-        described(torch.ones(3)),
-        described(torch.ones(2).bool()),
-    )
+    two, three, truths = map(described, (torch.ones(2), torch.ones(3), torch.ones(2).bool()))
     for scale, zero, axis in (
         (0.5, 2**31, 0), (1, 0, 0), ("x", 0, 0), (0.5, None, 0), (two, 0, 0), (three, three, 0), (two, two, 1),
-        (two, two, 2), (two, two, -1), (two, texts, 0), (texts, two, 0),
+        (two, two, 2), (two, two, -1), (two, truths, 0), (truths, two, 0),
     ):  # fmt: skip
         with pytest.raises(TensorError):
             dequantized_record(tensor, scale, zero, axis)  # type: ignore[arg-type]
