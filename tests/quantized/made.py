@@ -7,23 +7,13 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 BITS = {
     "F64": 64, "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I64": 64, "I32": 32,
     "U32": 32, "I8": 8, "U8": 8,
 }  # fmt: skip
 Row = tuple[str, list[int], bytes]
-
-
-class Refusal(NamedTuple):
-    """A file, and the word that says why it is not dequantized; `beside`: files of JSON."""
-
-    tensors: dict[str, Row]
-    word: str
-    config: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    beside: dict[str, Any] | None = None
 
 
 def row(dtype: str, shape: list[int], data: bytes | None = None) -> Row:

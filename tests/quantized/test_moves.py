@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,17 @@ from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from tests.quantized.made import ones, row, write
-from tests.quantized.test_refusals import AO, BLOCKS, FP8, GPTQ, L, comfy, method, torchao
-
-VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "quantized"
+from tests.quantized.refusals import (
+    AO,
+    BLOCKS,
+    FP8,
+    GPTQ,
+    L,
+    comfy,
+    method,
+    torchao,
+    without,
+)
 
 
 @pytest.fixture
@@ -43,9 +50,7 @@ def test_a_part_alone_gets_no_other_name(fp8: Checkpoint) -> None:
 
 def test_parts_do_not_go_to_two_modules(fp8: Checkpoint) -> None:
     with pytest.raises(UsageError, match="would move to several modules"):
-        ckptkit.rename(
-            fp8, {f"{L}.weight": "a.weight", f"{L}.weight_scale_inv": "b.weight_scale_inv"}
-        )
+        ckptkit.rename(fp8, dict(zip(FP8, ("a.weight", "b.weight_scale_inv"), strict=True)))
 
 
 @pytest.mark.parametrize("glob", [f"{L}.weight", "*.weight"])
@@ -54,10 +59,7 @@ def test_codes_are_dropped_with_their_scales(glob: str, fp8: Checkpoint) -> None
 
 
 def test_codes_are_kept_with_their_scales(fp8: Checkpoint) -> None:
-    assert names(ckptkit.select(fp8, keep=["*up_proj.weight"])) == {
-        f"{L}.weight",
-        f"{L}.weight_scale_inv",
-    }
+    assert names(ckptkit.select(fp8, keep=["*up_proj.weight"])) == set(FP8)
 
 
 def test_the_weight_goes_by_its_own_name(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_a_scale_alone_is_warned_of(fp8: Checkpoint) -> None:
 
 
 def test_prefixes_keep_what_describes_them(tmp_path: Path) -> None:
-    path = write(tmp_path / "ao.safetensors", AO, torchao("Int8Tensor"))
+    path = write(tmp_path / "ao.safetensors", AO, torchao("Int8Tensor", block_size=[1, 16]))
     ck = ckptkit.add_prefix(ckptkit.open(path), "model2.")
     assert json.loads(ck.extras["tensor_names"]) == [f"model2.{L}.weight"]
     (group,) = quantized.find(ck).groups
@@ -81,30 +83,21 @@ def test_prefixes_keep_what_describes_them(tmp_path: Path) -> None:
 
 
 def test_layers_in_a_header_are_renamed(tmp_path: Path) -> None:
-    tensors = {
-        name: each for name, each in comfy(format="x").items() if not name.endswith("comfy_quant")
-    }
+    tensors = without(comfy(format="x"), "comfy_quant")
     said = {"format_version": "1.0", "layers": {L: {"format": "float8_e4m3fn"}}}
-    path = write(
-        tmp_path / "model.safetensors", tensors, {"_quantization_metadata": json.dumps(said)}
-    )
+    header = {"_quantization_metadata": json.dumps(said)}
+    path = write(tmp_path / "model.safetensors", tensors, header)
     ck = ckptkit.rename(ckptkit.open(path), sub=[("up_proj", "fc1")])
     (group,) = quantized.find(ck).groups
     assert group.name == L.replace("up_proj", "fc1") + ".weight" and group.layout is not None
 
 
 def test_dequantized_weights_are_cast_renamed_and_devices_kept(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "model.safetensors",
-        {**GPTQ, "n.weight": row("F16", [2])},
-        config=method("gptq", group_size=32),
-    )
+    tensors, config = {**GPTQ, "n.weight": row("F16", [2])}, method("gptq", group_size=32)
+    path = write(tmp_path / "model.safetensors", tensors, config=config)
     ck = ckptkit.cast(ckptkit.dequantize(ckptkit.remap(ckptkit.open(path), "cuda:1")), "float64")
-    assert (ck.weights[f"{L}.weight"].dtype.name, ck.weights[f"{L}.weight"].device) == (
-        "float64",
-        "cuda:1",
-    )
-    assert ck.weights[f"{L}.weight"].shape == (16, 64)
+    tensor = ck.weights[f"{L}.weight"]
+    assert (tensor.dtype.name, tensor.device, tensor.shape) == ("float64", "cuda:1", (16, 64))
 
 
 def test_in_a_file_of_torch_too(tmp_path: Path) -> None:

@@ -18,18 +18,14 @@ from ckptkit.diagnosis.cause import ERROR
 from ckptkit.diagnosis.diagnose import examine
 from ckptkit.quantized import quantization
 from tests.conftest import Run
-from tests.quantized.made import Row, ones, row, write
-from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L, method
+from tests.quantized.made import ones, row, write
+from tests.quantized.refusals import BLOCKS, FP8, GPTQ, L, method
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     scale = row("F32", [2, 2], struct.pack("<4f", 0.5, 2, 4, 0.25))
-    tensors: dict[str, Row] = {
-        **FP8,
-        f"{L}.weight_scale_inv": scale,
-        "norm.weight": ones([4], "BF16"),
-    }
+    tensors = {**FP8, f"{L}.weight_scale_inv": scale, "norm.weight": ones([4], "BF16")}
     return write(tmp_path / "codes" / "model.safetensors", tensors, config=BLOCKS)
 
 
@@ -60,32 +56,26 @@ def test_json_says_how_each_tensor_is_quantized(path: Path, run: Run) -> None:
     said = tensors[f"{L}.weight"]["quantization"]
     assert (said["family"], said["label"], said["reason"]) == ("fp8-block", "fp8 128x128", None)
     assert said["parts"] == [f"{L}.weight", f"{L}.weight_scale_inv"]
-    assert (
-        tensors[f"{L}.weight"]["nbytes"] == 200 * 130 + 16
-        and tensors["norm.weight"]["quantization"] is None
-    )
+    assert tensors[f"{L}.weight"]["nbytes"] == 200 * 130 + 16
+    assert tensors["norm.weight"]["quantization"] is None
     assert found["totals"]["parameters"] == 26_004
     stored = {each["name"]: each for each in inspected(run, path, "--stored")["tensors"]}
     assert stored[f"{L}.weight_scale_inv"]["quantization"]["weight"] == f"{L}.weight"
 
 
 def test_statistics_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
-    ours, theirs = (
-        json.loads(run("stats", "--json", each).stdout)["tensors"] for each in (path, plain)
-    )
-    assert {each["name"]: each["mean"] for each in ours} == {
-        each["name"]: each["mean"] for each in theirs
-    }
+    means = [
+        {each["name"]: each["mean"] for each in json.loads(run("stats", "--json", file).stdout)["tensors"]}
+        for file in (path, plain)
+    ]  # fmt: skip
+    assert means[0] == means[1]
     assert len(json.loads(run("stats", "--json", "--stored", path).stdout)["tensors"]) == 3
 
 
 def test_values_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
-    ours, theirs = (
-        json.loads(run("show", "--json", each, f"{L}.weight", "[126:130, 126:130]").stdout)[
-            "tensors"
-        ][0]["values"]
-        for each in (path, plain)
-    )
+    words = f"{L}.weight", "[126:130, 126:130]"
+    shown = [json.loads(run("show", "--json", each, *words).stdout) for each in (path, plain)]
+    ours, theirs = (each["tensors"][0]["values"] for each in shown)
     assert ours == theirs
 
 
@@ -117,9 +107,8 @@ def test_the_page_has_the_weights(path: Path, run: Run, tmp_path: Path) -> None:
 def test_the_doctor_names_the_family_and_the_command(path: Path, run: Run, tmp_path: Path) -> None:
     done = run("doctor", path)
     assert done.code == 0 and "fp8-block" in done.stdout and "--dequantize bfloat16" in done.stdout
-    empty = write(
-        tmp_path / "empty" / "model.safetensors", {"fc.weight": ones([4, 4])}, config=BLOCKS
-    )
+    file = tmp_path / "empty" / "model.safetensors"
+    empty = write(file, {"fc.weight": ones([4, 4])}, config=BLOCKS)
     assert "no tensor is" in run("doctor", empty).stdout
 
 
@@ -165,9 +154,8 @@ def test_the_doctor_compares_the_weights_with_a_model(
     path: Path, models: Path, run: Run, tmp_path: Path
 ) -> None:
     done = run("doctor", path, "--model", f"{models}:Up")
-    assert (
-        "weight_scale_inv" not in done.stdout and "that the model does not have" not in done.stdout
-    )
+    assert "weight_scale_inv" not in done.stdout
+    assert "that the model does not have" not in done.stdout
     assert "--dequantize" in done.stdout
     found = examine(path, model=built(models, "Up"))
     assert [(each.code, each.level) for each in found.causes] == [("quantized", ERROR)]
@@ -233,10 +221,8 @@ def test_verify_names_scales_that_are_no_numbers(run: Run, tmp_path: Path) -> No
     path = write(tmp_path / "model.safetensors", tensors, config=BLOCKS)
     done = run("verify", "--values", path)
     assert done.code == 1 and "1 NaN and 1 infinite of 4" in done.stdout
-    assert (
-        f"scales are zero, so these weights are zero too: {L}.weight_scale_inv (1 of 4)"
-        in " ".join(done.stdout.split())
-    )
+    what = f"scales are zero, so these weights are zero too: {L}.weight_scale_inv (1 of 4)"
+    assert what in " ".join(done.stdout.split())
     assert run("verify", path).code == 0
 
 
@@ -269,17 +255,19 @@ def test_a_recipe_dequantizes(path: Path, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--dequantize",), ("--dequantize", "fp32"), ("--dequantize=float16",)]
+    ("words", "dtype"),
+    [
+        (("--dequantize",), "bfloat16"),
+        (("--dequantize", "fp32"), "float32"),
+        (("--dequantize=float16",), "float16"),
+    ],
 )
 def test_the_dtype_may_be_left_out(
-    words: tuple[str, ...], path: Path, run: Run, tmp_path: Path
+    words: tuple[str, ...], dtype: str, path: Path, run: Run, tmp_path: Path
 ) -> None:
     done = run("convert", *words, path, tmp_path / "out.safetensors")
     assert done.code == 0, done.stderr
-    wanted = {"--dequantize": "bfloat16", "fp32": "float32", "--dequantize=float16": "float16"}[
-        words[-1]
-    ]
-    assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == wanted
+    assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == dtype
 
 
 def test_many_files_at_once(path: Path, run: Run, tmp_path: Path) -> None:
@@ -296,9 +284,8 @@ def test_integers_are_no_target(path: Path) -> None:
 
 def test_an_index_that_leads_out_of_the_scales_is_damage(tmp_path: Path, run: Run) -> None:
     tensors = {**GPTQ, f"{L}.g_idx": row("I32", [64], struct.pack("<64i", *([9] * 64)))}
-    path = write(
-        tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32)
-    )
+    config = method("gptq", bits=4, group_size=32)
+    path = write(tmp_path / "model.safetensors", tensors, config=config)
     done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
     assert done.code == 3 and "g_idx" in done.stderr
 
@@ -327,16 +314,14 @@ def test_all_marks_are_in_the_list_that_is_looked_at_first() -> None:
 def test_the_doctor_makes_a_folder_of_a_folder_in_the_dtype_of_the_model(
     tmp_path: Path, run: Run
 ) -> None:
-    config = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+    config = method("fp8", weight_block_size=[2, 2]) | {"torch_dtype": "float16"}
     tensors = {"fc.weight": row("F8_E4M3", [4, 4]), "fc.weight_scale_inv": ones([2, 2])}
     source = tmp_path / "model"
-    both = {"quantization_config": config, "torch_dtype": "float16"}
-    write(source / "model.safetensors", tensors, config=both)
+    write(source / "model.safetensors", tensors, config=config)
     lines = run("doctor", source).stdout.splitlines()
     command = next(line for line in lines if line.strip().startswith("ckptkit convert"))
     assert run(*shlex.split(command)[1:]).code == 0
-    assert json.loads((tmp_path / "model-float" / "config.json").read_text()) == {
-        "torch_dtype": "float16"
-    }
+    made = json.loads((tmp_path / "model-float" / "config.json").read_text())
+    assert made == {"torch_dtype": "float16"}
     weights = ckptkit.load(tmp_path / "model-float")
     assert weights["fc.weight"].dtype == torch.float16

@@ -30,7 +30,7 @@ from ckptkit.rules.from_transformers import Layouts, Moved, Unsayable, generated
 from ckptkit.rules.notation import MisfitError, RuleError
 from ckptkit.rules.planner import RuleSet, check_reversible
 from tests.quantized.made import Row, ones
-from tests.quantized.test_refusals import FP8, L
+from tests.quantized.refusals import FP8, L
 from tests.rules import test_grouped
 
 Shapes = dict[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from tests.quantized.made import Row, ones, row, write
-from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L
+from tests.quantized.refusals import BLOCKS, FP8, GPTQ, L
 
 STACK = [
     f"x.{{e}}.{{m:w1|w3}}.weight{part} [o i] -> x.gate_up{part} [e (m o) i]"
