@@ -28,6 +28,8 @@ from ckptkit.formats.recovering import recover as safetensors_recover
 from ckptkit.formats.torch_zip_recover import recover as torch_zip_recover
 from tests.conftest import Run
 from tests.formats.containers.zips import Member, build
+from tests.formats.safetensors.files import entry as safetensors_entry
+from tests.formats.safetensors.files import file_of
 from tests.formats.safetensors.test_whole import Other
 from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor, text
 from tests.matrix import Fixture
@@ -61,12 +63,11 @@ def save_legacy(tree: Any, path: Path) -> None:
 
 
 def save_without_sums(tree: Any, path: Path) -> None:
-    before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(tree, path)
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(True)
 
 
 SAVES = [save_zip, save_ours, save_legacy, save_without_sums]
@@ -132,9 +133,7 @@ def test_damaged_bytes_of_a_zip(save: Save, tmp_path: Path) -> None:
                 counts.append(len(check(path, state())))
         except CorruptError as error:
             assert "data.pkl" in str(error)
-        except (
-            UnsupportedError
-        ):  # it is in the first header: no zip file, or one without a data.pkl
+        except UnsupportedError:  # in the first header: no zip file, or one without a data.pkl
             assert at < begin
     assert min(counts) >= len(state()) - 2  # a storage of two names
     assert max(counts) == len(state())
@@ -142,16 +141,21 @@ def test_damaged_bytes_of_a_zip(save: Save, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_zip, save_ours])
 def test_a_damaged_local_header_costs_nothing(save: Save, tmp_path: Path) -> None:
-    """The directory's offset and checksum find the bytes, whatever byte of the header changed."""
+    """The directory's offset and checksum find the bytes, whatever byte of the header changed, and
+    where all headers and descriptors are gone."""
     path = tmp_path / "in.pth"
     save({"model": state()}, path)
     data = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        infos = archive.infolist()
+    infos = members(path)
     for info in (infos[0], next(each for each in infos if each.filename.endswith("/data/2"))):
         for at in range(info.header_offset, info.header_offset + 34 + len(info.filename)):
             path.write_bytes(data[:at] + bytes([data[at] ^ 0x21]) + data[at + 1 :])
             assert check(path, state()) == set(state())
+    wiped = bytearray(data)
+    for info in infos[1:]:
+        wiped[info.header_offset : info.header_offset + 28] = bytes(28)
+    path.write_bytes(wiped.replace(b"PK\x07\x08", b"xxxx"))
+    assert check(path, state()) == set(state())
 
 
 @pytest.mark.parametrize("front", [b"\0", b"Content-Type: x\r\n\r\n", bytes(70_000)])
@@ -168,6 +172,18 @@ def test_a_zip_inside_a_pickle_is_not_taken_for_the_file(tmp_path: Path) -> None
     (tmp_path / "in.pkl").write_bytes(pickle.dumps({"net": (tmp_path / "inner.pth").read_bytes()}))
     with pytest.raises(UnsupportedError, match="has a format that cannot"):
         recover(tmp_path / "in.pkl")
+
+
+def members(path: Path) -> list[zipfile.ZipInfo]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.infolist()
+
+
+def rezipped(path: Path, made: Path, method: int, edit: Callable[[str, bytes], bytes]) -> None:
+    """Write an archive with other content of its records."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", method) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, edit(info.filename, old.read(info)))
 
 
 def layers(seed: int, count: int = 60) -> State:
@@ -211,18 +227,6 @@ def test_without_checksums_a_changed_key_of_a_storage_is_refused(tmp_path: Path)
     path.write_bytes(data.replace(b"X\1\0\0\0003", b"X\1\0\0\0002"))
     with pytest.raises(CorruptError, match="does not refer to the record"):
         recover(path)
-
-
-@pytest.mark.parametrize("save", [save_zip, save_without_sums])
-def test_thousands_of_tensors_take_linear_time(
-    save: Save, tmp_path: Path, lengths: list[int]
-) -> None:
-    path = tmp_path / "in.pth"
-    save({f"{i}": torch.ones(1) for i in range(2000)}, path)
-    path.write_bytes(path.read_bytes()[:-200])
-    lengths.clear()
-    assert not recover(path).lost
-    assert len(lengths) < 10 * 2000
 
 
 def two_saves(tmp_path: Path, old_count: int = 60) -> tuple[bytes, bytes]:
@@ -288,12 +292,18 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_the_headers_of_a_cut_file_are_read_together(tmp_path: Path, lengths: list[int]) -> None:
+@pytest.mark.parametrize("save", [save_zip, save_without_sums])
+def test_thousands_of_tensors_take_linear_time(
+    save: Save, tmp_path: Path, lengths: list[int]
+) -> None:
+    """The headers of a cut file are read together."""
     path = tmp_path / "in.pth"
-    torch.save({f"{i}": torch.ones(1) for i in range(500)}, path)
-    path.write_bytes(path.read_bytes()[:-100])
-    assert recover(path).lost == ()
-    assert sum(lengths) < 4 * path.stat().st_size
+    save({f"{i}": torch.ones(1) for i in range(2000)}, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    lengths.clear()
+    assert not recover(path).lost
+    assert len(lengths) < 10 * 2000
+    assert save is save_without_sums or sum(lengths) < 4 * path.stat().st_size
 
 
 def test_ZP_01_a_second_data_pkl(tmp_path: Path, lengths: list[int]) -> None:
@@ -308,8 +318,7 @@ def test_ZP_01_a_record_full_of_headers_of_itself(tmp_path: Path, lengths: list[
     path = tmp_path / "in.pth"
     torch.save({"w": torch.ones(1000), "other": torch.zeros(300_000, dtype=torch.uint8)}, path)
     data = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        start = archive.getinfo("in/data/1").header_offset
+    start = next(each for each in members(path) if each.filename == "in/data/1").header_offset
     header = Member("in/data/1", b"x" * 300_000).head()
     inside = header * (270_000 // len(header))
     path.write_bytes(data[:start] + inside + data[start:-30])
@@ -319,16 +328,10 @@ def test_ZP_01_a_record_full_of_headers_of_itself(tmp_path: Path, lengths: list[
 def test_records_that_are_deflated(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     torch.save({"model": state(), "epoch": 3}, tmp_path / "stored.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "stored.pth") as old,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
+    rezipped(tmp_path / "stored.pth", path, zipfile.ZIP_DEFLATED, lambda name, data: data)
     assert check(path, state()) == set(state())
     data = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        last = archive.getinfo("stored/data/0").header_offset
+    last = next(each for each in members(path) if each.filename.endswith("/0")).header_offset
     path.write_bytes(data[: last + 60] + b"\0\0\0\0" + data[last + 64 :])
     assert "layer.0.weight" not in check(path, state())
 
@@ -337,17 +340,26 @@ def test_big_endian_bytes_stay_so(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     values = torch.tensor([1, 2, 3], dtype=torch.int32)
     torch.save({"model": {"w": values}}, tmp_path / "little.pth")
-    with zipfile.ZipFile(tmp_path / "little.pth") as old, zipfile.ZipFile(path, "w") as new:
-        for info in old.infolist():
-            data = old.read(info)
-            swapped = values.numpy().byteswap().tobytes()
-            new.writestr(
-                info.filename,
-                b"big" if data == b"little" else swapped if "/data/" in info.filename else data,
-            )
+
+    def swapped(name: str, data: bytes) -> bytes:
+        if "/data/" in name:
+            return values.numpy().byteswap().tobytes()
+        return b"big" if data == b"little" else data
+
+    rezipped(tmp_path / "little.pth", path, zipfile.ZIP_STORED, swapped)
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"PK\1\2")])
     assert check(path, {"w": values}) == {"w"}
+
+
+def begin_of(tensor: Any) -> int:
+    """The offset of the bytes of a tensor in its file."""
+    offset: int = tensor.storage.record.locate().offset
+    return offset
+
+
+def cut_within(path: Path, tensor: Any) -> None:
+    path.write_bytes(path.read_bytes()[: begin_of(tensor) + 8])
 
 
 def test_more_than_the_weights(tmp_path: Path) -> None:
@@ -355,10 +367,7 @@ def test_more_than_the_weights(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     lists = [torch.ones(2), torch.ones(300), "text"]
     torch.save({"model": state(), "lists": lists, "object": Other(torch.ones(100))}, path)
-    data = path.read_bytes()
-    places = ckptkit.open(path)
-    begin = places.root["lists"][1].storage.record.locate().offset
-    path.write_bytes(data[: begin + 8])
+    cut_within(path, ckptkit.open(path).root["lists"][1])
     found = recover(path)
     assert found.checkpoint.root["lists"][1:] == [None, "text"]
     assert [loss.path for loss in found.lost] == ["lists.1", "object"]
@@ -370,35 +379,36 @@ def test_a_module_becomes_what_is_left_of_its_state_dict(tmp_path: Path) -> None
     path = tmp_path / "in.pth"
     model = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(3, 4), b=torch.nn.Linear(4, 500)))
     torch.save(model, path)
-    data = path.read_bytes()
-    begin = ckptkit.open(path).weights["b.weight"].storage
-    assert begin is not None
-    path.write_bytes(data[: begin.record.locate().offset + 8])  # type: ignore[union-attr]
+    cut_within(path, ckptkit.open(path).weights["b.weight"])
     convert(recover(path).checkpoint, tmp_path / "out.pth")
     saved = torch.load(tmp_path / "out.pth", weights_only=True)
     assert list(saved) == ["a.weight", "a.bias"]
     assert torch.equal(saved["a.weight"], model.state_dict()["a.weight"])
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "in.pth"
-    torch.save({"w": torch.ones(1000)}, path)
-    path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(CorruptError, match="no tensor in it is intact"):
-        recover(path)
+def zip_of(*names: str) -> bytes:
+    return build(*(Member(name, b"c") for name in names))
 
 
-def test_a_zip_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
-        archive.writestr("a/b", "c")
-    for data in (
-        (tmp_path / "in.zip").read_bytes(),
-        (tmp_path / "in.zip").read_bytes()[:-30],
-        b"text",
-    ):
-        (tmp_path / "in.zip").write_bytes(data)
-        with pytest.raises(UnsupportedError):
-            recover(tmp_path / "in.zip")
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (zip_of("a/b"), UnsupportedError, ""),
+        (zip_of("a/b")[:-30], UnsupportedError, ""),
+        (b"text", UnsupportedError, "has a format that cannot"),
+        (build(Member("a/data.pkl", b"\x80\x02}.")), CorruptError, "no tensors"),
+        (
+            build(Member("a/data.pkl", pickle_of(tensor(storage()))))[:-40],
+            CorruptError, "no tensor in it is intact",
+        ),
+    ],
+)  # fmt: skip
+def test_nothing_to_recover(
+    data: bytes, error: type[CkptkitError], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_bytes(data)
+    with pytest.raises(error, match=said or None):
+        recover(tmp_path / "in")
 
 
 @pytest.mark.parametrize("part", [1, 0.999, 0.9, 0.5, 0.2])
@@ -427,9 +437,7 @@ def test_a_zip_of_checkpoints_is_known_as_that(cut: int, tmp_path: Path, run: Ru
     with pytest.raises(UnsupportedError, match="zip archive of other files"):
         recover(path)
     said = run("verify", path)
-    assert (
-        "incomplete" in said.stdout
-    )  # the end record of the archive inside is not taken for its own
+    assert "incomplete" in said.stdout  # not the end record of the archive inside
     assert "recover" not in said.stdout
 
 
@@ -437,10 +445,8 @@ def test_an_archive_inside_is_not_taken_for_the_file(tmp_path: Path) -> None:
     """The cut leaves the whole archive that is inside, with its directory and its end."""
     path = tmp_path / "agent.zip"
     data = zip_of_checkpoints(path)
-    inner = (
-        data.index((tmp_path / "policy.pth").read_bytes())
-        + (tmp_path / "policy.pth").stat().st_size
-    )
+    policy = (tmp_path / "policy.pth").read_bytes()
+    inner = data.index(policy) + len(policy)
     for size in (inner, inner + 5):
         path.write_bytes(data[:size])
         with pytest.raises(TruncatedError, match="no zip end record"):
@@ -463,28 +469,12 @@ def test_what_is_shifted_is_lost(save: Save, kind: str, tmp_path: Path) -> None:
     """A member that promises a checksum and has none that fits is lost."""
     path = tmp_path / "in.pth"
     save({"model": state(), "epoch": 3}, path)
-    data = path.read_bytes()
-    storage = ckptkit.open(path).weights["layer.3.weight"].storage
-    assert storage is not None
-    at = storage.record.locate().offset + 5  # type: ignore[union-attr]
-    path.write_bytes(changed(data, at, kind))
+    at = begin_of(ckptkit.open(path).weights["layer.3.weight"]) + 5
+    path.write_bytes(changed(path.read_bytes(), at, kind))
     saved = check(path, state())
     assert "layer.3.weight" not in saved
     assert "layer.0.weight" in saved
     assert ("layer.5.weight" in saved) == (kind != "zeros")
-
-
-def test_the_directory_counts_where_it_can_be_read(tmp_path: Path) -> None:
-    """Local headers and descriptors are gone; what they said, the directory still says."""
-    path = tmp_path / "in.pth"
-    torch.save({"model": state(), "epoch": 3}, path)
-    data = bytearray(path.read_bytes())
-    with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-    for info in records[1:]:
-        data[info.header_offset : info.header_offset + 28] = bytes(28)
-    path.write_bytes(data.replace(b"PK\x07\x08", b"xxxx"))
-    assert check(path, state()) == set(state())
 
 
 def test_the_beginning_of_another_file(tmp_path: Path) -> None:
@@ -501,11 +491,11 @@ def test_the_beginning_of_another_file(tmp_path: Path) -> None:
 def test_a_legacy_storage_lies_between_two_counts(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     save_legacy({"model": state(), "epoch": 3}, path)
-    data = path.read_bytes()
-    places = {name: t.storage.record.locate() for name, t in ckptkit.open(path).weights.items()}  # type: ignore
-    by_place = sorted((place.offset, name) for name, place in places.items() if place.length >= 20)
-    name = by_place[2][1]
-    path.write_bytes(changed(data, places[name].offset + 5, kind))
+    weights = ckptkit.open(path).weights
+    at, name = sorted(
+        (begin_of(each), name) for name, each in weights.items() if each.nbytes >= 20
+    )[2]
+    path.write_bytes(changed(path.read_bytes(), at + 5, kind))
     assert name not in check(path, state())
     assert name in recover(path, unverified=True).checkpoint.weights
 
@@ -523,12 +513,6 @@ def test_safetensors_that_may_be_shifted_are_not_kept(kind: str, tmp_path: Path)
     assert "--unverified" in str(refused.value.hint)
     kept = set(recover(path, unverified=True).checkpoint.weights)
     assert kept == ({"a", "b"} if kind == "deleted" else {"a", "b", "c"})
-
-
-def test_files_without_tensors(tmp_path: Path) -> None:
-    torch.save({"epoch": 3}, tmp_path / "in.pth")
-    with pytest.raises(CorruptError, match="no tensors"):
-        recover(tmp_path / "in.pth")
 
 
 def test_safetensors_cut_anywhere(tmp_path: Path) -> None:
@@ -596,9 +580,8 @@ def test_command(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("entry", [5, None, ["U8"], "text"])
 def test_an_entry_that_is_none_is_lost_alone(entry: object) -> None:
-    header = {"bad": entry, "good": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}
-    text = json.dumps(header).encode()
-    found = safetensors_recover(Probe(Memory(len(text).to_bytes(8, "little") + text + b"ab")))
+    data = file_of({"bad": entry, "good": safetensors_entry(0, 2)}, b"ab")
+    found = safetensors_recover(Probe(Memory(data)))
     assert found is not None and list(found.checkpoint.root) == ["good"]
     assert [(loss.path, loss.what) for loss in found.lost] == [("bad", "an entry")]
 
@@ -606,11 +589,7 @@ def test_an_entry_that_is_none_is_lost_alone(entry: object) -> None:
 def test_a_compressed_storage_without_the_directory() -> None:
     """Its own header has its size and its checksum."""
     both = pickle_of(tensor(storage()), tensor(storage(key=text("1"))))
-    members = [
-        Member("a/data.pkl", both),
-        Member("a/data/0", FLOATS, deflated=True),
-        Member("a/data/1", FLOATS),
-    ]
-    data = build(*members)
+    stored, deflated = Member("a/data/1", FLOATS), Member("a/data/0", FLOATS, deflated=True)
+    data = build(Member("a/data.pkl", both), deflated, stored)
     found = torch_zip_recover(Probe(Memory(data[: data.index(b"PK\1\2")])), False)
     assert found is not None and not found.lost and list(found.checkpoint.root) == ["a", "b"]

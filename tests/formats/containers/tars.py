@@ -77,17 +77,10 @@ def entry(key: Any, second: Any, made: str) -> bytes:
 
 
 def storage(
-    key: Any,
-    data: bytes,
-    made: str = "FloatStorage",
-    location: Any = "cpu",
-    numel: int | None = None,
-) -> bytes:
-    return (
-        entry(key, location, made)
-        + struct.pack("<q", len(data) // 4 if numel is None else numel)
-        + data
-    )
+    key: Any, data: bytes, made: str = "FloatStorage", location: Any = "cpu", numel: int | None = None
+) -> bytes:  # fmt: skip
+    count = struct.pack("<q", len(data) // 4 if numel is None else numel)
+    return entry(key, location, made) + count + data
 
 
 def tensor(
@@ -96,28 +89,28 @@ def tensor(
 ) -> bytes:  # fmt: skip
     sizes, strides = list(shape), list(stride)
     numbers = struct.pack(f"<{len(sizes) + len(strides) + 1}q", *sizes, *strides, offset)
-    return (
-        entry(key, of, made) + struct.pack("<ii", len(sizes) if rank is None else rank, 0) + numbers
-    )
+    ranks = struct.pack("<ii", len(sizes) if rank is None else rank, 0)
+    return entry(key, of, made) + ranks + numbers
+
+
+def contents(
+    system: object, root: bytes, tensors: list[bytes], storages: list[bytes], views: Any = ()
+) -> dict[str, bytes | None]:
+    """The records of a file, by name."""
+    return {
+        "sys_info": pickle.dumps(system, 2),
+        "pickle": root,
+        "tensors": b"".join((pickle.dumps(len(tensors), 2), *tensors)),
+        "storages": b"".join((pickle.dumps(len(storages), 2), *storages, pickle.dumps(views, 2))),
+    }
 
 
 def torch_tar(
-    root: bytes,
-    tensors: list[bytes],
-    storages: list[bytes],
-    views: Any = (),
-    **replaced: bytes | None,
-) -> bytes:
+    root: bytes, tensors: list[bytes], storages: list[bytes], views: Any = (), **replaced: bytes | None
+) -> bytes:  # fmt: skip
     """A file of these records. `replaced` are records by name, None for one that is to be
     missing."""
-    content: dict[str, bytes | None] = {
-        "sys_info": pickle.dumps(SYSTEM, 2),
-        "pickle": root,
-        "tensors": pickle.dumps(len(tensors), 2) + b"".join(tensors),
-        "storages": pickle.dumps(len(storages), 2)
-        + b"".join(storages)
-        + pickle.dumps(list(views), 2),
-    } | replaced
+    content = contents(SYSTEM, root, tensors, storages, list(views)) | replaced
     return archive(*(member(name, data) for name, data in content.items() if data is not None))
 
 
@@ -175,22 +168,19 @@ def save(value: Any, path: Path, location: str = "cpu", sources: bool = False) -
         key: next(at for at, other in storages.items() if other is each or _shares(other, each))
         for key, each in pickler.tensors.items()
     }
-    content = {
-        "sys_info": pickle.dumps({**SYSTEM, "little_endian": sys.byteorder == "little"}, 2),
-        "pickle": stream.getvalue(),
-        "tensors": pickle.dumps(len(keys), 2)
-        + b"".join(_tensor(key, keys[key], each) for key, each in pickler.tensors.items()),
-        "storages": pickle.dumps(len(storages), 2)
-        + b"".join(_storage(key, each, location) for key, each in storages.items())
-        + pickle.dumps([], 2),
-    }
+    content = contents(
+        {**SYSTEM, "little_endian": sys.byteorder == "little"},
+        stream.getvalue(),
+        [_tensor(key, keys[key], each) for key, each in pickler.tensors.items()],
+        [_storage(key, each, location) for key, each in storages.items()],
+        [],
+    )
     with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as file:
         for name, data in content.items():
+            assert data is not None
             info = tarfile.TarInfo(name)
-            info.size, info.mtime = (
-                len(data),
-                1484000000.25,
-            )  # a fraction: it takes records of its own
+            info.size = len(data)
+            info.mtime = 1484000000.25  # a fraction: it takes records of its own
             file.addfile(info, io.BytesIO(data))
         end = file.offset
     path.write_bytes(path.read_bytes()[: end + 2 * BLOCK])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.core.errors import AmbiguousError, FormatError, LimitError
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats import strict_json
+from tests.formats.catalogue import Row, refuses_all
 
 
 def parse(data: bytes) -> object:
@@ -22,90 +24,48 @@ def parse(data: bytes) -> object:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a":1,"a":2}',
-        '{"a":1,"\\u0061":1}',
-        '{"x":{"shape":[1],"shape":[1]}}',
-        '[[{"a":null,"b":[],"a":null}]]',
-    ],
-)
-def test_ST_03_repeated_names(text: str) -> None:
-    with pytest.raises(AmbiguousError, match="twice"):
-        parse(text.encode())
+DIALECTS = (
+    b"", b" ", b"{}{}", b"{}\0", b"{},", b"[1,]", b'{"a":1,}', b"[1 // one\n]", b"['a']", b"[NaN]",
+    b"[Infinity]", b"[-Infinity]", b"[1e400]", b"[-1e999]", b"[-0]", b"[01]", b"[+1]", b"[1.]",
+    b"[0x10]", b'["a\nb"]', b'["\\x41"]', b'["\\ud800"]', b'["\\uDC80\\ud800"]', b'{"\\udfff":1}',
+    b'["\xff"]', b'["\xed\xa0\x80"]', b"\xef\xbb\xbf{}",
+    *('{"a":1}'.encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32-be")),
+)  # fmt: skip
 
 
-def test_ST_03_repeated_names_are_named() -> None:
-    with pytest.raises(AmbiguousError, match="'b'"):
-        parse(b'{"a":1,"b":2,"c":3,"b":4}')
+def nested(depth: int, opening: str = "[", closing: str = "]") -> bytes:
+    return (opening * depth + "1" + closing * depth).encode()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b" ",
-        b"{}{}",
-        b"{}\0",
-        b"{},",
-        b"[1,]",
-        b'{"a":1,}',
-        b"[1 // one\n]",
-        b"['a']",
-        b"[NaN]",
-        b"[Infinity]",
-        b"[-Infinity]",
-        b"[1e400]",
-        b"[-1e999]",
-        b"[-0]",
-        b"[01]",
-        b"[+1]",
-        b"[1.]",
-        b"[0x10]",
-        b'["a\nb"]',
-        b'["\\x41"]',
-        b'["\\ud800"]',
-        b'["\\uDC80\\ud800"]',
-        b'{"\\udfff":1}',
-        b'["\xff"]',
-        b'["\xed\xa0\x80"]',
-        b"\xef\xbb\xbf{}",
-        '{"a":1}'.encode("utf-16"),
-        '{"a":1}'.encode("utf-16-le"),
-        '{"a":1}'.encode("utf-32-be"),
-    ],
-)
-def test_ST_04_other_dialects(data: bytes) -> None:
-    with pytest.raises(FormatError):
-        parse(data)
-
-
-def test_ST_04_white_space_around_is_json() -> None:
-    assert parse(b" \t\r\n{ } \n") == {}
-
-
-def test_surrogate_pairs_are_characters() -> None:
-    assert parse(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
-
-
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_ST_05_depth(opening: str, closing: str) -> None:
-    def nested(depth: int) -> bytes:
-        return (opening * depth + "1" + closing * depth).encode()
-
-    assert parse(nested(LIMITS.json_depth))
+def refused() -> Iterator[Row]:
+    """Yield the row of threats.md, a text, the error when it is read, and what it says."""
+    for text, name in (
+        (b'{"a":1,"a":2}', "a"), (b'{"a":1,"\\u0061":1}', "a"), (b'{"x":{"y":[1],"y":[1]}}', "y"),
+        (b'[[{"a":null,"b":[],"a":null}]]', "a"), (b'{"a":1,"b":2,"c":3,"b":4}', "b"),
+    ):  # fmt: skip
+        yield "ST_03", text, AmbiguousError, f"'{name}' occurs twice"
+    for text in DIALECTS:
+        yield "ST_04", text, FormatError, ""
     for depth in (LIMITS.json_depth + 1, 100_000):
-        with pytest.raises(LimitError, match="json_depth"):
-            parse(nested(depth))
+        yield "ST_05", nested(depth), LimitError, "json_depth"
+        yield "ST_05", nested(depth, '{"a":', "}"), LimitError, "json_depth"
+    for text in (
+        b"[" * 100_000, b"]" * 1000, b'{"a":' * 100_000, b"[}" * 100, b'["' + b"[" * 9999,
+    ):  # fmt: skip
+        yield "ST_05", text, FormatError, ""
+    for digits in (21, 5000, 200_000):
+        yield "ST_06", b"[" + b"9" * digits + b"]", FormatError, "64 bits"
 
 
-@pytest.mark.parametrize(
-    "data", [b"[" * 100_000, b"]" * 1000, b'{"a":' * 100_000, b"[}" * 100, b'["' + b"[" * 9999]
-)
-def test_ST_05_brackets_that_never_close(data: bytes) -> None:
-    with pytest.raises(FormatError):
-        parse(data)
+def test_ST_03_ST_04_ST_05_ST_06() -> None:
+    refuses_all(parse, refused())
+
+
+def test_what_is_json() -> None:
+    assert parse(b" \t\r\n{ } \n") == {}
+    assert parse(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
+    assert parse(b"[18446744073709551616]") == [2**64]
+    assert parse(nested(LIMITS.json_depth)) and parse(nested(LIMITS.json_depth, '{"a":', "}"))
 
 
 @pytest.mark.parametrize(
@@ -172,33 +132,15 @@ def test_parts_show_each_repeated_name(value: Pairs, space: str, ascii: bool, si
 @pytest.mark.parametrize(
     "data",
     [
-        b'{"a":{},"b":{},}',
-        b'{"a":{},,"b":{}}',
-        b'{"a":{},"b":{}',
-        b'"a":{},"b":{}}',
-        b'[{},"b"]',
-        b'{"a":{"b":{},"c":1}}',
-        b'{"a":"{},","b":1}',
-        b'{"a":{}},"b":{}}',
-        b'{"a":{},"b"}',
-        b'{"a":{},"b":-0}',
-        b'{"a":{},"b":"\xff"}',
-        b'{"a":{},"\\ud800":1}',
-        b"[]",
-        b'"a"',
+        b'{"a":{},"b":{},}', b'{"a":{},,"b":{}}', b'{"a":{},"b":{}', b'"a":{},"b":{}}', b'[{},"b"]',
+        b'{"a":{"b":{},"c":1}}', b'{"a":"{},","b":1}', b'{"a":{}},"b":{}}', b'{"a":{},"b"}',
+        b'{"a":{},"b":-0}', b'{"a":{},"b":"\xff"}', b'{"a":{},"\\ud800":1}', b"[]", b'"a"',
     ],
-)
+)  # fmt: skip
 def test_parts_that_are_no_objects(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict_json, "_PART", 0)
     with pytest.raises(FormatError):
         list(strict_json.parse_parts(data, "the header"))
-
-
-def test_ST_06_digits() -> None:
-    assert parse(b"[18446744073709551616]") == [2**64]
-    for digits in (21, 5000, 200_000):
-        with pytest.raises(FormatError, match="64 bits"):
-            parse(b"[" + b"9" * digits + b"]")
 
 
 def test_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:

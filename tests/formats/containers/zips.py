@@ -19,18 +19,7 @@ CENTRAL = (
     "disk", "internal", "external", "offset",
 )  # fmt: skip
 END = ("magic", "disk", "first_disk", "here", "count", "size", "start", "comment")
-END64 = (
-    "magic",
-    "length",
-    "made",
-    "version",
-    "disk",
-    "first_disk",
-    "here",
-    "count",
-    "size",
-    "start",
-)
+END64 = ("magic", "length", "made", "version", *END[1:-1])
 LOCATOR = ("magic", "disk", "offset", "disks")
 HOLE = 1 << 30  # ranges from this length on are written as holes
 
@@ -58,24 +47,15 @@ class Member:
         assert not more
 
     def head(self) -> bytes:
-        facts = (
-            self.facts
-            | {"magic": b"PK\3\4", "n": len(self.name), "x": len(self.local_extra)}
-            | self.local
-        )
+        facts = self.facts | {"magic": b"PK\3\4", "n": len(self.name), "x": len(self.local_extra)}
+        facts |= self.local
         return pack("<4s5H3L2H", LOCAL, facts) + facts.get("name", self.name) + self.local_extra
 
     def entry(self, offset: int) -> bytes:
-        facts = self.facts | {
-            "magic": b"PK\1\2",
-            "n": len(self.name),
-            "x": len(self.central_extra),
-            "offset": offset,
-        }
-        facts |= self.central
-        return (
-            pack("<4s6H3L5H2L", CENTRAL, facts) + facts.get("name", self.name) + self.central_extra
-        )
+        facts = self.facts | {"magic": b"PK\1\2", "n": len(self.name), "offset": offset}
+        facts |= {"x": len(self.central_extra), **self.central}
+        head = pack("<4s6H3L5H2L", CENTRAL, facts)
+        return head + facts.get("name", self.name) + self.central_extra
 
 
 def deflate(data: bytes) -> bytes:
@@ -100,24 +80,15 @@ def build(
         data += member.head() + member.stored + member.after
     data += gap
     size = sum(map(len, entries))
-    facts = {
-        "disk": 0,
-        "first_disk": 0,
-        "here": len(members),
-        "count": len(members),
-        "size": size,
-        "start": len(data),
-    }
+    facts = {"disk": 0, "first_disk": 0, "here": len(members), "count": len(members)}
+    facts |= {"size": size, "start": len(data)}
     middle = b""
     if zip64 is not None:
         wide = facts | {"magic": b"PK\6\6", "length": 44, "made": 45, "version": 45} | zip64
         locator = {"magic": b"PK\6\7", "disk": 0, "offset": len(data) + size, "disks": 1}
         locator |= {name[8:]: value for name, value in zip64.items() if name.startswith("locator_")}
-        middle = (
-            pack("<4sQ2H2L4Q", END64, wide)
-            + wide.get("more", b"")
-            + pack("<4sLQL", LOCATOR, locator)
-        )
+        middle = pack("<4sQ2H2L4Q", END64, wide) + wide.get("more", b"")
+        middle += pack("<4sLQL", LOCATOR, locator)
     facts |= {"magic": b"PK\5\6", "comment": len(comment)} | (end or {})
     return data + b"".join(entries) + middle + pack("<4s4H2LH", END, facts) + comment
 

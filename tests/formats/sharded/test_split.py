@@ -14,13 +14,10 @@ from ckptkit.formats.shards import DEFAULT_SIZE, index_file, shard_names, split
 @pytest.mark.parametrize(
     ("sizes", "limit", "expected"),
     [
+        # of huggingface_hub's own documentation
+        ([6, 6, 2, 6, 2, 2], 10, [[0], [1, 2], [3, 4, 5]]),
         ([], 10, [[]]),
         ([0], 10, [[0]]),
-        (
-            [6, 6, 2, 6, 2, 2],
-            10,
-            [[0], [1, 2], [3, 4, 5]],
-        ),  # of huggingface_hub's own documentation
         ([5, 5], 10, [[0, 1]]),
         ([5, 5, 1], 10, [[0, 1], [2]]),
         ([11], 10, [[0]]),
