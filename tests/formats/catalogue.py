@@ -23,6 +23,17 @@ def read_as(format: Format, data: bytes | Path, name: str = "made") -> Checkpoin
     return format.read(probe)
 
 
+def change(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    """A function that puts another value at a place in nested dicts and lists."""
+
+    def apply(said: dict[str, Any]) -> None:
+        for key in place[:-1]:
+            said = said[key]
+        said[place[-1]] = to
+
+    return apply
+
+
 def refuses_all(read: Callable[[bytes], object], rows: Iterable[Row]) -> None:
     """Check that `read` refuses every row; the failure names each row that it does not."""
     wrong, count = [], 0

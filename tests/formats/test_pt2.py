@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.core.bytesource import LocalFile, Memory
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
@@ -23,11 +22,13 @@ from ckptkit.core.errors import (
     TensorError,
     UnsupportedError,
 )
-from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PT2
+from tests.formats.catalogue import change, read_as
 from tests.formats.conformance import FormatConformance, State, check_equal, elements, elements_of
+from tests.formats.containers.zips import Member, build
 from tests.formats.test_conformance import zip_boundaries
 from tests.formats.torchscript.scripts import rezipped
+from tests.pickles.making import saved
 
 WEIGHTS = "data/weights/model_weights_config.json"
 
@@ -57,10 +58,7 @@ def path(program: torch.export.ExportedProgram, tmp_path: Path) -> Path:
     return tmp_path / "made.pt2"
 
 
-def read(data: bytes | Path) -> Checkpoint:
-    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt2"))
-    assert PT2.matches(probe)
-    return PT2.read(probe)
+read = partial(read_as, PT2)
 
 
 def detached(tensors: Any) -> dict[str, torch.Tensor]:
@@ -90,15 +88,6 @@ def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> bytes:
         return json.dumps(said).encode()
 
     return rezipped(path, apply)
-
-
-def change(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    def apply(said: dict[str, Any]) -> None:
-        for key in place[:-1]:
-            said = said[key]
-        said[place[-1]] = to
-
-    return apply
 
 
 def test_devices_and_what_is_pickled(path: Path) -> None:
@@ -147,12 +136,9 @@ def test_a_tensor_that_is_not_known_is_an_entry(path: Path, key: str, to: int, s
 def test_other_archives_of_the_kind(path: Path) -> None:
     """Compiled models have no weights of their own; of other formats nothing is known."""
     for name, data in (("archive_format", b"pt3"), ("models/model.json", None)):
+        odd = rezipped(path, lambda each, old, name=name, data=data: data if each == name else old)
         with pytest.raises(UnsupportedError):
-            read(
-                rezipped(
-                    path, lambda each, old, name=name, data=data: data if each == name else old
-                )
-            )
+            read(odd)
 
 
 def test_several_models(path: Path) -> None:
@@ -161,13 +147,9 @@ def test_several_models(path: Path) -> None:
         file.writestr("made/models/second.json", b"{}")
         file.writestr("made/data/weights/second_weights_config.json", file.read(f"made/{WEIGHTS}"))
     root = read(made.getvalue()).root
-    assert list(root) == ["model", "second"] and list(root["second"]["state_dict"]) == list(
-        root["model"]["state_dict"]
-    )
-    assert (
-        root["second"]["state_dict"]["scale"].storage
-        is root["model"]["state_dict"]["scale"].storage
-    )
+    assert list(root) == ["model", "second"]
+    first, second = (each["state_dict"] for each in root.values())
+    assert list(first) == list(second) and first["scale"].storage is second["scale"].storage
 
 
 def before(program: torch.export.ExportedProgram, suffix: str = "pt") -> bytes:
@@ -176,9 +158,7 @@ def before(program: torch.export.ExportedProgram, suffix: str = "pt") -> bytes:
     with zipfile.ZipFile(made, "w") as file:
         file.writestr("serialized_exported_program.json", b"{}")
         for name, value in (("state_dict", program.state_dict), ("constants", program.constants)):
-            inner = io.BytesIO()
-            torch.save(value, inner)
-            file.writestr(f"serialized_{name}.{suffix}", inner.getvalue())
+            file.writestr(f"serialized_{name}.{suffix}", saved(value))
         file.writestr("version", b"8.2")
     return made.getvalue()
 
@@ -192,42 +172,27 @@ def test_before_2_8(program: torch.export.ExportedProgram, suffix: str) -> None:
     assert set(checkpoint.root["constants"]) == {"hidden", "plain"}
 
 
-def test_before_2_8_refused(program: torch.export.ExportedProgram, tmp_path: Path) -> None:
-    old = tmp_path / "old.pt2"
-    old.write_bytes(before(program))
-    with zipfile.ZipFile(old) as file:
-        names = file.namelist()
-    for content, error in ((None, UnsupportedError), (b"nonsense", FormatError)):
-        made = io.BytesIO()
-        with zipfile.ZipFile(made, "w") as file:
-            for name in names:
-                if content is not None or not name.endswith(".pt"):
-                    file.writestr(name, content or b"{}")
-        with pytest.raises(error):
-            read(made.getvalue())
+@pytest.mark.parametrize(
+    ("parts", "error"), [((), UnsupportedError), (("state_dict", "constants"), FormatError)]
+)
+def test_before_2_8_refused(parts: tuple[str, ...], error: type[CkptkitError]) -> None:
+    names = ("exported_program.json", *(f"{part}.pt" for part in parts))
+    with pytest.raises(error):
+        read(build(*(Member(f"serialized_{name}", b"nonsense") for name in names)))
 
 
 # Models of Stable-Baselines3, as its own writer lays them out
 
 
-MEMBERS = ("data", "pytorch_variables.pth", "policy.optimizer.pth", "system_info.txt")
-
-
-def saved_bytes(state: object) -> bytes:
-    data = io.BytesIO()
-    torch.save(state, data)
-    return data.getvalue()
-
-
-def model(path: Path, policy: bytes, method: int = zipfile.ZIP_STORED) -> Path:
+def model(path: Path, policy: bytes, *, deflated: bool = False) -> Path:
     """Write what `save_to_zip_file` writes, in its order."""
-    with zipfile.ZipFile(path, "w", method) as archive:
-        archive.writestr("data", "{}")
-        archive.writestr("pytorch_variables.pth", saved_bytes(None))
-        archive.writestr("policy.pth", policy)
-        archive.writestr("policy.optimizer.pth", saved_bytes({"state": {}, "param_groups": []}))
-        archive.writestr("_stable_baselines3_version", "1.7.0")
-        archive.writestr("system_info.txt", "OS: none")
+    members = {
+        "data": b"{}", "pytorch_variables.pth": saved(None), "policy.pth": policy,
+        "policy.optimizer.pth": saved({"state": {}, "param_groups": []}),
+        "_stable_baselines3_version": b"1.7.0", "system_info.txt": b"OS: none",
+    }  # fmt: skip
+    made = (Member(name, data, deflated=deflated) for name, data in members.items())
+    path.write_bytes(build(*made))
     return path
 
 
@@ -237,7 +202,7 @@ class TestStableBaselines(FormatConformance):
     dtypes = ("float32", "float16", "int64", "bool")
 
     def make(self, folder: Path, state: State) -> Path:
-        return model(folder / "made.zip", saved_bytes(state))
+        return model(folder / "made.zip", saved(state))
 
     def oracle(self, path: Path) -> State:
         with zipfile.ZipFile(path) as archive:
@@ -248,25 +213,18 @@ class TestStableBaselines(FormatConformance):
         return zip_boundaries(data)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_the_policy_is_what_torch_reads(tmp_path: Path, zipped: bool) -> None:
-    data = io.BytesIO()
+def test_a_policy_of_an_older_torch(tmp_path: Path) -> None:
     state = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.ones(2)}
-    torch.save(state, data, _use_new_zipfile_serialization=zipped)
-    path = model(tmp_path / "best_model.zip", data.getvalue())
-    checkpoint = ckptkit.open(path)
-    ckptkit.save(checkpoint, tmp_path / "policy.pth")
-    found = torch.load(tmp_path / "policy.pth", weights_only=True)
-    assert list(found) == list(state)
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    policy = saved(state, _use_new_zipfile_serialization=False)
+    checkpoint = ckptkit.open(model(tmp_path / "best_model.zip", policy))
+    check_equal(checkpoint.weights, state)
     (warning,) = [each for each in checkpoint.warnings if "only policy.pth" in each]
-    assert all(name in warning for name in MEMBERS)
+    others = ("data", "pytorch_variables.pth", "policy.optimizer.pth", "system_info.txt")
+    assert all(name in warning for name in others)
 
 
 def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
-    packed = model(
-        tmp_path / "packed.zip", saved_bytes({"a": torch.zeros(999)}), zipfile.ZIP_DEFLATED
-    )
+    packed = model(tmp_path / "packed.zip", saved({"a": torch.zeros(999)}), deflated=True)
     with pytest.raises(UnsupportedError, match="compressed"):
         ckptkit.open(packed)
     with pytest.raises(FormatError, match=r"not a torch\.save file"):

@@ -7,13 +7,12 @@ import json
 import pickle
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ckptkit.compute.operation import stream
-from ckptkit.core.bytesource import Memory, Range
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
@@ -23,8 +22,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.edits.quantized import dequantize
-from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCHSCRIPT
+from tests.formats.catalogue import change, read_as
+from tests.formats.conformance import storage_bytes
 from tests.formats.containers.zips import Member, build
 
 FLOATS = struct.pack("<6f", *range(6))
@@ -37,117 +37,75 @@ def tensor(
     strides = [1] * len(dims)
     for at in range(len(dims) - 1, 0, -1):
         strides[at - 1] = strides[at] * dims[at]
-    said = {
-        "dims": list(map(str, dims)),
-        "strides": list(map(str, strides)),
-        "dataType": kind,
-        "device": "cpu",
-    }
-    return said | {"offset": "0", "requiresGrad": kind == "FLOAT", "data": {"key": key}} | more
+    said = {"dims": list(map(str, dims)), "strides": list(map(str, strides)), "dataType": kind}
+    said |= {"device": "cpu", "offset": "0", "requiresGrad": kind == "FLOAT"}
+    return said | {"data": {"key": key}} | more
 
 
 def model() -> dict[str, Any]:
     """A module with a submodule, a tied parameter, a transposed view, attributes and a constant."""
-    fc = {
-        "name": "fc",
-        "parameters": [
-            {"name": "weight", "tensorId": "0", "isBuffer": False},
-            {"name": "tied", "tensorId": "0"},
-        ],
-        "torchscriptArena": {"key": "code/fc.py"},
-    }
+    parameters = [
+        {"name": "weight", "tensorId": "0", "isBuffer": False}, {"name": "tied", "tensorId": "0"},
+    ]  # fmt: skip
+    fc = {"name": "fc", "parameters": parameters, "torchscriptArena": {"key": "code/fc.py"}}
     main = {
-        "name": "Net",
-        "optimize": True,
-        "submodules": [fc],
+        "name": "Net", "optimize": True, "submodules": [fc],
         "parameters": [
-            {"isBuffer": True, "tensorId": "1", "name": "count"},
-            {"tensorId": "2", "name": "view"},
+            {"isBuffer": True, "tensorId": "1", "name": "count"}, {"tensorId": "2", "name": "view"},
         ],
         "attributes": [
             {"type": "int", "name": "rate", "id": "0"},
             {"type": "Optional[int]", "name": "missing", "id": "-1"},
             {"type": "Tensor", "name": "count", "id": "1"},
         ],
-    }
-    view = tensor(dims=(3, 2), strides=["1", "3"])
-    tensors = [
-        tensor(),
-        tensor("tensors/1", (), "INT64", device="cuda:1"),
-        view,
-        tensor(dims=(2,), offset="4"),
-    ]
+    }  # fmt: skip
+    view, part = tensor(dims=(3, 2), strides=["1", "3"]), tensor(dims=(2,), offset="4")
+    tensors = [tensor(), tensor("tensors/1", (), "INT64", device="cuda:1"), view, part]
     return {"protoVersion": "3", "mainModule": main, "producerName": "pytorch", "tensors": tensors}
 
 
-def archive(said: Any, attributes: Any = (16000, None)) -> bytes:
+PLAIN = pickle.dumps((16000, None), 2)
+
+
+def archive(said: Any, attributes: bytes | None = PLAIN) -> bytes:
+    """An archive with this model.json; None leaves attributes.pkl out, as torch 1.0 did."""
     records = {
-        "version": b"1\n",
-        "model.json": json.dumps(said).encode(),
-        "tensors/0": FLOATS,
-        "tensors/1": LONGS,
-        "code/fc.py": b"op_version_set = 0\n",
-        "attributes.pkl": pickle.dumps(attributes, 2),
-    }
+        "version": b"1\n", "model.json": json.dumps(said).encode(), "tensors/0": FLOATS,
+        "tensors/1": LONGS, "code/fc.py": b"op_version_set = 0\n",
+    }  # fmt: skip
+    records |= {} if attributes is None else {"attributes.pkl": attributes}
     return build(*(Member(f"made/{name}", data) for name, data in records.items()))
 
 
-def read(data: bytes) -> Checkpoint:
-    probe = Probe(Memory(data, "made.pt"))
-    assert TORCHSCRIPT.matches(probe)
-    return TORCHSCRIPT.read(probe)
+read = partial(read_as, TORCHSCRIPT)
 
 
 def test_weights_and_attributes() -> None:
     checkpoint = read(archive(model()))
     weights = checkpoint.weights
     assert list(weights) == ["view", "count", "fc.weight", "fc.tied"]
-    assert (
-        weights["fc.weight"] is weights["fc.tied"]
-        and weights["view"].storage is weights["fc.weight"].storage
-    )
+    assert weights["fc.weight"] is weights["fc.tied"]
+    assert weights["view"].storage is weights["fc.weight"].storage
     assert (weights["view"].shape, weights["view"].stride) == ((3, 2), (1, 3))
-    assert [weights[name].dtype.name for name in weights] == [
-        "float32",
-        "int64",
-        "float32",
-        "float32",
-    ]
-    assert [weights[name].device for name in weights] == ["cpu", "cuda:1", "cpu", "cpu"]
-    assert [weights[name].requires_grad for name in weights] == [True, False, True, True]
-    storage = weights["count"].storage
-    assert (
-        storage is not None
-        and isinstance(extent := storage.record.locate(), Range)
-        and extent.read() == LONGS
-    )
+    facts = [(each.dtype.name, each.device, each.requires_grad) for each in weights.values()]
+    plain = ("float32", "cpu", True)
+    assert facts == [plain, ("int64", "cuda:1", False), plain, plain]
+    assert storage_bytes(weights["count"]) == LONGS
     state = checkpoint.root.state
     assert (state["rate"], state["missing"]) == (16000, None) and "count" not in state
-    constants = state["CONSTANTS"]
-    assert list(constants) == ["c3"] and (constants["c3"].offset, constants["c3"].shape) == (
-        4,
-        (2,),
-    )
+    assert [*state["CONSTANTS"]] == ["c3"]
+    part = state["CONSTANTS"]["c3"]
+    assert (part.offset, part.shape) == (4, (2,))
     assert str(checkpoint.root.global_) == "__torch__.Net" and not checkpoint.warnings
-
-
-def test_before_there_were_attributes() -> None:
-    """And what has its default may be left out."""
-    said = {"mainModule": {"parameters": [{"name": "w"}]}, "tensors": [tensor()]}
-    data = build(*(Member(f"a/{n}", d) for n, d in (
-        ("version", b"1\n"), ("model.json", json.dumps(said).encode()), ("tensors/0", FLOATS),
-    )))  # fmt: skip
-    assert list(read(data).weights) == ["w"]
 
 
 @pytest.mark.parametrize("scale", [0.5, 2])
 def test_quantized(scale: float) -> None:
     more = {"isQuantized": True, "scale": scale, "zeroPoint": "3", "requiresGrad": False}
-    said = {
-        "mainModule": {"parameters": [{"name": "w"}]},
-        "tensors": [tensor("tensors/0", (24,), "UINT8", **more)],
-    }
-    checkpoint = read(archive(said))
+    said = {"mainModule": {"parameters": [{"name": "w"}]}}  # what has its default is left out
+    checkpoint = read(
+        archive(said | {"tensors": [tensor("tensors/0", (24,), "UINT8", **more)]}, None)
+    )
     assert checkpoint.weights["w"].dtype.name == "quint8"
     record = dequantize(checkpoint).weights["w"].storage
     assert record is not None
@@ -159,32 +117,10 @@ def test_attributes_that_are_tensors() -> None:
     said = model()
     said["mainModule"]["attributes"] = [{"type": "Tensor", "name": "plain", "id": "0"}]
     pickled = b"\x80\x02ctorch.jit._pickle\nbuild_tensor_from_id\nK\x03\x85R\x85."
-    data = archive(said).replace(pickle.dumps((16000, None), 2), b"")
-    members = {
-        "version": b"1\n",
-        "model.json": json.dumps(said).encode(),
-        "tensors/0": FLOATS,
-        "tensors/1": LONGS,
-    }
-    data = build(
-        *(
-            Member(f"a/{name}", each)
-            for name, each in (members | {"attributes.pkl": pickled}).items()
-        )
-    )
-    plain = read(data).root.state["plain"]
+    plain = read(archive(said, pickled)).root.state["plain"]
     assert (plain.offset, plain.shape) == (4, (2,))
-
-
-def change(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """Another value at a place in the model."""
-
-    def apply(said: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            said = said[key]
-        said[path[-1]] = to
-
-    return apply
+    with pytest.raises(FormatError, match=r"attributes\.pkl does not contain a tuple"):
+        read(archive(model(), pickle.dumps({"a": 1}, 2)))
 
 
 DEEP: dict[str, Any] = {"name": "m"}
@@ -222,11 +158,6 @@ def test_refused(
     edit(broken)
     with pytest.raises(error, match=said):
         read(archive(broken))
-
-
-def test_attributes_that_are_no_tuple() -> None:
-    with pytest.raises(FormatError, match=r"attributes\.pkl does not contain a tuple"):
-        read(archive(model(), {"a": 1}))
 
 
 @pytest.mark.parametrize("scale", ["0.5", None, True, [1]])

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 import types
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,8 +18,7 @@ import torch.ao.quantization as quantization
 from torch import nn
 
 import ckptkit
-from ckptkit.core.bytesource import LocalFile, Memory
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -32,10 +31,12 @@ from ckptkit.core.tree import Global, Node, Object, join, walk
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
-from ckptkit.formats.torchscript import Declared, ScriptSource, _unquoted, parse
+from ckptkit.formats.torchscript import Declared, ScriptSource, parse
 from ckptkit.formats.zip_reader import read_directory
+from tests.formats.catalogue import read_as
 from tests.formats.conformance import check_equal
 from tests.formats.containers.zips import Member, build
+from tests.formats.torch_zip.archives import archive, text
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -91,16 +92,11 @@ def outer() -> nn.Module:
     return Outer().eval()
 
 
-def read(data: bytes | Path) -> Checkpoint:
-    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt"))
-    assert TORCHSCRIPT.matches(probe) and not TORCH_ZIP.matches(probe)
-    return TORCHSCRIPT.read(probe)
+read = partial(read_as, TORCHSCRIPT)
 
 
 def tensors(root: Node) -> dict[str, Any]:
-    return {
-        join(path): found for path, node in walk(root) if (found := as_tensor(node)) is not None
-    }
+    return {join(path): tensor for path, node in walk(root) if (tensor := as_tensor(node))}
 
 
 def test_scripted(tmp_path: Path) -> None:
@@ -133,9 +129,8 @@ def _packed(path: Path, module: nn.Module, layers: dict[str, tuple[str, tuple[An
     names = types.ModuleType("__torch__.torch.classes.xnnpack")
     made = []
     for kind, state in layers.values():
-        stand_in = type(
-            kind, (), {"__module__": names.__name__, "__getstate__": lambda self: self.held}
-        )
+        members = {"__module__": names.__name__, "__getstate__": lambda self: self.held}
+        stand_in = type(kind, (), members)
         setattr(names, kind, stand_in)
         made.append(stand_in())
         made[-1].held = state
@@ -159,11 +154,8 @@ def _packed(path: Path, module: nn.Module, layers: dict[str, tuple[str, tuple[An
 def test_packed_weights(tmp_path: Path) -> None:
     """``optimize_for_mobile`` packs each layer into an object of C++; a plain constant is beside
     them."""
-    state = {
-        "0.weight": torch.randn(2, 1, 3, 3),
-        "0.bias": torch.randn(2),
-        "1.weight": torch.randn(3, 8),
-    }
+    state = {"0.weight": torch.randn(2, 1, 3, 3), "0.bias": torch.randn(2)}
+    state["1.weight"] = torch.randn(3, 8)
     path = tmp_path / "made.ptl"
     _packed(path, nn.Linear(1, 1), {
         "c0": ("Conv2dOpContext", (state["0.weight"], state["0.bias"], [1, 1], [0, 0], [1, 1], 1, 0.0, None)),
@@ -194,13 +186,8 @@ def test_packed_weights_of_torch(tmp_path: Path) -> None:
     made = quantization.quantize_dynamic(module, {nn.LSTM, nn.Linear}, dtype=torch.float16)
     torch.jit.save(torch.jit.freeze(torch.jit.script(made)), tmp_path / "made.pt")
     weights = ckptkit.load(tmp_path / "made.pt")
-    lstm = [
-        getattr(module.lstm, f"{kind}_{end}_l0")
-        for end in ("ih", "hh")
-        for kind in ("weight", "bias")
-    ]
-    want = [*lstm, module.fc.weight, module.fc.bias, module.bias]
-    half = [each.detach().half().float() if each.dim() > 1 else each.detach() for each in want]
+    want = [each.detach() for each in module.parameters()]
+    half = [each.half().float() if each.dim() > 1 else each for each in want]
     key = lambda each: each.flatten().tolist()  # noqa: E731
     assert sorted(map(key, weights.values())) == sorted(map(key, half))
 
@@ -237,19 +224,12 @@ def test_quantized(tmp_path: Path) -> None:
     checkpoint = read(path)
     check_equal(checkpoint.weights, by_torch(path))
     assert list(checkpoint.weights) == ["quant.scale", "quant.zero_point"]
-    found = {
-        name: each
-        for name, each in tensors(checkpoint.root).items()
-        if each.dtype.kind == "quantized"
-    }
+    kept = tensors(checkpoint.root)
+    found = {name: each for name, each in kept.items() if each.dtype.kind == "quantized"}
     want = {"_modules.conv.": module.conv.weight(), "_modules.fc.": module.fc.weight()}
-    assert len(found) == len(want)
     for (name, ours), (place, tensor) in zip(found.items(), want.items(), strict=True):
-        assert (
-            name.startswith(place)
-            and ours.dtype.name == "qint8"
-            and ours.shape == tuple(tensor.shape)
-        )
+        assert name.startswith(place)
+        assert (ours.dtype.name, ours.shape) == ("qint8", tuple(tensor.shape))
 
 
 class Kept(nn.Module):
@@ -259,13 +239,11 @@ class Kept(nn.Module):
         super().__init__()
         base = torch.arange(6.0).reshape(2, 3)
         for name in ("qint8", "quint8", "qint32"):
-            self.register_buffer(
-                name, torch.quantize_per_tensor(base, 0.5, 3, getattr(torch, name))
-            )
+            made = torch.quantize_per_tensor(base, 0.5, 3, getattr(torch, name))
+            self.register_buffer(name, made)
         scales, zeros = torch.tensor([0.5, 0.25]), torch.tensor([0, 1])
-        self.register_buffer(
-            "channels", torch.quantize_per_channel(base, scales, zeros, 0, torch.qint8)
-        )
+        made = torch.quantize_per_channel(base, scales, zeros, 0, torch.qint8)
+        self.register_buffer("channels", made)
 
 
 def test_quantized_buffers(tmp_path: Path) -> None:
@@ -297,10 +275,8 @@ def test_state_that_only_code_understands(tmp_path: Path) -> None:
     """It is shown, and what it would become is not guessed."""
     checkpoint = read(script(nn.Sequential(Stateful(), nn.Linear(2, 2)), tmp_path / "made.pt"))
     assert list(checkpoint.weights) == ["1.weight", "1.bias"]
-    assert any(
-        "ckptkit does not run the code of" in each and "Stateful" in each
-        for each in checkpoint.warnings
-    )
+    (warning,) = checkpoint.warnings
+    assert "ckptkit does not run the code of" in warning and "Stateful" in warning
     assert "_modules.0.state.0" in tensors(checkpoint.root)
 
 
@@ -309,9 +285,8 @@ def test_state_that_only_code_understands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["constants.pkl", "bytecode.pkl"])
 def test_ZP_21_one_name_decides(name: str) -> None:
-    data = build(
-        Member("a/data.pkl", b"\x80\x02N."), Member(f"a/{name}", EMPTY), Member("a/version", b"3")
-    )
+    data = archive(b"\x80\x02N.", Member(f"a/{name}", EMPTY))
+    assert not TORCH_ZIP.matches(Probe(Memory(data)))
     with pytest.raises(FormatError, match="does not contain a TorchScript module"):
         read(data)
 
@@ -320,13 +295,7 @@ def test_ZP_21_one_name_decides(name: str) -> None:
     "name", ["a/code/model.py", "a/x/constants.pkl", "a/data/constants.pkl", "a/model.json"]
 )
 def test_D_30_other_names_do_not(name: str) -> None:
-    probe = Probe(
-        Memory(
-            build(
-                Member("a/data.pkl", b"\x80\x02N."), Member("a/version", b"3"), Member(name, b"?")
-            )
-        )
-    )
+    probe = Probe(Memory(archive(b"\x80\x02N.", Member(name, b"?"))))
     assert not TORCHSCRIPT.matches(probe) and TORCH_ZIP.matches(probe)
     assert any(name.rpartition("/")[2] in said for said in TORCH_ZIP.read(probe).warnings)
 
@@ -336,17 +305,8 @@ def made(
 ) -> bytes:
     """An archive whose one object has this state."""
     pickled = b"\x80\x02c" + made_by + b"\n)\x81" + state + b"b."
-    records = {
-        "data.pkl": pickled,
-        "code/__torch__.py": code,
-        "constants.pkl": constants,
-        "version": b"3",
-    }
-    return build(*(Member(f"a/{name}", data) for name, data in records.items()))
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    records = {"code/__torch__.py": code, "constants.pkl": constants}
+    return archive(pickled, records=records)
 
 
 MODULE = b"class M(Module):\n  __parameters__ = []\n  __buffers__ = []\n"
@@ -425,22 +385,15 @@ def test_declarations_by_hand() -> None:
     }
     assert [each.is_module for each in found.values()] == [True, False, False, True]
     old = found["Old"]
-    assert [old.part(name) for name in ("w", "b", "0", "maybe")] == [
-        "_parameters",
-        "_buffers",
-        "_buffers",
-        None,
-    ]
+    parts = {"w": "_parameters", "b": "_buffers", "0": "_buffers", "maybe": None}
+    assert {name: old.part(name) for name in parts} == parts
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "  __parameters__ = f()",
-        '  __buffers__ = ["a", b]',
-        '  __parameters__ = ["\\x"]',
-        "  __buffers__ = [",
-        "\xff",
+        *("  __parameters__ = f()", '  __buffers__ = ["a", b]', '  __parameters__ = ["\\x"]'),
+        *("  __buffers__ = [", "\xff"),
     ],
 )
 def test_code_that_is_refused(line: str) -> None:
@@ -449,10 +402,8 @@ def test_code_that_is_refused(line: str) -> None:
 
 
 def test_only_what_is_asked_for_is_read() -> None:
-    members = [
-        Member("a/code/__torch__/x.py", b"class M(Module):\n"),
-        Member("a/code/__torch__/y.py", b"\xff"),
-    ]
+    files = {"x": b"class M(Module):\n", "y": b"\xff"}
+    members = (Member(f"a/code/__torch__/{name}.py", data) for name, data in files.items())
     code = ScriptSource(read_directory(Memory(build(*members))))
     assert code[Global("__torch__.x", "M")] == Declared("Module")
     assert code[Global("__torch__.x", "N")] is None and code[Global("__torch__.z", "M")] is None
@@ -465,8 +416,3 @@ def test_hostile_code_takes_no_time() -> None:
     for line in (b'["' + b"\\" * (1 << 20), b'["a", ' * (1 << 17), b'["' + b"a" * (1 << 20)):
         with pytest.raises(FormatError):
             parse(b"class M(Module):\n  __parameters__ = " + line)
-
-
-def test_names_in_code_that_are_not_spelled() -> None:
-    with pytest.raises(FormatError, match="contains the malformed name"):
-        _unquoted("'a")
