@@ -55,13 +55,8 @@ def saved(array: Any, version: tuple[int, int] | None = None, **options: Any) ->
 def made(text: str, data: bytes = b"", version: bytes = b"\1\0") -> bytes:
     """A file with this header."""
     raw = text.encode("utf-8" if version[0] == 3 else "latin-1")
-    return (
-        b"\x93NUMPY"
-        + version
-        + len(raw).to_bytes(2 if version[0] == 1 else 4, "little")
-        + raw
-        + data
-    )
+    length = len(raw).to_bytes(2 if version[0] == 1 else 4, "little")
+    return b"\x93NUMPY" + version + length + raw + data
 
 
 def read(data: bytes) -> Any:
@@ -79,11 +74,9 @@ def test_as_numpy_reads_it(name: str, version: tuple[int, int]) -> None:
     assert tensor.dtype.name == array.dtype.name and tensor.shape == array.shape
     if array.size:
         assert tensor.stride == tuple(step // array.itemsize for step in array.strides)
-    stored = storage_bytes(tensor)
-    assert stored == data[len(data) - array.nbytes :]
-    assert tensor.storage is not None and tensor.storage.big_endian == array.dtype.str.startswith(
-        ">"
-    )
+    assert storage_bytes(tensor) == data[len(data) - array.nbytes :]
+    assert tensor.storage is not None
+    assert tensor.storage.big_endian == array.dtype.str.startswith(">")
 
 
 def test_an_array_alone_has_no_name(tmp_path: Path) -> None:
@@ -178,12 +171,8 @@ def refused() -> Iterator[Row]:
     ):  # fmt: skip
         yield "NP_05", saved(array), UnsupportedError, "for which torch has no dtype"
     for descr in ("'|V2'", "'<V2'", "'|V1'"):  # numpy.save writes ml_dtypes' bfloat16 and float8 so
-        yield (
-            "NP_05",
-            made(text_of(descr), bytes(12)),
-            UnsupportedError,
-            "whose type numpy did not record",
-        )
+        odd = made(text_of(descr), bytes(12))
+        yield "NP_05", odd, UnsupportedError, "whose type numpy did not record"
     one, objects = saved(np.ones(3)), saved(np.array([{}], dtype=object))
     for data in (one + b"\0", one + one):
         yield "NP_06", data, AmbiguousError, "follow the array"

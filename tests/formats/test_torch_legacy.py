@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
@@ -26,42 +24,26 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
-from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Object, OrderedMapping
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as FORMAT
 from ckptkit.formats.torch_legacy import MAGIC_NUMBER
 from ckptkit.pickles.writer import write_pickle
-from tests.formats.catalogue import Row, refuses_all
+from tests.formats.catalogue import Row, read_as, refuses_all
+from tests.formats.conformance import storage_bytes
 from tests.pickles.making import Written, saved
 from tests.pickles.test_writer import MULTIPLE, TENSORS, agree
 
-Tagger = Callable[..., AbstractContextManager[None]]
-
 
 def read(path: Path) -> Checkpoint:
-    probe = Probe(LocalFile(path))
-    assert FORMAT.matches(probe)
-    return FORMAT.read(probe)
+    return read_as(FORMAT, path)
 
 
 def read_bytes(data: bytes, folder: Path) -> Checkpoint:
-    path = folder / "legacy.pt"
-    path.write_bytes(data)
-    return read(path)
-
-
-def legacy_saved(value: Any, folder: Path, **options: Any) -> Path:
-    path = folder / "saved.pt"
-    path.write_bytes(saved(value, _use_new_zipfile_serialization=False, **options))
-    return path
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of the storage."""
-    assert tensor.storage is not None
-    return b"".join(stream(tensor.storage.record.locate()))
+    """The checkpoint in these bytes, which are the file `legacy.pt`, too."""
+    (folder / "legacy.pt").write_bytes(data)
+    return read(folder / "legacy.pt")
 
 
 WIDE = ("uint16", "uint32", "uint64")
@@ -77,44 +59,28 @@ TYPED = [case for case in (*TENSORS, *MULTIPLE) if case not in UNTYPED and "floa
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("case", TYPED)
 def test_what_torch_saved_is_what_torch_loads(case: str, protocol: int, tmp_path: Path) -> None:
-    path = legacy_saved({**TENSORS, **MULTIPLE}[case](), tmp_path, pickle_protocol=protocol)
-    expected = torch.load(path, weights_only=False)
-    checkpoint = read(path)
+    value, options = {**TENSORS, **MULTIPLE}[case](), {"pickle_protocol": protocol}
+    data = saved(value, _use_new_zipfile_serialization=False, **options)
+    checkpoint = read_bytes(data, tmp_path)
+    expected = torch.load(tmp_path / "legacy.pt", weights_only=False)
     assert checkpoint.warnings == ()
     assert agree(Written(checkpoint.root, tmp_path / "written.pt").load(), expected)
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(2, 3)
 
 
 # By hand
 
 
 SYSTEM = {
-    "protocol_version": 1001,
-    "little_endian": True,
-    "type_sizes": {"short": 2, "int": 4, "long": 4},
-}
+    "protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4},
+}  # fmt: skip
 MAGIC = pickle.dumps(MAGIC_NUMBER, 2)
 
 
 def pid(
-    key: bytes = b"7",
-    numel: int = 4,
-    view: bytes = b"N",
-    kind: bytes = b"Float",
-    location: bytes = b"cpu",
-) -> bytes:
-    return b"(Vstorage\nctorch\n%bStorage\nV%b\nV%b\nL%dL\n%btQ" % (
-        kind,
-        key,
-        location,
-        numel,
-        view,
-    )
+    key: bytes = b"7", numel: int = 4, view: bytes = b"N", kind: bytes = b"Float", location: bytes = b"cpu",
+) -> bytes:  # fmt: skip
+    head = b"(Vstorage\nctorch\n%bStorage\nV%b\nV%b\n" % (kind, key, location)
+    return head + b"L%dL\n%btQ" % (numel, view)
 
 
 def tensor(storage: bytes, offset: int = 0, size: int = 4, stride: int = 1) -> bytes:
@@ -132,10 +98,8 @@ def legacy(
 ) -> bytes:  # fmt: skip
     parts = [magic, pickle.dumps(version, 2), pickle.dumps(system, 2), b"\x80\x02" + tree + b"."]
     parts.append(keys if isinstance(keys, bytes) else pickle.dumps(list(keys), 2))
-    parts += [
-        struct.pack("<q", numel) + data
-        for numel, data in ([(4, DATA)] if storages is None else storages)
-    ]
+    held = [(4, DATA)] if storages is None else storages
+    parts += [struct.pack("<q", numel) + data for numel, data in held]
     return b"".join(parts) + tail
 
 
@@ -144,7 +108,7 @@ GOOD = legacy(tensor(pid()))
 
 def test_the_streams_of_these_tests_are_good(tmp_path: Path) -> None:
     root = read_bytes(GOOD, tmp_path).root
-    assert tensor_bytes(root) == DATA
+    assert storage_bytes(root) == DATA
     assert torch.load(tmp_path / "legacy.pt", weights_only=False).tolist() == [0, 1, 2, 3]
 
 
@@ -194,13 +158,8 @@ def test_python_2(tmp_path: Path) -> None:
     ids=["text", "python2", "long", "none"],
 )  # fmt: skip
 def test_module_source_ids(text: bytes, tmp_path: Path) -> None:
-    tree = (
-        b"(Vmodule\ncmine\nNet\nV/home/net.py\n"
-        + text
-        + b"tQ)\x81}Vweight\n"
-        + tensor(pid())
-        + b"sb"
-    )
+    module = b"(Vmodule\ncmine\nNet\nV/home/net.py\n" + text + b"tQ"
+    tree = module + b")\x81}Vweight\n" + tensor(pid()) + b"sb"
     checkpoint = read_bytes(legacy(tree), tmp_path)
     assert isinstance(checkpoint.root, Object)
     assert checkpoint.root.callable == Global("mine", "Net")
@@ -277,13 +236,8 @@ def test_LG_02_each_pickle_may_be_hostile(
     slot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = [
-        MAGIC,
-        pickle.dumps(1001, 2),
-        pickle.dumps(SYSTEM, 2),
-        b"\x80\x02" + tensor(pid()) + b".",
-        pickle.dumps(["7"], 2),
-    ]
+    parts = [MAGIC, pickle.dumps(1001, 2), pickle.dumps(SYSTEM, 2)]
+    parts += [b"\x80\x02" + tensor(pid()) + b".", pickle.dumps(["7"], 2)]
     parts[slot] = PAYLOAD
     path = tmp_path / "x.pt"
     path.write_bytes(b"".join(parts) + struct.pack("<q", 4) + DATA)
@@ -307,10 +261,9 @@ def test_LG_08_D_40_bytes_after_the_end(tmp_path: Path) -> None:
 
 
 def test_D_43_a_big_endian_machine_wrote_little_endian_data(tmp_path: Path) -> None:
-    checkpoint = read_bytes(
-        legacy(tensor(pid()), system={**SYSTEM, "little_endian": False}), tmp_path
-    )
-    assert tensor_bytes(checkpoint.root) == DATA
+    data = legacy(tensor(pid()), system={**SYSTEM, "little_endian": False})
+    checkpoint = read_bytes(data, tmp_path)
+    assert storage_bytes(checkpoint.root) == DATA
     assert torch.load(tmp_path / "legacy.pt", weights_only=False).tolist() == [0, 1, 2, 3]
     assert any("big-endian" in warning for warning in checkpoint.warnings)
 
@@ -322,12 +275,6 @@ def test_D_09_D_10_expanded_and_empty_tensors(tmp_path: Path) -> None:
 
 
 def test_LG_10_other_files_are_not_mine() -> None:
-    for head in (
-        b"PK\x03\x04",
-        b"<html>",
-        b"version https://git-lfs",
-        b"\x1f\x8b",
-        b"",
-        b"\x80\x02",
-    ):
+    heads = (b"PK\x03\x04", b"<html>", b"version https://git-lfs", b"\x1f\x8b", b"", b"\x80\x02")
+    for head in heads:
         assert not torch_legacy.matches(Probe(Memory(head + bytes(100), "x.pt")))

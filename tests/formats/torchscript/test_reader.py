@@ -96,7 +96,8 @@ read = partial(read_as, TORCHSCRIPT)
 
 
 def tensors(root: Node) -> dict[str, Any]:
-    return {join(path): tensor for path, node in walk(root) if (tensor := as_tensor(node))}
+    found = ((join(path), as_tensor(node)) for path, node in walk(root))
+    return {path: tensor for path, tensor in found if tensor is not None}
 
 
 def test_scripted(tmp_path: Path) -> None:
