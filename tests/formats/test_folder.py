@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit import formats
-from ckptkit.core.bytesource import Folder
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+# Names of training state.
+STATE = (
+    "rng_state.pth", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin", "scaler.pt",
+    "optimizer_1.bin", "sampler.bin",
+)  # fmt: skip
 
 
 def make(folder: Path, names: Iterable[str]) -> Path:
@@ -50,24 +52,8 @@ def make(folder: Path, names: Iterable[str]) -> Path:
         (["last.th"], "last.th"),
         (["weights.npz"], "weights.npz"),
         (["consolidated.00.pth", "params.json"], "consolidated.00.pth"),
-        (
-            [
-                "model.safetensors",
-                "optimizer.pt",
-                "scheduler.pt",
-                "rng_state.pth",
-                "training_args.bin",
-            ],
-            "model.safetensors",
-        ),
-        (
-            ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "scaler.pt"],
-            "model.safetensors",
-        ),
-        (
-            ["pytorch_model.bin", "optimizer.bin", "optimizer_1.bin", "sampler.bin"],
-            "pytorch_model.bin",
-        ),
+        (["model.safetensors", "optimizer.pt", "scheduler.pt", *STATE], "model.safetensors"),
+        (["pytorch_model.bin", "optimizer.bin", *STATE], "pytorch_model.bin"),
         (["optimizer.pt"], "optimizer.pt"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -113,27 +99,23 @@ def test_SH_09_several_files(tmp_path: Path, names: list[str]) -> None:
     assert str(tmp_path / "x" / min(names)) in str(caught.value.hint)
 
 
-def test_damage_is_told_of_the_file(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x", ["model.safetensors"])
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-1])
-    with pytest.raises(CkptkitError) as caught:
-        ckptkit.open(folder)
-    assert caught.value.where == str(folder / "model.safetensors")
-
-
-def test_SH_02_a_link_that_leads_out(tmp_path: Path) -> None:
+def test_SH_02_SH_03_what_is_no_file_of_the_folder(tmp_path: Path) -> None:
+    """A link that leads out, a folder called like a file, and a file that is damaged."""
     make(tmp_path, ["secret.safetensors"])
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    place = tmp_path / "x" / "model.safetensors"
+    place.parent.mkdir()
+    place.symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(PathError):
-        ckptkit.open(tmp_path / "x")
-
-
-def test_SH_03_a_folder_called_like_a_file(tmp_path: Path) -> None:
-    (tmp_path / "x" / "model.safetensors").mkdir(parents=True)
+        ckptkit.open(place.parent)
+    place.unlink()
+    place.mkdir()
     with pytest.raises(PathError):
-        ckptkit.open(tmp_path / "x")
+        ckptkit.open(place.parent)
+    place.rmdir()
+    place.write_bytes((tmp_path / "secret.safetensors").read_bytes()[:-1])
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.open(place.parent)
+    assert caught.value.where == str(place)
 
 
 # The cache of the Hugging Face hub
@@ -160,9 +142,8 @@ def cache(folder: Path, revisions: dict[str, list[str]], main: str | None) -> Pa
 
 def test_the_cache_of_a_model(tmp_path: Path) -> None:
     files = ["model.safetensors", "config.json"]
-    folder = cache(
-        tmp_path / "models--me--net", {"aaa": files, "bbb": ["pytorch_model.bin"]}, "aaa"
-    )
+    revisions = {"aaa": files, "bbb": ["pytorch_model.bin"]}
+    folder = cache(tmp_path / "models--me--net", revisions, "aaa")
     for path in (folder, folder / "snapshots/aaa", folder / "snapshots/aaa/model.safetensors"):
         assert list(ckptkit.open(path).weights) == ["model.safetensors"]
     assert list(ckptkit.open(folder / "snapshots/bbb").weights) == ["pytorch_model.bin"]
@@ -189,19 +170,6 @@ def test_SH_02_links_of_a_cache_lead_to_its_own_blobs(tmp_path: Path) -> None:
             ckptkit.open(place.parent)
 
 
-def test_one_revision_without_a_name(tmp_path: Path) -> None:
-    folder = cache(tmp_path / "models--me--net", {"aaa": ["model.safetensors"]}, None)
-    assert list(ckptkit.open(folder).weights) == ["model.safetensors"]
-
-
-def test_several_revisions_without_a_name(tmp_path: Path) -> None:
-    names = ["model.safetensors"]
-    folder = cache(tmp_path / "models--me--net", {"aaa": names, "bbb": names}, None)
-    with pytest.raises(AmbiguousError, match="2 revisions, none called main: aaa, bbb") as caught:
-        ckptkit.open(folder)
-    assert str(folder / "snapshots") in str(caught.value.hint)
-
-
 @pytest.mark.parametrize("main", ["ccc", "", "../../elsewhere", "..", "\0", "\xff" * 1000])
 def test_SH_01_a_revision_that_is_not_there(tmp_path: Path, main: str) -> None:
     folder = cache(tmp_path / "models--me--net", {"aaa": ["model.safetensors"]}, main)
@@ -218,25 +186,19 @@ def test_a_cache_inside_a_cache(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
-def test_an_empty_cache(tmp_path: Path) -> None:
-    folder = cache(tmp_path / "models--me--net", {}, None)
-    (folder / "snapshots").mkdir()
+@pytest.mark.parametrize("has_refs", [True, False])
+def test_a_cache_without_main(tmp_path: Path, has_refs: bool) -> None:
+    """Of several revisions, of one, and of none; other refs than main do not count."""
+    names = ["model.safetensors"]
+    folder = cache(tmp_path / "models--me--net", {"aaa": names, "bbb": names}, None)
+    if has_refs:
+        (folder / "refs").mkdir()
+        (folder / "refs" / "v1.0").write_text("aaa")
+    with pytest.raises(AmbiguousError, match="2 revisions, none called main: aaa, bbb") as caught:
+        ckptkit.open(folder)
+    assert str(folder / "snapshots") in str(caught.value.hint)
+    shutil.rmtree(folder / "snapshots" / "bbb")
+    assert list(ckptkit.open(folder).weights) == ["model.safetensors"]
+    shutil.rmtree(folder / "snapshots" / "aaa")
     with pytest.raises(AmbiguousError, match="0 revisions"):
         ckptkit.open(folder)
-
-
-def read(folder: Path) -> Checkpoint:
-    return formats.read(Folder(folder))
-
-
-def test_a_cache_with_other_refs_than_main(tmp_path: Path) -> None:
-    folder = tmp_path / "models--me--net"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "v1.0").write_text("aaa")
-    for revision in ("aaa", "bbb"):
-        (folder / "snapshots" / revision).mkdir(parents=True)
-        torch.save({revision: torch.ones(1)}, folder / "snapshots" / revision / "model.pt")
-    with pytest.raises(AmbiguousError, match="2 revisions, none called main: aaa, bbb"):
-        read(folder)
-    shutil.rmtree(folder / "snapshots" / "bbb")
-    assert list(read(folder).weights) == ["aaa"]

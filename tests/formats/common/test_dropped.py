@@ -19,18 +19,12 @@ from tests.formats.dcp.making import alone
 def piece(tmp_path: Path) -> Path:
     """A state_dict of FSDP2, saved by torch.save as it is."""
     with alone():
-        dist.init_process_group(
-            "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-        )
+        store = f"file://{tmp_path / 'store'}"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cpu", (1,))
-            state = {
-                "model": {
-                    "a": distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]),
-                    "b": torch.randn(2),
-                }
-            }
-            torch.save(state, tmp_path / "piece.pth")
+            shard = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)])
+            torch.save({"model": {"a": shard, "b": torch.randn(2)}}, tmp_path / "piece.pth")
         finally:
             dist.destroy_process_group()
     return tmp_path / "piece.pth"

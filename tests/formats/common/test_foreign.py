@@ -6,8 +6,6 @@ import io
 import lzma
 import pickle
 import struct
-import tarfile
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ import pytest
 import ckptkit
 from ckptkit import formats
 from ckptkit.core.bytesource import Memory
-from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.options import Options
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import NPZ
 from tests.formats.containers.zips import Member, build
-from tests.formats.torch_zip.archives import archive, pickle_of
+from tests.formats.torch_zip.archives import archive, pickle_of, read
 
 GOOD = pickle.dumps({"a": 1}) * 100
 
@@ -43,13 +41,8 @@ def field(number: int, data: bytes) -> bytes:
 
 def onnx(producer: bytes = b"pytorch") -> bytes:
     graph = field(1, field(4, b"MatMul")) + field(2, b"main")
-    return (
-        b"\x08\x08"
-        + field(2, producer)
-        + field(3, b"2.1.0")
-        + field(7, graph)
-        + field(8, b"\x10\x11")
-    )
+    head = b"\x08\x08" + field(2, producer) + field(3, b"2.1.0")
+    return head + field(7, graph) + field(8, b"\x10\x11")
 
 
 def graph_def() -> bytes:
@@ -63,33 +56,13 @@ def saved_model() -> bytes:
 def flax(keys: int = 1) -> bytes:
     """{"params": {"kernel": array}}, as flax.serialization.to_bytes packs it."""
     head = bytes([0x80 | keys]) if keys < 16 else b"\xde" + struct.pack(">H", keys)
-    return (
-        head
-        + b"\xa6params\x81\xa6kernel\xc7\x30\x01\x93\x92\x03\x04\xa7float32\xc4\x30"
-        + bytes(48)
-    )
+    rest = b"\xa6params\x81\xa6kernel\xc7\x30\x01\x93\x92\x03\x04\xa7float32\xc4\x30"
+    return head + rest + bytes(48)
 
 
 def tensorflow_index() -> bytes:
     """The first entry of the table is the empty key; the last 8 bytes are the table's own."""
     return b"\0\0\x08\x08\x01\x1a\x02\x08\x01" + bytes(60) + bytes.fromhex("57fb808b247547db")
-
-
-def tar() -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        info = tarfile.TarInfo("readme.txt")
-        info.size = 3
-        archive.addfile(info, io.BytesIO(b"hi\n"))
-    return file.getvalue()
-
-
-def keras() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name in ("metadata.json", "config.json", "model.weights.h5"):
-            archive.writestr(name, b"{}")
-    return file.getvalue()
 
 
 def joblib_dump(compress: Any = 0) -> bytes:
@@ -98,6 +71,10 @@ def joblib_dump(compress: Any = 0) -> bytes:
     return file.getvalue()
 
 
+KERAS = build(
+    *(Member(name, b"{}") for name in ("metadata.json", "config.json", "model.weights.h5"))
+)
+PACKAGE = build(Member("a/.data/extern_modules", b""), Member("a/model.py", b""))
 NOISE = np.random.default_rng(0)
 FILES = [
     ("x.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer", "git lfs pull"),
@@ -115,7 +92,8 @@ FILES = [
     *(("ggml.bin", struct.pack("<I", magic) + bytes(40), "GGML model", "find the checkpoint")
       for magic in (0x67676D6C, 0x67676D66, 0x67676A74, 0x67676C61)),
     ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5 file", "numpy.savez"),
-    ("x.keras", keras(), "Keras model", "numpy.savez"),
+    ("x.keras", KERAS, "Keras model", "numpy.savez"),
+    ("x.pt", PACKAGE, "torch.package", "PackageImporter"),
     ("x.onnx", onnx(), "ONNX model", "onnx.numpy_helper"),
     ("x.onnx", onnx(b""), "ONNX model", "onnx.numpy_helper"),
     ("model.bin", onnx(), "ONNX model", "onnx.numpy_helper"),
@@ -172,6 +150,7 @@ def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) ->
 @pytest.mark.parametrize(
     ("names", "what", "hint"),
     [
+        (["Manifest.json", "Data/x"], "Core ML model", "find the checkpoint"),
         (["saved_model.pb", "variables/variables.index"], "TensorFlow model (SavedModel)", "numpy.savez"),
         (["checkpoint", "model.ckpt-9.data-00000-of-00001"], "folder of TensorFlow checkpoints", "numpy.savez"),
         (["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"], "Orbax checkpoint", "numpy.savez"),
@@ -182,7 +161,7 @@ def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) ->
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
 def test_a_folder(tmp_path: Path, names: list[str], what: str, hint: str) -> None:
-    folder = tmp_path / "x"
+    folder = tmp_path / ("x.mlpackage" if "Manifest.json" in names else "x")
     folder.mkdir()
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -193,34 +172,15 @@ def test_a_folder(tmp_path: Path, names: list[str], what: str, hint: str) -> Non
     assert caught.value.where == str(folder)
 
 
-def test_a_core_ml_package(tmp_path: Path) -> None:
-    folder = tmp_path / "x.mlpackage"
-    (folder / "Data").mkdir(parents=True)
-    (folder / "Manifest.json").write_text("{}")
-    with pytest.raises(CkptkitError, match="Core ML model"):
-        ckptkit.open(folder)
-
-
-def read(data: bytes) -> Checkpoint:
-    return formats.read(Memory(data, "made"))
-
-
-def test_a_package_of_code() -> None:
-    with pytest.raises(UnsupportedError, match=r"torch\.package"):
-        read(build(Member("a/.data/extern_modules", b""), Member("a/model.py", b"")))
-
-
 def test_formats_that_are_none() -> None:
-    with pytest.raises(UsageError, match="not a format"):
-        formats.for_writing("a.pth", "odd")
-    with pytest.raises(UsageError, match="cannot be written"):
-        formats.for_writing("a.pth", "torch-tar")
-    with pytest.raises(UsageError, match="suffix does not name a format"):
-        formats.for_writing("a.odd")
+    for path, name, said in (
+        ("a.pth", "odd", "not a format"), ("a.pth", "torch-tar", "cannot be written"),
+        ("a.odd", None, "suffix does not name a format"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            formats.for_writing(path, name)
     with pytest.raises(UsageError, match="cannot store a whole checkpoint"):
-        npz = formats.by_name("npz")
-        assert npz is not None
-        formats.layout(read(archive(pickle_of(b"N"))), npz, Options(all=True))
+        formats.layout(read(archive(pickle_of(b"N"))), NPZ, Options(all=True))
     assert formats.for_writing("a.odd", keep="torch-legacy").name == "torch-zip"
 
 

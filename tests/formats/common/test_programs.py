@@ -66,11 +66,11 @@ def test_frozen(frozen: Path, tmp_path: Path) -> None:
 
 def test_packed_weights_are_named(tmp_path: Path) -> None:
     path = script(quantized(), tmp_path / "net.pt")
-    done = convert(path, tmp_path / "out.pth")
+    notes = convert(path, tmp_path / "out.pth").plan.notes
     assert list(load(tmp_path / "out.pth")) == list(by_torch(path))
-    assert any(
-        "2 packed quantized tensors; dequantize converts" in note for note in done.plan.notes
-    )
+    assert any("2 packed quantized tensors; dequantize converts" in note for note in notes)
+    convert(script(nn.ReLU(), path), tmp_path / "empty.pth")  # nothing to write
+    assert load(tmp_path / "empty.pth") == {}
 
 
 def test_not_in_place(program: Path) -> None:
@@ -80,18 +80,9 @@ def test_not_in_place(program: Path) -> None:
     assert program.read_bytes() == before
 
 
-def test_nothing_to_write(tmp_path: Path) -> None:
-    path = script(nn.ReLU(), tmp_path / "net.pt")
-    convert(path, tmp_path / "out.pth")
-    assert load(tmp_path / "out.pth") == {}
-
-
 def test_without_torch(program: Path, tmp_path: Path) -> None:
     """Neither reading nor copying imports it, and nothing unpickles."""
-    commands: list[list[str | Path]] = [
-        ["inspect", "--json", program],
-        ["convert", program, "out.pth"],
-    ]
+    commands = ["inspect", "--json", program], ["convert", program, "out.pth"]
     for report in spied(tmp_path, *commands):
         assert report == {"code": 0, "heavy": [], "unpicklers": 0}
 

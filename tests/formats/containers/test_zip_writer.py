@@ -39,7 +39,9 @@ CONTENTS = {
 
 
 def test_we_read_it_and_all_data_is_aligned(tmp_path: Path) -> None:
-    found = read_directory(LocalFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")))
+    segments, path = lay_out(MEMBERS), tmp_path / "a.zip"
+    found = read_directory(LocalFile(execute(segments, path)))
+    assert path.stat().st_size == sum(map(length, segments))
     assert {name: found.read(name) for name in found.entries} == CONTENTS
     assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
     assert all(found.crc(name) == zlib.crc32(data) for name, data in CONTENTS.items())
@@ -57,29 +59,18 @@ def test_segments_are_few() -> None:
         "bytes", "Range", "ChecksumPlaceholder", "Checksummed", "ChecksumPlaceholder", "Checksummed", "bytes", "bytes", "bytes", "Range", "ChecksumPlaceholder",
     ]  # fmt: skip
     assert [each.number for each in segments if isinstance(each, Checksummed)] == [3, 5]
-    assert [
-        [number for _, number in each.holes]
-        for each in segments
-        if isinstance(each, ChecksumPlaceholder)
-    ] == [[3], [5], [3, 5]]
-
-
-def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
-    segments = lay_out(MEMBERS)
-    assert execute(segments, tmp_path / "a.zip").stat().st_size == sum(map(length, segments))
-
-
-def test_an_empty_extent_needs_no_checksum() -> None:
-    assert [
-        kind(each) for each in lay_out([ZipMember("a", of(0, 0)), ZipMember("b", of(0, 0), 0)])
-    ] == ["bytes"]
+    placeholders = [each for each in segments if isinstance(each, ChecksumPlaceholder)]
+    holes = [[number for _, number in each.holes] for each in placeholders]
+    assert holes == [[3], [5], [3, 5]]
+    # An empty extent needs no checksum.
+    empty = lay_out([ZipMember("a", of(0, 0)), ZipMember("b", of(0, 0), 0)])
+    assert [*map(kind, empty)] == ["bytes"]
 
 
 def test_ZP_16_many_members(tmp_path: Path) -> None:
     count = 0xFFFF  # the smallest number that the end record cannot express
-    path = execute(
-        lay_out(ZipMember(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip"
-    )
+    segments = lay_out(ZipMember(f"a/{n}", b"%d" % n) for n in range(count))
+    path = execute(segments, tmp_path / "a.zip")
     with zipfile.ZipFile(path) as made:
         assert len(made.namelist()) == count and made.read(f"a/{count - 1}") == b"%d" % (count - 1)
     assert len(read_directory(LocalFile(path)).entries) == count

@@ -17,6 +17,7 @@ from tests.formats.catalogue import read_as
 from tests.formats.containers.zips import Member, build, execute
 
 FLOATS = struct.pack("<4f", 0, 1, 2, 3)
+NO_HOOKS = b"\x89ccollections\nOrderedDict\n)R"  # and no gradient
 
 
 def text(value: str) -> bytes:
@@ -34,50 +35,27 @@ def sizes(*values: int) -> bytes:
 def storage(
     made: str = "torch\nFloatStorage", key: bytes = text("0"), numel: int = 4, location: str = "cpu"
 ) -> bytes:
-    return (
-        b"("
-        + text("storage")
-        + b"c"
-        + made.encode()
-        + b"\n"
-        + key
-        + text(location)
-        + number(numel)
-        + b"tQ"
-    )
+    head = b"(" + text("storage") + b"c" + made.encode() + b"\n"
+    return head + key + text(location) + number(numel) + b"tQ"
 
 
 def tensor(
     of: bytes, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0
 ) -> bytes:
-    rest = number(offset) + sizes(*shape) + sizes(*stride) + b"\x89ccollections\nOrderedDict\n)R"
+    rest = number(offset) + sizes(*shape) + sizes(*stride) + NO_HOOKS
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + of + rest + b"tR"
 
 
 def untyped(shape: tuple[int, ...] = (8,), dtype: str = "uint16") -> bytes:
-    rest = (
-        number(0)
-        + sizes(*shape)
-        + sizes(1)
-        + b"\x89ccollections\nOrderedDict\n)Rctorch\n"
-        + dtype.encode()
-        + b"\n"
-    )
-    return (
-        b"ctorch._utils\n_rebuild_tensor_v3\n("
-        + storage("torch.storage\nUntypedStorage", numel=16)
-        + rest
-        + b"tR"
-    )
+    held = storage("torch.storage\nUntypedStorage", numel=16)
+    rest = number(0) + sizes(*shape) + sizes(1) + NO_HOOKS + b"ctorch\n" + dtype.encode() + b"\n"
+    return b"ctorch._utils\n_rebuild_tensor_v3\n(" + held + rest + b"tR"
 
 
 def pickle_of(*values: bytes) -> bytes:
     """{"a": first, "b": second...}."""
-    return (
-        b"\x80\x02}("
-        + b"".join(text(chr(97 + i)) + value for i, value in enumerate(values))
-        + b"u."
-    )
+    items = (text(chr(97 + i)) + value for i, value in enumerate(values))
+    return b"\x80\x02}(" + b"".join(items) + b"u."
 
 
 def archive(
@@ -86,13 +64,9 @@ def archive(
     records: dict[str, bytes] | None = None,
     version: bytes | None = b"3\n",
 ) -> bytes:
-    members = [Member("a/data.pkl", pickle)]
-    members += [
-        Member(f"a/{name}", data)
-        for name, data in ({"data/0": FLOATS} if records is None else records).items()
-    ]
-    members += [Member("a/version", version)] if version is not None else []
-    return build(*members, *more)
+    held = {"data.pkl": pickle, **({"data/0": FLOATS} if records is None else records)}
+    held |= {} if version is None else {"version": version}
+    return build(*(Member(f"a/{name}", data) for name, data in held.items()), *more)
 
 
 def read(data: bytes | Path) -> Checkpoint:
@@ -118,16 +92,3 @@ def laid_out(checkpoint: Checkpoint) -> Plan:
     plan = FORMAT.layout(checkpoint, Options())
     assert [file.name for file in plan.files] == [""]
     return plan
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return [(path, value)]
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return [leaf for key, each in items for leaf in leaves(each, (*path, key))]

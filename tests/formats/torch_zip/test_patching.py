@@ -19,20 +19,18 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import Patch
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import torch_zip as zip_patch
-from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as LEGACY
 from ckptkit.formats.table import TORCH_ZIP as ZIP
 from ckptkit.formats.zip_reader import REPLACED
+from tests.formats.catalogue import read_as
 from tests.formats.containers.zips import Member
-from tests.formats.torch_zip.archives import archive, pickle_of, saved, storage, tensor
+from tests.formats.torch_zip.archives import archive, pickle_of, read, saved, storage, tensor
 
 U8 = BY_NAME["uint8"]
 
 
-def held(path: Path, name: str = "a") -> Checkpoint:
-    return ZIP.read(
-        Probe(LocalFile(saved(OrderedDict({name: torch.ones(4), "z": torch.ones(2)}), path)))
-    )
+def held(path: Path) -> Checkpoint:
+    return read(saved(OrderedDict(a=torch.ones(4), z=torch.ones(2)), path))
 
 
 def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
@@ -42,7 +40,7 @@ def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
 def test_only_a_file_is_edited_in_place(tmp_path: Path) -> None:
     before = held(tmp_path / "x.pt")
     assert patch(before, replace(before, root={"b": before.root["a"]})) is not None
-    copy = ZIP.read(Probe(Memory((tmp_path / "x.pt").read_bytes())))
+    copy = read((tmp_path / "x.pt").read_bytes())
     assert patch(copy, replace(copy, root={"b": copy.root["a"]})) is None
 
 
@@ -50,7 +48,7 @@ def test_an_archive_without_a_version_is_not_edited(tmp_path: Path) -> None:
     """torch would refuse the result."""
     for version in (b"3\n", None):
         (tmp_path / "x.pt").write_bytes(archive(pickle_of(tensor(storage())), version=version))
-        before = ZIP.read(Probe(LocalFile(tmp_path / "x.pt")))
+        before = read(tmp_path / "x.pt")
         assert (patch(before, before) is None) == (version is None)
 
 
@@ -74,12 +72,12 @@ def test_an_archive_that_was_edited_too_often(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     for count in (0, len(REPLACED) - 1):
         path.write_bytes(replaced(count))
-        before = ZIP.read(Probe(LocalFile(path)))
+        before = read(path)
         made = patch(before, before)
         assert made is not None
         assert any(edit.data == f"a/data{REPLACED[count]}".encode() for edit in made.edits)
     path.write_bytes(replaced(len(REPLACED)))
-    before = ZIP.read(Probe(LocalFile(path)))
+    before = read(path)
     assert patch(before, before) is None
 
 
@@ -93,9 +91,8 @@ def test_storages_that_are_no_records_of_the_archive(tmp_path: Path) -> None:
     kept: Tensor = before.root["a"]
     assert kept.storage is not None
     record = kept.storage.record.locate()
-    assert (
-        isinstance(record, Range) and patch(before, replace(before, root={"b": kept})) is not None
-    )
+    assert isinstance(record, Range)
+    assert patch(before, replace(before, root={"b": kept})) is not None
     others = [
         computed(b"0123456789abcdef"),
         Storage(Range(Memory(b"0123"), 0, 4)),
@@ -110,7 +107,7 @@ def test_storages_that_are_no_records_of_the_archive(tmp_path: Path) -> None:
 def test_a_format_without_edits(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
-    before = LEGACY.read(Probe(LocalFile(path)))
+    before = read_as(LEGACY, path)
     assert formats.patch(before, before, LEGACY, Options()) is None
 
 
@@ -120,7 +117,7 @@ def test_an_edit_that_changes_nothing(tmp_path: Path) -> None:
     made = formats.patch(before, before, ZIP, Options())
     assert isinstance(before.source, LocalFile)
     assert made == Patch(before.source, None, (), None, before.source.size) and made.written == 0
-    copy = ZIP.read(Probe(Memory((tmp_path / "x.pt").read_bytes())))
+    copy = read((tmp_path / "x.pt").read_bytes())
     assert formats.patch(copy, copy, ZIP, Options()) is None
 
 

@@ -57,11 +57,7 @@ from tests.formats.torchscript.scripts import script
 
 
 def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:
-    made = archive(
-        pickle_of(tensor(storage()), tensor(storage(), (2, 2), (1, 2)), untyped()).replace(
-            untyped(), b"N"
-        )
-    )
+    made = archive(pickle_of(tensor(storage()), tensor(storage(), (2, 2), (1, 2)), b"N"))
     state = by_torch(made, tmp_path)
     assert state.pop("c") is None
     checkpoint = read(made)

@@ -6,14 +6,12 @@ from __future__ import annotations
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptkit import formats
 from ckptkit.compute.operation import Slice
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -35,8 +33,6 @@ from tests.formats.torch_zip.archives import (
     untyped,
     write,
 )
-
-Cuda = Callable[..., AbstractContextManager[None]]
 
 
 def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:
@@ -62,41 +58,26 @@ def leaf(storage: Storage, numel: int = 4, dtype: str = "float32") -> Tensor:
     return Tensor(storage, BY_NAME[dtype], (numel,), contiguous_stride((numel,)))
 
 
-def test_one_storage_as_two_types_cannot_be_saved() -> None:
-    shared = Storage(Range(Memory(bytes(16)), 0, 16))
+def test_storages_that_cannot_be_saved() -> None:
+    """Of two types, of broken elements, and a part of one."""
+    shared, odd = (Storage(Range(Memory(bytes(size)), 0, size)) for size in (16, 17))
     with pytest.raises(TensorError, match="float32 and as int32"):
         laid_out(Checkpoint({"a": leaf(shared), "b": leaf(shared, dtype="int32")}))
-
-
-def test_a_storage_of_broken_elements_cannot_be_saved() -> None:
     with pytest.raises(TensorError, match="whole number"):
-        laid_out(Checkpoint({"a": leaf(Storage(Range(Memory(bytes(17)), 0, 17)))}))
-
-
-def test_a_part_of_a_storage_cannot_be_saved() -> None:
-    shared = Storage(Range(Memory(bytes(16)), 0, 16))
-    assert laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"], 0, 4)])).size
+        laid_out(Checkpoint({"a": leaf(odd)}))
+    typed = partial(TypedStorage, shared, BY_NAME["float32"])
+    assert laid_out(Checkpoint([typed(0, 4)])).size
     with pytest.raises(UnsupportedError, match="view of a storage"):
-        laid_out(
-            Checkpoint(
-                [
-                    TypedStorage(shared, BY_NAME["float32"]),
-                    TypedStorage(shared, BY_NAME["float32"], 1, 3),
-                ]
-            )
-        )
+        laid_out(Checkpoint([typed(), typed(1, 3)]))
 
 
 def test_metadata_that_torch_has_no_place_for_are_kept_beside(tmp_path: Path) -> None:
-    plan = laid_out(Checkpoint({}, extras={"format": "pt", "licence": "MIT", "author": "me"}))
-    (tmp_path / "x.pth").write_bytes(
-        b"".join(s for s in plan.files[0].segments if isinstance(s, bytes))
-    )
-    assert plan.notes == ()
+    checkpoint = Checkpoint({}, extras={"format": "pt", "licence": "MIT", "author": "me"})
+    assert laid_out(checkpoint).notes == ()
+    write(checkpoint, tmp_path / "x.pth")
     assert torch.load(tmp_path / "x.pth", weights_only=True) == {}
-    with closing(formats.read(LocalFile(tmp_path / "x.pth"))) as again:
-        assert again.extras == {"licence": "MIT", "author": "me"}
-        assert again.warnings == ()
+    again = read(tmp_path / "x.pth")
+    assert again.extras == {"licence": "MIT", "author": "me"} and again.warnings == ()
 
 
 def test_ZP_16_more_storages_than_16_bits_count(tmp_path: Path) -> None:
@@ -112,9 +93,8 @@ def test_ZP_24_what_is_written_beyond_4_GiB(tmp_path: Path) -> None:
         file.truncate(5 << 30)
     zeros = Storage(Range(LocalFile(tmp_path / "zeros"), 0, 5 << 30), crc32=0)
     ones = Storage(Range(Memory(struct.pack("<4f", *[1.0] * 4)), 0, 16))
-    path = write(
-        Checkpoint({"a": leaf(zeros, 5 << 30, "uint8"), "b": leaf(ones)}), tmp_path / "a.pth"
-    )
+    both = Checkpoint({"a": leaf(zeros, 5 << 30, "uint8"), "b": leaf(ones)})
+    path = write(both, tmp_path / "a.pth")
     state = torch.load(path, mmap=True)
     assert state["b"].tolist() == [1, 1, 1, 1] and state["a"][-1].item() == 0
     assert read(path).root["b"].storage.record.locate().offset > 5 << 30
@@ -125,12 +105,8 @@ def test_ZP_24_what_is_written_beyond_4_GiB(tmp_path: Path) -> None:
 
 def big_endian(dtype: str, values: list[float]) -> tuple[bytes, bytes]:
     made = BY_NAME[dtype]
-    raw = (
-        torch.tensor(values, dtype=getattr(torch, dtype))
-        .view(torch.uint8)
-        .reshape(-1, made.component)
-        .flip(1)
-    )
+    plain = torch.tensor(values, dtype=getattr(torch, dtype)).view(torch.uint8)
+    raw = plain.reshape(-1, made.component).flip(1)
     pickle = pickle_of(tensor(storage(f"torch\n{made.storage}", numel=len(values)), (len(values),)))
     return pickle, raw.numpy().tobytes()
 
