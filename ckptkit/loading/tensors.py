@@ -243,11 +243,8 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
             indices, values, shape, check_invariants=not values.is_meta, is_coalesced=coalesced
         )
     compressed, plain, values = map(tensors.tensor, data[:3])
-    kind = {"sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc,
-            "sparse_bsr": torch.sparse_bsr, "sparse_bsc": torch.sparse_bsc}[layout]  # fmt: skip
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=kind, check_invariants=not values.is_meta
-    )
+    how: dict[str, Any] = {"layout": getattr(torch, layout), "check_invariants": not values.is_meta}
+    return torch.sparse_compressed_tensor(compressed, plain, values, shape, **how)
 
 
 def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:

@@ -26,7 +26,7 @@ WRITERS: dict[str, Save] = {
 }
 
 
-def saved(folder: Path, name: str) -> Path:
+def saved(folder: Path, name: str = "zip.pth") -> Path:
     WRITERS[name](state(), folder / name)
     return folder / name
 
@@ -65,23 +65,20 @@ def test_only_with_mmap_are_tensors_in_the_file(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_written_to_a_tensor_stays_in_memory(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_is_written_to_a_tensor_stays_in_memory(
+    tmp_path: Path, name: str, is_open: bool
+) -> None:
+    """Two loads are apart, of one open checkpoint too."""
     path = saved(tmp_path, name)
     before = path.read_bytes()
-    changed, other = ckptkit.load(path), ckptkit.load(path)
+    source: Any = ckptkit.open(path) if is_open else path
+    changed, other = ckptkit.load(source), ckptkit.load(source)
     for tensor in changed.values():
         tensor.fill_(7)
     assert path.read_bytes() == before
     same(other, state())
     assert changed["a"].tolist() == [[7.0] * 3] * 2
-
-
-def test_two_loads_of_one_open_checkpoint_are_apart(tmp_path: Path) -> None:
-    torch.save(state(), tmp_path / "a.pth")
-    ck = ckptkit.open(tmp_path / "a.pth")
-    changed, other = ckptkit.load(ck), ckptkit.load(ck)
-    changed["a"].fill_(7)
-    same(other, state())
 
 
 def test_shared_memory_is_shared(tmp_path: Path) -> None:
@@ -135,9 +132,8 @@ def test_a_file_that_was_cut_before_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: Any) -> None:
-    torch.save(state(), tmp_path / "a.pth")
     monkeypatch.setattr(LocalFile, "map", lambda file: None)
-    same(ckptkit.load(tmp_path / "a.pth"), state())
+    same(ckptkit.load(saved(tmp_path)), state())
 
 
 @needs_maps
@@ -156,12 +152,11 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
 
 
 def test_a_function_as_map_location_gets_mapped_storages(tmp_path: Path) -> None:
-    torch.save(state(), tmp_path / "a.pth")
     seen: list[str] = []
 
     def place(storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
         seen.append(tag)
         return storage
 
-    same(ckptkit.load(tmp_path / "a.pth", place), state())
+    same(ckptkit.load(saved(tmp_path), place), state())
     assert seen == ["cpu", "cpu"]

@@ -15,6 +15,7 @@ import ckptkit
 from ckptkit.analysis.matching import prefixes
 from ckptkit.core.errors import AmbiguousError, ModelError, UsageError
 from ckptkit.loading import model as loading
+from tests.loading.test_like_torch import Renaming
 
 
 class Net(nn.Module):
@@ -83,42 +84,30 @@ def test_report_reads_well(tmp_path: Path) -> None:
     path = saved(nn.DataParallel(Net()).state_dict(), tmp_path)
     report = ckptkit.load_into(Net(), path)
     assert str(report) == "loaded 9 entries; stripped 'module.'"
-    report = ckptkit.load_into(Net(classes=5), path, strict=False)
-    assert str(report).splitlines()[1:] == [
-        "different shapes: head.weight (3, 2) instead of (5, 2), head.bias (3,) instead of (5,)"
-    ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.loaded = ()  # type: ignore[misc]
 
 
-def test_strict_says_what_does_not_fit_and_copies_nothing(tmp_path: Path) -> None:
-    source = {
-        f"module.{name}": value
-        for name, value in filled(Net()).state_dict().items()
-        if name != "head.bias"
-    }
-    source["n_averaged"] = torch.ones(())
-    path = saved(source, tmp_path)
-    model = filled(Net(), 1)
-    with pytest.raises(ModelError) as caught:
-        ckptkit.load_into(model, path)
-    text = str(caught.value)
-    assert text.startswith(f"{path}: does not fit Net")
-    assert "missing in the file: head.bias" in text
-    assert "not in the model: n_averaged" in text
-    assert (
-        caught.value.hint == f"`ckptkit diff {path} --model {__name__}:Net` lists the differences"
-    )
-    assert equal(model, filled(Net(), 1))
-
-
-def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_and_only_what_fits_is_loaded(tmp_path: Path) -> None:
+    """If the load is strict, nothing is copied."""
     source = filled(Net()).state_dict()
     del source["head.bias"]
-    source["other"] = torch.ones(1)
+    path = saved({"n": torch.ones(()), **{f"module.{k}": v for k, v in source.items()}}, tmp_path)
     model = filled(Net(classes=4), 1)
-    report = ckptkit.load_into(model, saved(source, tmp_path), strict=False)
-    assert (report.missing, report.unexpected) == (("head.bias",), ("other",))
+    with pytest.raises(ModelError) as caught:
+        ckptkit.load_into(model, path)
+    faults = [
+        "missing in the file: head.bias",
+        "not in the model: n",
+        "different shapes: head.weight (3, 2) instead of (4, 2)",
+    ]
+    assert str(caught.value) == "; ".join([f"{path}: does not fit Net", *faults])
+    hint = f"`ckptkit diff {path} --model {__name__}:Net` lists the differences"
+    assert caught.value.hint == hint
+    assert equal(model, filled(Net(classes=4), 1))
+    report = ckptkit.load_into(model, path, strict=False)
+    assert [*report.faults()] == faults and str(report).splitlines()[1:] == faults
+    assert (report.missing, report.unexpected) == (("head.bias",), ("n",))
     assert report.mismatched == {"head.weight": ((3, 2), (4, 2))}
     assert "head.weight" not in report.loaded
     assert torch.equal(model.body[0].weight, source["body.0.weight"])
@@ -174,15 +163,11 @@ def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, torch.ones(3, 2))
 
 
-def test_a_pickled_module_as_source(tmp_path: Path) -> None:
+def test_a_pickled_module_a_checkpoint_and_a_key_as_source(tmp_path: Path) -> None:
     model = Net()
     assert ckptkit.load_into(model, saved(nn.DataParallel(filled(Net())), tmp_path)).complete
     assert equal(model, filled(Net()))
-
-
-def test_a_checkpoint_as_source_and_a_key(tmp_path: Path) -> None:
     path = saved({"a": filled(Net()).state_dict(), "b": filled(Net(), 1).state_dict()}, tmp_path)
-    model = Net()
     with pytest.raises(AmbiguousError):
         ckptkit.load_into(model, path)
     ckptkit.load_into(model, path, key="b")
@@ -191,40 +176,7 @@ def test_a_checkpoint_as_source_and_a_key(tmp_path: Path) -> None:
     assert equal(model, filled(Net()))
 
 
-def test_old_batch_norm_has_no_counter(tmp_path: Path) -> None:
-    """Files from before version 2 of batch norm: torch makes the counter up, and so does this."""
-    source = filled(Net()).state_dict()
-    del source["body.1.num_batches_tracked"]
-    with pytest.raises(ModelError, match="num_batches_tracked"):
-        ckptkit.load_into(Net(), saved(source, tmp_path))
-    source._metadata["body.1"]["version"] = 1
-    assert ckptkit.load_into(Net(), saved(source, tmp_path)).complete
-    assert ckptkit.load_into(Net(), saved(dict(source), tmp_path)).complete
-
-
-def test_extra_state(tmp_path: Path) -> None:
-    class Stateful(nn.Linear):
-        extra: Any = None
-
-        def get_extra_state(self) -> Any:
-            return {"extra": self.extra}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state["extra"]
-
-    source = Stateful(1, 1)
-    source.extra = (1, {2})
-    model = Stateful(1, 1)
-    report = ckptkit.load_into(model, saved(nn.DataParallel(source).state_dict(), tmp_path))
-    assert report.complete
-    assert model.extra == (1, {2})
-
-
 # prefixes
-
-
-def ways(ours: str, theirs: str) -> tuple[str, str]:
-    return prefixes(dict.fromkeys(ours.split(), (1,)), dict.fromkeys(theirs.split(), (1,)))
 
 
 @pytest.mark.parametrize(
@@ -242,10 +194,16 @@ def ways(ours: str, theirs: str) -> tuple[str, str]:
         ("x y", "a b", ("", "")),
         ("", "a", ("", "")),
         ("a", "", ("", "")),
+        # what both sides have is never changed
+        ("a.x.w a.y.w n.w", "b.x.w b.y.w n.w", ("", "")),
+        ("x.w y.w n.w", "b.x.w b.y.w n.w", ("", "")),
+        ("a.x.w a.y.w a.n.w", "b.x.w b.y.w b.n.w", ("a.", "b.")),
+        ("a.x.w x.w", "x.w", ("", "")),
     ],
 )
 def test_prefixes(ours: str, theirs: str, wanted: tuple[str, str]) -> None:
-    assert ways(ours, theirs) == wanted
+    sides = (dict.fromkeys(side.split(), (1,)) for side in (ours, theirs))
+    assert prefixes(*sides) == wanted
 
 
 def test_prefixes_by_shape() -> None:
@@ -258,18 +216,19 @@ def test_prefixes_by_shape() -> None:
 
 
 def test_diff_with_a_model(tmp_path: Path) -> None:
+    """Which has no values to compare."""
     path = saved(nn.DataParallel(Net()).state_dict(), tmp_path)
     found = ckptkit.diff(path, Net())
     assert not found.equal
     assert "body.0.weight" in found.missing
-    assert ckptkit.diff(ckptkit.strip_prefix(ckptkit.open(path)), Net()).equal
-
-
-def test_diff_with_a_class_by_name(tmp_path: Path) -> None:
-    path = saved(Net().state_dict(), tmp_path)
-    assert ckptkit.diff(path, f"{__name__}:Net").equal
+    stripped = ckptkit.strip_prefix(ckptkit.open(path))
+    for model in (Net(), f"{__name__}:Net"):
+        found = ckptkit.diff(stripped, model)
+        assert found.equal and not found.values_compared and "names and shapes" in found.summary
     with pytest.raises(ModelError):
         ckptkit.diff(path, f"{__name__}:Nothing")
+    with pytest.raises(UsageError, match="values of a model are not compared"):
+        ckptkit.diff(path, Net(), atol=0.1)
 
 
 def test_diff_with_another_file(tmp_path: Path) -> None:
@@ -284,49 +243,31 @@ def test_diff_with_another_file(tmp_path: Path) -> None:
     assert ckptkit.diff(path, ckptkit.open(path), values=True).equal
 
 
-def test_a_model_has_no_values_to_compare(tmp_path: Path) -> None:
-    path = saved(Net().state_dict(), tmp_path)
-    found = ckptkit.diff(path, Net())
-    assert found.equal and not found.values_compared and "names and shapes" in found.summary
-    with pytest.raises(UsageError, match="values of a model are not compared"):
-        ckptkit.diff(path, Net(), atol=0.1)
-
-
 # One pairing
 
 
-class Renamed(nn.Module):
-    """Keys of which most, not all, share a beginning, which is another one in `Named`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(7, 4)
-        self.encoder = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(8))})
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
-
-
 class Named(nn.Module):
-    def __init__(self) -> None:
+    """Keys of which most, not all, share a beginning: another one if `renamed`."""
+
+    def __init__(self, renamed: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        layers, embed = nn.ModuleList(nn.Linear(4, 4) for _ in range(8)), nn.Embedding(7, 4)
+        if renamed:
+            self.tok, self.encoder = embed, nn.ModuleDict({"blocks": layers})
+        else:
+            self.embed, self.layers = embed, layers
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
 
 
 def test_no_name_is_both_missing_and_too_much(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        ckptkit.load_into(Named(), saved(Renamed().state_dict(), tmp_path))
+        ckptkit.load_into(Named(), saved(Named(renamed=True).state_dict(), tmp_path))
     assert "norm." not in str(caught.value) and "head." not in str(caught.value)
-    report = ckptkit.load_into(Named(), saved(Renamed().state_dict(), tmp_path), strict=False)
+    report = ckptkit.load_into(
+        Named(), saved(Named(renamed=True).state_dict(), tmp_path), strict=False
+    )
     assert {"norm.weight", "norm.bias", "head.weight", "head.bias"} == {*report.loaded}
     assert (report.stripped, report.added) == ("", "")
-
-
-def test_what_both_sides_have_is_never_changed() -> None:
-    assert ways("a.x.w a.y.w n.w", "b.x.w b.y.w n.w") == ("", "")
-    assert ways("x.w y.w n.w", "b.x.w b.y.w n.w") == ("", "")
-    assert ways("a.x.w a.y.w a.n.w", "b.x.w b.y.w b.n.w") == ("a.", "b.")
-    assert ways("a.x.w x.w", "x.w") == ("", "")
 
 
 def normed(new: bool, which: str) -> nn.Module:
@@ -354,32 +295,12 @@ def test_norms_of_either_kind(
     assert all(pair.confidence >= 0.9 for pair in found.renamed)
 
 
-class Moved(nn.Linear):
-    """Takes `kernel`, which its weight was called once, as modules of torch do with old names."""
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any, **more: Any) -> None:
-        if prefix + "kernel" in state:
-            state[prefix + "weight"] = state.pop(prefix + "kernel")
-        super()._load_from_state_dict(state, prefix, *args, **more)
-
-
-def test_what_no_hook_takes_is_not_copied(tmp_path: Path) -> None:
-    source = {"0.kernel": torch.ones(2, 2), "0.other": torch.ones(2), "1.weight": torch.ones(1, 2)}
-    model = filled(nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False)))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ModelError, match=r"(?m)missing in the file: 0\.bias; .*: 0\.other$"):
-        ckptkit.load_into(model, saved(source, tmp_path))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_model_that_cannot_be_copied(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_copied() -> None:
     """Then our own count stands."""
 
-    class Single(Moved):
+    class Single(Renaming):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("there is but one")
 
-    with pytest.raises(ModelError, match="missing in the file: weight; not in the model: kernel"):
-        ckptkit.load_into(
-            Single(2, 2), saved({"kernel": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path)
-        )
+    with pytest.raises(ModelError, match="missing in the file: new; not in the model: old"):
+        ckptkit.load_into(Single(), {"old": torch.ones(3)})

@@ -20,7 +20,7 @@ from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, Unsuppor
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object, StoredList
 from ckptkit.loading.tensors import PythonValues, TorchTensors
-from tests.torch_equality import storage_bits
+from tests.torch_equality import same
 
 Cuda = Callable[..., AbstractContextManager[None]]
 
@@ -34,23 +34,9 @@ DTYPES = [
 ]
 
 
-def saved(value: object, path: Path, **options: Any) -> Path:
-    torch.save(value, path, **options)
+def saved(value: object, path: Path) -> Path:
+    torch.save(value, path)
     return path
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Everything that torch knows about a tensor, and its bytes."""
-    assert type(ours) is type(theirs)
-    assert (ours.dtype, ours.device, ours.layout) == (theirs.dtype, theirs.device, theirs.layout)
-    assert ours.is_nested == theirs.is_nested
-    assert ours.is_nested or ours.shape == theirs.shape
-    assert ours.requires_grad == theirs.requires_grad
-    if ours.layout == torch.strided and not ours.is_nested:
-        assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
-        assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
-        if ours.device.type != "meta":
-            assert storage_bits(ours) == storage_bits(theirs)
 
 
 def net() -> nn.Module:
@@ -59,20 +45,49 @@ def net() -> nn.Module:
     return model
 
 
+def views() -> dict[str, Any]:
+    base = torch.arange(24.0)
+    return {
+        "whole": base,
+        "transposed": base.view(4, 6).t(),
+        "slice": base[3:9:2],
+        "expanded": base[:1].expand(5),
+        "empty": base[:0],
+        "scalar": base[7],
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "parameter": nn.Parameter(base[:6].view(2, 3)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "grad": torch.ones(2, requires_grad=True),
+        "meta": torch.empty(2, 3, device="meta"),
+    }
+
+
+def of_dtype(name: str) -> dict[str, torch.Tensor]:
+    memory = torch.arange(64, dtype=torch.uint8).untyped_storage()
+    return {"w": torch.empty(0, dtype=getattr(torch, name)).set_(memory, 1, (2,), (1,))}
+
+
+def as_torch(path: Path, where: Any = None) -> Any:
+    """Return what ckptkit loads, after comparing it with what torch loads."""
+    theirs = torch.load(path, map_location=where, weights_only=True)
+    ours = ckptkit.load(path, map_location=where)
+    same(theirs, ours)
+    return ours
+
+
 @pytest.mark.parametrize("legacy", [False, True])
-def test_state_dict(tmp_path: Path, legacy: bool) -> None:
-    path = saved(net().state_dict(), tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy)
-    ours, theirs = ckptkit.load(path), torch.load(path, weights_only=True)
-    assert type(ours) is type(theirs)
-    assert list(ours) == list(theirs)
-    assert ours._metadata == theirs._metadata
-    for name in theirs:
-        same(ours[name], theirs[name])
-    assert (
-        ours["0.weight"].untyped_storage().data_ptr()
-        == ours["2.weight"].untyped_storage().data_ptr()
-    )
-    assert not any(net().load_state_dict(ours))
+def test_state_dicts_views_parameters_and_flags(tmp_path: Path, legacy: bool) -> None:
+    for number, state in enumerate((net().state_dict(), views())):
+        path = tmp_path / f"{number}.pth"
+        torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+        as_torch(path)
+    assert not any(net().load_state_dict(ckptkit.load(tmp_path / "0.pth")))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(tmp_path: Path, name: str) -> None:
+    as_torch(saved(of_dtype(name), tmp_path / "a.pth"))
 
 
 def test_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -88,59 +103,19 @@ def test_part_of_a_checkpoint(tmp_path: Path) -> None:
         ckptkit.load(path, key="epoch")
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_dtypes(tmp_path: Path, name: str) -> None:
-    kind = getattr(torch, name)
-    memory = torch.arange(64, dtype=torch.uint8)
-    value = torch.empty(0, dtype=kind).set_(memory.untyped_storage(), 1, (2,), (1,))
-    path = saved({"w": value}, tmp_path / "a.pth")
-    same(ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"])
-
-
-def views() -> dict[str, Any]:
-    base = torch.arange(24.0)
-    complex_ = torch.tensor([1 + 2j, 3 - 4j])
-    return {
-        "whole": base,
-        "transposed": base.view(4, 6).t(),
-        "slice": base[3:9:2],
-        "expanded": base[:1].expand(5),
-        "empty": base[:0],
-        "scalar": base[7],
-        "conjugate": complex_.conj(),
-        "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
-        "parameter": nn.Parameter(base[:6].view(2, 3)),
-        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
-        "grad": torch.ones(2, requires_grad=True),
-        "meta": torch.empty(2, 3, device="meta"),
-    }
-
-
-def test_views_parameters_and_flags(tmp_path: Path) -> None:
-    path = saved(views(), tmp_path / "a.pth")
-    ours, theirs = ckptkit.load(path), torch.load(path, weights_only=True)
-    for name in theirs:
-        same(ours[name], theirs[name])
-    assert (
-        len(
-            {
-                ours[n].untyped_storage().data_ptr()
-                for n in ("whole", "transposed", "slice", "expanded")
-            }
-        )
-        == 1
-    )
-
-
 DENSE = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, 3], [0, 0, 0, 0], [0, 0, 4, 0]])
 SCALES, ZEROS = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 1, 2, 3])
-SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
+SPARSE: dict[str, Callable[[], torch.Tensor]] = {
     "coo": DENSE.to_sparse,
     "coo uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
     "csr": DENSE.to_sparse_csr,
     "csc": DENSE.to_sparse_csc,
     "bsr": lambda: DENSE.to_sparse_bsr((2, 2)),
     "bsc": lambda: DENSE.to_sparse_bsc((2, 2)),
+    "parameter": lambda: nn.Parameter(DENSE.to_sparse()),
+}
+SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
+    **SPARSE,
     "quantized": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8),
     "quantized int32": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.qint32),
     "per channel": lambda: torch.quantize_per_channel(DENSE, SCALES, ZEROS, 1, torch.qint8),
@@ -148,125 +123,76 @@ SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
         DENSE, SCALES, ZEROS.float(), 1, torch.quint8
     ),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)]),
-    "sparse parameter": lambda: nn.Parameter(DENSE.to_sparse()),
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", list(SPECIAL))
-def test_special_layouts(tmp_path: Path, name: str) -> None:
-    path = saved({"w": SPECIAL[name](), "v": torch.ones(1)}, tmp_path / "a.pth")
-    ours, theirs = ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"]
-    same(ours, theirs)
-    if theirs.is_quantized:
-        assert ours.qscheme() == theirs.qscheme()
-        assert torch.equal(ours.int_repr(), theirs.int_repr())
-        assert torch.equal(ours.dequantize(), theirs.dequantize())
-    elif theirs.is_nested:
-        assert all(torch.equal(a, b) for a, b in zip(ours.unbind(), theirs.unbind(), strict=True))
-    else:
-        assert torch.equal(ours.to_dense(), theirs.to_dense())
-        assert theirs.layout != torch.sparse_coo or ours.is_coalesced() == theirs.is_coalesced()
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "name", [name for name in SPECIAL if name[:3] in ("coo", "csr", "csc", "bsr", "bsc")]
+    ("name", "where"), [*((name, "cpu") for name in SPECIAL), *((name, "meta") for name in SPARSE)]
 )
-def test_sparse_tensors_on_the_meta_device(tmp_path: Path, name: str) -> None:
-    """There are no indices to check."""
+def test_special_layouts(tmp_path: Path, name: str, where: str) -> None:
+    """On the meta device, there are no indices to check."""
     path = saved({"w": SPECIAL[name](), "v": torch.ones(1)}, tmp_path / "a.pth")
-    ours = ckptkit.load(path, map_location="meta")["w"]
-    theirs = torch.load(path, map_location="meta", weights_only=True)["w"]
-    assert (ours.layout, ours.shape, ours.dtype) == (theirs.layout, theirs.shape, theirs.dtype)
-    assert ours.is_meta
-
-
-def test_a_tensor_with_attributes_is_that_tensor(tmp_path: Path) -> None:
-    weight = torch.ones(2)
-    weight.note = "mine"  # type: ignore[attr-defined]
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.tag = 3  # type: ignore[attr-defined]
-    ours = ckptkit.load(saved({"w": weight, "p": parameter}, tmp_path / "a.pth"))
-    assert ours["w"].tolist() == [1.0, 1.0]
-    assert isinstance(ours["p"], nn.Parameter)
-    assert (ours["w"].note, ours["p"].tag) == ("mine", 3)
+    ours = ckptkit.load(path, map_location=where)["w"]
+    theirs = torch.load(path, map_location=where, weights_only=True)["w"]
+    assert repr(ours) == repr(theirs)  # type, layout, shape, indices, values, dtype, scales
+    assert (ours.layout, ours.dtype, ours.device) == (theirs.layout, theirs.dtype, theirs.device)
+    assert theirs.layout != torch.sparse_coo or ours.is_coalesced() == theirs.is_coalesced()
+    assert not theirs.is_quantized or torch.equal(ours.int_repr(), theirs.int_repr())
 
 
 def test_a_pickled_module_gives_what_its_state_dict_would(tmp_path: Path) -> None:
     model = net()
     ours = ckptkit.load(saved({"model": model, "epoch": 1}, tmp_path / "a.pth"))
     assert list(ours) == list(model.state_dict())
-    for name, theirs in model.state_dict().items():
-        same(ours[name], theirs)
+    same(list(model.state_dict().values()), list(ours.values()))
 
 
 # map_location
 
 
-FORMS: list[Any] = [
-    "cpu",
-    torch.device("cpu"),
-    "meta",
-    torch.device("meta"),
-    {"cuda:1": "cpu"},
-    {"cuda:1": "meta"},
-]
+class Noting:
+    """A map_location that keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __call__(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
+        self.seen.append((type(storage), str(storage.device), storage.nbytes(), tag))
+        return storage
 
 
-def mapped(path: Path, form: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    ours, theirs = (
-        ckptkit.load(path, map_location=form),
-        torch.load(path, map_location=form, weights_only=True),
-    )
-    for name in theirs:
-        same(ours[name], theirs[name])
-
-
-@pytest.mark.parametrize("form", FORMS, ids=repr)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "cpu", torch.device("cpu"), "meta", torch.device("meta"), {"cuda:1": "cpu"}, {"cuda:1": "meta"}, Noting(),
+        lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_map_location_is_torchs(tmp_path: Path, simulated_cuda: Cuda, form: Any) -> None:
     with simulated_cuda(1):
         path = saved({"w": torch.arange(4.0), "v": torch.arange(6)[2:]}, tmp_path / "a.pth")
     assert ckptkit.open(path).weights["w"].device == "cuda:1"
-    mapped(path, form)
-
-
-def test_map_location_function_is_torchs(tmp_path: Path, simulated_cuda: Cuda) -> None:
-    with simulated_cuda(1):
-        path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
-    seen: list[tuple[Any, ...]] = []
-
-    def here(storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
-        seen.append((type(storage), str(storage.device), storage.nbytes(), tag))
-        return storage
-
-    mapped(path, here)
-    assert seen[0] == seen[1]
-    mapped(path, lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage))
+    as_torch(path, form)
+    if isinstance(form, Noting):
+        assert len(form.seen) == 4 and form.seen[:2] == form.seen[2:]
 
 
 def test_map_location_leaves_arrays_of_numpy(tmp_path: Path) -> None:
     """They have no other device, and a function is not called for them."""
     array = numpy.arange(3.0)
     path = saved({"w": torch.ones(2), "array": array}, tmp_path / "a.pth")
-    calls: dict[str, list[str]] = {"ours": [], "theirs": []}
-
-    def counting(name: str) -> Any:
-        return lambda storage, tag: calls[name].append(tag) or storage
-
-    for where in ("meta", torch.device("meta")):
+    noting = Noting()
+    for where in ("meta", torch.device("meta"), noting):
         ours = ckptkit.load(path, map_location=where, whole=True)
-        theirs = torch.load(path, map_location=where, weights_only=False)
-        assert ours["w"].is_meta == theirs["w"].is_meta is True
-        assert numpy.array_equal(ours["array"], theirs["array"])
-    ckptkit.load(path, map_location=counting("ours"), whole=True)
-    torch.load(path, map_location=counting("theirs"), weights_only=False)
-    assert calls["ours"] == calls["theirs"] == ["cpu"]
+        assert ours["w"].is_meta is (where is not noting)
+        assert numpy.array_equal(ours["array"], array)
+    assert len(noting.seen) == 1
 
 
 def test_map_location_function_that_gives_none(tmp_path: Path, simulated_cuda: Cuda) -> None:
-    path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
-    mapped(path, lambda storage, tag: None)
+    as_torch(saved({"w": torch.arange(4.0)}, tmp_path / "a.pth"), lambda storage, tag: None)
     with simulated_cuda(1):
         path = saved({"w": torch.arange(4.0)}, tmp_path / "b.pth")
     if not torch.cuda.is_available():
@@ -285,7 +211,7 @@ def test_what_is_registered_for_a_tag_is_asked(
     )
     path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
     assert ckptkit.open(path).weights["w"].device == "vendor:0"
-    mapped(path, None)
+    as_torch(path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -345,35 +271,43 @@ def call(name: str, *args: object, layout: str = "strided", **like: Any) -> Obje
     return Object(Global("torch._utils", name), args, tensor=shown)
 
 
-QINT8 = dtypes.BY_NAME["qint8"]
+def sparse(layout: str, shape: tuple[int, ...], *parts: object) -> Object:
+    return call("_rebuild_sparse_tensor", None, parts, layout=layout, shape=shape, stride=())
+
+
+def nested(*parts: object) -> Object:
+    return call(
+        "_rebuild_nested_tensor", tensor(1, 2), *parts, layout="nested", shape=(), stride=()
+    )
+
+
+def quantized(*scheme: object) -> Object:
+    qint8 = dtypes.BY_NAME["qint8"]
+    return call("_rebuild_qtensor", None, 0, 0, 0, scheme, False, None, dtype=qint8)
+
+
+ONE, TWO = (shaped(tensor(n), 1, 1) for n in (1, 2))
 PER_CHANNEL = Global("torch", "per_channel_affine")
 
 
 @pytest.mark.parametrize(
     "node",
     [
-        call("_rebuild_sparse_tensor", None, (shaped(tensor(9), 1, 1), tensor(1), (4,)), layout="sparse_coo",
-             stride=()),
-        call("_rebuild_sparse_tensor", None, (tensor(0, 9), tensor(7), tensor(1), (1, 4)), layout="sparse_csr",
-             shape=(1, 4), stride=()),
-        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(3), 1, 1), shaped(tensor(1), 1, 1), tensor(0),
-             layout="nested", shape=(), stride=()),
-        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(2), 1, 1), shaped(tensor(-1), 1, 1), tensor(1),
-             layout="nested", shape=(), stride=()),
-        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(2), 1, 1), shaped(tensor(1), 1, 1), tensor(-5),
-             layout="nested", shape=(), stride=()),
-        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1], [0], 0), False, None, dtype=QINT8),
-        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, 7), False, None, dtype=QINT8),
-        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, -1), False, None, dtype=QINT8),
-        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL,), False, None, dtype=QINT8),
-        call("_rebuild_qtensor", None, 0, 0, 0, (1.5, [0.1] * 4, [0] * 4, 0), False, None, dtype=QINT8),
-        call("_rebuild_sparse_tensor", None, (tensor(0, 1), tensor(0), tensor(1), (1, 4)), layout="float32",
-             shape=(1, 4), stride=()),
-        call("_rebuild_nested_tensor", tensor(1, 2), PER_CHANNEL, PER_CHANNEL, tensor(0),
-             layout="nested", shape=(), stride=()),
-        call("_rebuild_qtensor", None, 0, 0, 0, (Global("torch", "per_tensor_affine"), "x", "y"), 0, 0, dtype=QINT8),
+        sparse("sparse_coo", (4,), shaped(tensor(9), 1, 1), tensor(1), (4,)),
+        sparse("sparse_csr", (1, 4), tensor(0, 9), tensor(7), tensor(1), (1, 4)),
+        sparse("float32", (1, 4), tensor(0, 1), tensor(0), tensor(1), (1, 4)),
+        nested(shaped(tensor(3), 1, 1), ONE, tensor(0)),
+        nested(TWO, shaped(tensor(-1), 1, 1), tensor(1)),
+        nested(TWO, ONE, tensor(-5)),
+        nested(PER_CHANNEL, PER_CHANNEL, tensor(0)),
+        quantized(PER_CHANNEL, [0.1], [0], 0),
+        quantized(PER_CHANNEL, [0.1] * 4, [0] * 4, 7),
+        quantized(PER_CHANNEL, [0.1] * 4, [0] * 4, -1),
+        quantized(PER_CHANNEL),
+        quantized(1.5, [0.1] * 4, [0] * 4, 0),
+        quantized(Global("torch", "per_tensor_affine"), "x", "y"),
     ],
-)  # fmt: skip
+)
 def test_parts_that_do_not_hold_together(node: Object) -> None:
     with pytest.raises(TensorError) as caught:
         ckptkit.load(Checkpoint({"w": node, "v": tensor(1)}))

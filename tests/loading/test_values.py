@@ -26,6 +26,7 @@ from ckptkit.core.tree import (
     SetNode,
     StoredBytes,
 )
+from tests.torch_equality import same
 
 
 def both(value: Any, folder: Path) -> tuple[Any, Any]:
@@ -36,102 +37,69 @@ def both(value: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def test_plain_values(tmp_path: Path) -> None:
+    factories = (list, dict, set, int, float, str, None)
+    shared = [1]
     value = {
         "scalars": [
-            None,
-            True,
-            3,
-            -(2**80),
-            1.5,
-            float("inf"),
-            2 + 3j,
-            "text",
-            b"bytes",
-            bytearray(b"array"),
+            None, True, 3, -(2**80), 1.5, float("inf"), 2 + 3j, "text", b"bytes", bytearray(b"array"),
         ],
         "nested": ({"a": (1, [2, {3: 4}])},),
         "sets": [{1, 2}, frozenset({("a", 1)}), set()],
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
         "counter": collections.Counter("abca"),
+        "defaultdicts": [collections.defaultdict(factory, {"a": [1]}) for factory in factories],
         "size": torch.Size([2, 3]),
         "device": [torch.device("cuda", 1), torch.device("cpu")],
         "dtype": torch.bfloat16,
         (1, "key"): "tuple keys",
         torch.float16: "dtype keys",
-    }
+        "shared": (shared, {"c": shared}),
+    }  # fmt: skip
     ours, theirs = both(value, tmp_path)
-    assert ours == theirs == value
-    assert [type(each) for each in ours["scalars"]] == [type(each) for each in theirs["scalars"]]
-    assert [type(ours[key]) for key in ours] == [type(theirs[key]) for key in theirs]
-    assert list(ours) == list(theirs)
-
-
-@pytest.mark.parametrize("factory", [list, dict, set, int, float, str, None])
-def test_defaultdict(tmp_path: Path, factory: Any) -> None:
-    ours, theirs = both(collections.defaultdict(factory, {"a": [1]}), tmp_path)
-    assert ours == theirs
-    assert ours.default_factory is factory
+    same(theirs, ours)
+    assert ours == value
+    assert [each.default_factory for each in ours["defaultdicts"]] == [*factories]
+    assert [type(key) for key in ours] == [type(key) for key in theirs]
 
 
 def test_tensors_storages_and_arrays(tmp_path: Path) -> None:
     weight = torch.arange(6.0).view(2, 3)
-    value = {
-        "w": weight, "view": weight[1], "typed": weight.storage(), "untyped": weight.untyped_storage(),
-        "p": nn.Parameter(weight), "array": np.arange(4, dtype=np.int16).reshape(2, 2), "scalar": np.float64(2.5),
-    }  # fmt: skip
-    path = tmp_path / "a.pth"
-    del value["untyped"]  # torch refuses to save it next to a typed one
-    torch.save(value, path)
-    ours, theirs = ckptkit.load(path, whole=True), torch.load(path, weights_only=False)
-    assert torch.equal(ours["w"], theirs["w"])
-    assert ours["w"].untyped_storage().data_ptr() == ours["view"].untyped_storage().data_ptr()
+    value = {"w": weight, "view": weight[1], "p": nn.Parameter(weight), "typed": weight.storage()}
+    value["array"] = np.arange(4, dtype=np.int16).reshape(2, 2)
+    ours, theirs = both({**value, "scalar": np.float64(2.5)}, tmp_path)
+    tensors = ("w", "view", "p")
+    same([theirs[name] for name in tensors], [ours[name] for name in tensors])
     assert type(ours["typed"]) is type(theirs["typed"])
     assert ours["typed"].tolist() == theirs["typed"].tolist()
     assert ours["typed"].data_ptr() == ours["w"].data_ptr()
-    assert isinstance(ours["p"], nn.Parameter)
-    assert isinstance(ours["array"], np.ndarray)
-    assert ours["array"].dtype == np.int16
+    assert (type(ours["array"]), ours["array"].dtype) == (np.ndarray, np.int16)
     assert ours["array"].tolist() == [[0, 1], [2, 3]]
     assert ours["scalar"] == 2.5
-
-
-def test_untyped_storage(tmp_path: Path) -> None:
+    # torch refuses to save an untyped storage next to a typed one
     ours, theirs = both({"s": torch.arange(3, dtype=torch.uint8).untyped_storage()}, tmp_path)
     assert type(ours["s"]) is type(theirs["s"])
     assert ours["s"].tolist() == [0, 1, 2]
 
 
-def test_sharing_and_cycles(tmp_path: Path) -> None:
-    shared = [1]
-    root: dict[str, Any] = {"a": shared, "b": (shared, {"c": shared})}
+def test_cycles(tmp_path: Path) -> None:
+    inner: list[Any] = []
+    inner.append((inner,))  # a tuple that holds itself
+    root: dict[str, Any] = {"x": inner}
     root["self"] = root
     ours, _ = both(root, tmp_path)
     assert ours["self"] is ours
-    assert ours["a"] is ours["b"][0] is ours["b"][1]["c"]
-
-
-def test_a_tuple_that_holds_itself(tmp_path: Path) -> None:
-    inner: list[Any] = []
-    inner.append((inner,))
-    ours, _ = both({"x": inner}, tmp_path)
     assert ours["x"][0][0] is ours["x"]
 
 
 def test_opaque_values_stay_objects_of_real_values(tmp_path: Path) -> None:
-    value = {"args": argparse.Namespace(lr=0.1, weight=torch.ones(2)), "w": torch.zeros(1)}
-    ours, _ = both(value, tmp_path)
-    made = ours["args"]
-    assert isinstance(made, Object)
+    namespace = argparse.Namespace(lr=0.1, weight=torch.ones(2))
+    ours, _ = both({"args": namespace, "model": nn.Linear(2, 2)}, tmp_path)
+    made, module = ours["args"], ours["model"]
+    assert isinstance(made, Object) and isinstance(module, Object)
     assert made.callable == Global("argparse", "Namespace")
     assert made.state["lr"] == 0.1
     assert torch.equal(made.state["weight"], torch.ones(2))
-
-
-def test_a_pickled_module_is_not_made(tmp_path: Path) -> None:
-    torch.save({"model": nn.Linear(2, 2)}, tmp_path / "a.pth")
-    made = ckptkit.load(tmp_path / "a.pth", whole=True)["model"]
-    assert isinstance(made, Object)
-    assert isinstance(made.state["_parameters"]["weight"], nn.Parameter)
+    assert isinstance(module.state["_parameters"]["weight"], nn.Parameter)
 
 
 def value_of(node: Node) -> Any:
@@ -166,23 +134,16 @@ def test_values_that_python_lacks() -> None:
     assert value_of(Global("a", "B")) == Global("a", "B")
     pairs = value_of(Pairs([("k", [1]), ("k", 2)]))
     assert pairs.pairs == [("k", [1]), ("k", 2)]
-
-
-def test_keys_that_would_meet_stay_apart() -> None:
-    number = Object(Global("numpy", "scalar"))
-    number.value = 1
-    made = value_of({1: "int", number: "numpy"})
-    assert list(made.values()) == ["int", "numpy"]
-
-
-def test_keys_that_could_not_be_keys_stay_nodes() -> None:
-    key = Object(Global("collections", "Counter"), ({},))
-    assert value_of({key: 1}) == {key: 1}
-
-
-def test_a_set_of_lists() -> None:
     with pytest.raises(FormatError, match="a set contains a list"):
         value_of(SetNode([[1]]))
+
+
+def test_keys_that_would_meet_or_could_not_be_keys_stay_nodes() -> None:
+    number = Object(Global("numpy", "scalar"))
+    number.value = 1
+    assert list(value_of({1: "int", number: "numpy"}).values()) == ["int", "numpy"]
+    key = Object(Global("collections", "Counter"), ({},))
+    assert value_of({key: 1}) == {key: 1}
 
 
 def test_any_depth() -> None:
