@@ -7,6 +7,7 @@ library textual. Strings of the file are escaped and never interpreted as markup
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,6 @@ ROWS = 16  # maximum number of rows of values to show
 COUNTED = 1 << 20  # maximum number of elements of a slice for which statistics are computed
 SORTS = ("file", "size", "name")
 MEASURES = ("parameters", "nbytes")
-SPECIAL = "[]*?"
 
 
 @dataclass
@@ -84,16 +84,11 @@ class TreeContents:
             return self.command("inspect")
         if branch.share is not None and not branch.children:
             return self.command("show", branch.share.label, *([index] if index else []))
-        return self.command("inspect", "--tree", "--keys", f"{escaped(branch.path)}.*")
+        return self.command("inspect", "--tree", "--keys", f"{glob.escape(branch.path)}.*")
 
     def finds(self, words: str) -> str:
         """Return the command that lists the tensors whose names match a search."""
-        return self.command("inspect", "--keys", f"*{'*'.join(map(escaped, words.split()))}*")
-
-
-def escaped(name: str) -> str:
-    """Convert a name to a glob pattern that matches only this name."""
-    return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
+        return self.command("inspect", "--keys", f"*{'*'.join(map(glob.escape, words.split()))}*")
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:

@@ -32,6 +32,7 @@ class Screen:
         self.command = app.command
         self.panel = str(app.query_one("#panel").render())  # type: ignore[attr-defined]
         self.lines = [str(node.label) for node in _open(app.names.root)]
+        self.names = [line.split()[0] for line in self.lines]
         self.result = app.return_value
         self.picture = app.export_screenshot()
 
@@ -82,18 +83,12 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_is_there_at_first(file: Path) -> None:
     screen = pressed(file)
-    assert [line.split()[0] for line in screen.lines] == [
-        "everything",
-        "model",
-        "optimizer.state.0.exp_avg",
-        "slice",
-        "values",
-    ]
+    names = ["everything", "model", "optimizer.state.0.exp_avg", "slice", "values"]
+    assert screen.names == names
     assert "624" in screen.lines[0] and "8 tensors" in screen.lines[1]
-    assert (
-        "parameters        624\n" in screen.panel and "in no tensor      4.0 kB\n" in screen.panel
-    )
-    assert "optimizer         960 B\n" in screen.panel and "float32" in screen.panel
+    for line in ("parameters        624", "in no tensor      4.0 kB", "optimizer         960 B"):
+        assert f"{line}\n" in screen.panel
+    assert "float32" in screen.panel
     assert screen.command == f"ckptkit inspect {file}"
 
 
@@ -106,21 +101,14 @@ def test_no_value_is_read_before_someone_asks(file: Path, lengths_read: list[int
 
 def test_into_the_tree(file: Path) -> None:
     screen = pressed(file, "down", "enter", "down", "enter")
-    assert [line.split()[0] for line in screen.lines[:6]] == [
-        "everything",
-        "model",
-        "layers",
-        "0",
-        "1",
-        "2",
-    ]
+    assert screen.names[:6] == ["everything", "model", "layers", "0", "1", "2"]
     assert "model.layers\n" in screen.panel and "parameters        384  (61.5%)" in screen.panel
     assert screen.command == f"ckptkit inspect {file} --tree --keys 'model.layers.*'"
 
 
 def test_left_and_right_as_in_a_file_manager(file: Path) -> None:
     opened = pressed(file, "down", "right")
-    assert [line.split()[0] for line in opened.lines[:3]] == ["everything", "model", "layers"]
+    assert opened.names[:3] == ["everything", "model", "layers"]
     assert "model\n" in opened.panel
     inside = pressed(file, "down", "right", "right")
     assert inside.lines == opened.lines and "model.layers\n" in inside.panel
@@ -168,41 +156,32 @@ def test_the_command_shows_the_same(file: Path, ckptkit: Ckptkit) -> None:
 def test_search(file: Path) -> None:
     screen = pressed(file, "slash", "'attn'", "enter")
     assert "3 found" in screen.lines[0]
-    assert [line.split()[0] for line in screen.lines[1:]] == [
-        "model.layers",
-        "0.attn.weight",
-        "1.attn.weight",
-        "2.attn.weight",
-    ]
+    assert screen.names[1:] == ["model.layers", *(f"{n}.attn.weight" for n in range(3))]
     assert screen.command == f"ckptkit inspect {file} --keys '*attn*'"
     back = pressed(file, "slash", "'attn'", "enter", "slash", "'nothing'", "enter", "escape")
     assert back.lines == pressed(file).lines
     assert "1 found" in pressed(file, "slash", "'[3]'", "enter").lines[0]  # shapes count as well
 
 
-def test_values(file: Path) -> None:
+EMBED = ("slash", "'embed'", "enter", "down")  # select embed.weight
+
+
+def test_values(file: Path, ckptkit: Ckptkit) -> None:
     embed = made.state_dict()["embed.weight"]
-    screen = pressed(file, "slash", "'embed'", "enter", "down", "v")
+    screen = pressed(file, *EMBED, "v")
     assert screen.command == f"ckptkit show {file} embed.weight"
-    assert (
-        f"{embed[0, 0].item():.3g}" in screen.panel and f"{embed[15, 3].item():.3g}" in screen.panel
-    )
+    for value in (embed[0, 0].item(), embed[15, 3].item()):
+        assert f"{value:.3g}" in screen.panel
     assert f"mean {embed.mean().item():.3g}" in screen.panel and "█" in screen.panel
     assert "240 values" in screen.panel and "float32" in screen.panel
-    assert pressed(file, "slash", "'embed'", "enter", "down", "enter").panel == screen.panel
-
-
-def test_a_part_of_the_values(file: Path, ckptkit: Ckptkit) -> None:
-    embed = made.state_dict()["embed.weight"]
-    screen = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'29,1:3'", "enter")
-    assert "[29, 1:3]" in screen.panel and "2 values" in screen.panel
-    assert (
-        f"{embed[29, 1].item():.3g}" in screen.panel
-        and f"{embed[29, 0].item():.3g}" not in screen.panel
-    )
-    assert screen.command == f"ckptkit show {file} embed.weight 29,1:3"
-    assert ckptkit(*shlex.split(screen.command)[1:]).exit_code == 0
-    wrong = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'99'", "enter")
+    assert pressed(file, *EMBED, "enter").panel == screen.panel
+    part = pressed(file, *EMBED, "colon", "'29,1:3'", "enter")
+    assert "[29, 1:3]" in part.panel and "2 values" in part.panel
+    shown = [f"{value.item():.3g}" in part.panel for value in embed[29, :2]]
+    assert shown == [False, True]
+    assert part.command == f"ckptkit show {file} embed.weight 29,1:3"
+    assert ckptkit(*shlex.split(part.command)[1:]).exit_code == 0
+    wrong = pressed(file, *EMBED, "colon", "'99'", "enter")
     assert "out of range for dimension 0" in wrong.panel
 
 
@@ -214,24 +193,17 @@ def test_a_large_tensor_is_read_at_its_corner(tmp_path: Path, lengths_read: list
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
-    torch.save(
-        {
-            "q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
-            "e": torch.zeros(0, 3),
-        },
-        tmp_path / "q.pth",
-    )
-    assert "are not plain numbers" in pressed(tmp_path / "q.pth", "down", "v").panel
-    assert "no elements" in pressed(tmp_path / "q.pth", "down", "down", "v").panel
+    path, codes = tmp_path / "q.pth", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    torch.save({"q": codes, "e": torch.zeros(0, 3)}, path)
+    assert "are not plain numbers" in pressed(path, "down", "v").panel
+    assert "no elements" in pressed(path, "down", "down", "v").panel
 
 
 def test_diagnosis(file: Path) -> None:
     cause = Cause("x", ERROR, "It is \x1b[31mred.", "Because.", "ckptkit paint [bold]it[/bold]")
     screen = pressed(file, "d", diagnose=lambda: (cause,))
-    assert (
-        r"error  It is \x1b[31mred." in screen.panel
-        and "ckptkit paint [bold]it[/bold]" in screen.panel
-    )
+    assert r"error  It is \x1b[31mred." in screen.panel
+    assert "ckptkit paint [bold]it[/bold]" in screen.panel
     assert screen.command == f"ckptkit doctor {file}"
     assert "no problem found" in pressed(file, "d").panel
 
@@ -245,17 +217,16 @@ def test_diagnosis(file: Path) -> None:
 def test_sort_and_unit_keep_the_cursor_and_what_is_expanded(file: Path, key: str) -> None:
     inside = pressed(file, "down", "right", "right", "right", "right")
     screen = pressed(file, "down", "right", "right", "right", "right", key)
-    names = [line.split()[0] for line in screen.lines]
-    assert sorted(names) == sorted(line.split()[0] for line in inside.lines)
+    assert sorted(screen.names) == sorted(inside.names)
     assert screen.command == inside.command and "model.layers.0\n" in screen.panel
 
 
 def test_sort_and_unit(file: Path) -> None:
-    by_size = pressed(file, "m", "s", "down", "enter").lines
-    assert "3.5 kB" in by_size[0]
-    assert [line.split()[0] for line in by_size[2:5]] == ["layers", "embed.weight", "head.weight"]
-    by_name = pressed(file, "s", "s", "down", "enter").lines
-    assert [line.split()[0] for line in by_name[2:5]] == ["embed.weight", "head.weight", "layers"]
+    by_size = pressed(file, "m", "s", "down", "enter")
+    assert "3.5 kB" in by_size.lines[0]
+    assert by_size.names[2:5] == ["layers", "embed.weight", "head.weight"]
+    by_name = pressed(file, "s", "s", "down", "enter")
+    assert by_name.names[2:5] == ["embed.weight", "head.weight", "layers"]
 
 
 def test_other_entries(file: Path) -> None:
@@ -284,7 +255,7 @@ def test_a_remote_file(file: Path) -> None:
     url = "memory://browse/run.pth"
     with fsspec.open(url, "wb") as there:
         there.write(file.read_bytes())
-    screen = pressed(url, "slash", "'embed'", "enter", "down", "v")
+    screen = pressed(url, *EMBED, "v")
     assert f"mean {made.state_dict()['embed.weight'].mean().item():.3g}" in screen.panel
     assert screen.command == f"ckptkit show {url} embed.weight"
 
@@ -308,4 +279,4 @@ def test_BR_01_hostile_names(tmp_path: Path, size: tuple[int, int]) -> None:
 def test_no_tensors(tmp_path: Path) -> None:
     torch.save({"n": 1}, tmp_path / "n.pth")
     screen = pressed(tmp_path / "n.pth", "v")
-    assert [line.split()[0] for line in screen.lines] == ["everything", "values"]
+    assert screen.names == ["everything", "values"]

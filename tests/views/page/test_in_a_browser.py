@@ -218,7 +218,7 @@ def test_all_columns_fit_into_1280_pixels(
     visit: Open, tmp_path: Path, values: bool, pair: bool
 ) -> None:
     a, b = made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth")
-    page = visit(made_page(a, b if pair else None, values=values), 1280)
+    page = visit(made_page(*((a, b) if pair else (a,)), values=values), 1280)
     assert page.page.evaluate(
         "(t => t.scrollWidth <= t.clientWidth)(document.getElementById('table'))"
     )

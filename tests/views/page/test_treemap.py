@@ -28,8 +28,12 @@ def squarified(values: list[float], box: TileBox) -> list[TileBox]:
     return [each for _, boxes in strips(values, box) for each in boxes]
 
 
+def sized(sizes: dict[str, int]) -> Checkpoint:
+    return checkpoint({name: tensor(*[0.0] * size) for name, size in sizes.items()})
+
+
 def tree(sizes: dict[str, int]) -> Branch:
-    made = checkpoint({name: tensor(*[0.0] * size) for name, size in sizes.items()})
+    made = sized(sizes)
     return branches(shares(summarize(made), made.root))
 
 
@@ -54,9 +58,8 @@ def test_areas_are_in_proportion_and_do_not_overlap(
     for value, box in zip(values, boxes, strict=True):
         assert box.width * box.height == pytest.approx(value / sum(values) * width * height)
         assert box.x >= 3 - 1e-6 and box.y >= 5 - 1e-6
-        assert box.x + box.width <= 3 + width * (1 + 1e-9) and box.y + box.height <= 5 + height * (
-            1 + 1e-9
-        )
+        assert box.x + box.width <= 3 + width * (1 + 1e-9)
+        assert box.y + box.height <= 5 + height * (1 + 1e-9)
     overlaps = [overlap(a, b) for n, a in enumerate(boxes) for b in boxes[:n]]
     assert max(overlaps, default=0) <= 1e-6 * width * height
 
@@ -82,50 +85,37 @@ def test_no_room_is_no_failure(side: float) -> None:
 
 
 def test_inside_and_beside() -> None:
-    found = by_label(
-        tiles(tree({"enc.a": 6, "enc.b": 2, "head.w": 8}), "nbytes", SQUARE, Frame(1, 10, 20, 0))
-    )
-    assert {label: tile.leaf for label, tile in found.items()} == {
-        "enc": False, "head.w": True, "a": True, "b": True,
-    }  # fmt: skip
+    made = tree({"enc.a": 6, "enc.b": 2, "head.w": 8})
+    found = by_label(tiles(made, "nbytes", SQUARE, Frame(1, 10, 20, 0)))
+    leaves = {label: tile.leaf for label, tile in found.items()}
+    assert leaves == {"enc": False, "head.w": True, "a": True, "b": True}
     outer, inner = found["enc"].box, found["a"].box
     assert (inner.x, inner.y) == (outer.x + 1, outer.y + 10)
-    assert found["a"].box.width * found["a"].box.height == pytest.approx(
-        3 * found["b"].box.width * found["b"].box.height
-    )
+    areas = {label: tile.box.width * tile.box.height for label, tile in found.items()}
+    assert areas["a"] == pytest.approx(3 * areas["b"])
     assert overlap(found["enc"].box, found["head.w"].box) == 0
 
 
 def test_what_cannot_be_seen_is_one_tile() -> None:
-    found = by_label(
-        tiles(
-            tree({"big": 500, **{f"small{n}": 1 for n in range(20)}}),
-            "nbytes",
-            SQUARE,
-            Frame(0, 0, 0, 50),
-        )
-    )
+    small = tree({"big": 500, **{f"small{n}": 1 for n in range(20)}})
+    found = by_label(tiles(small, "nbytes", SQUARE, Frame(0, 0, 0, 50)))
     assert found.keys() == {"big", "20 more"}
     assert found["20 more"].rest == 20
 
 
-def test_a_tensor_with_others_below_has_a_tile_of_its_own() -> None:
-    found = list(tiles(tree({"a": 2, "a.b": 3, "c": 1}), "nbytes", SQUARE, BARE))
-    assert [(tile.label, tile.leaf) for tile in found] == [
-        ("a", False),
-        ("c", True),
-        ("b", True),
-        ("a", True),
-    ]
-
-
-def test_a_tensor_alone_is_a_tile() -> None:
-    (tile,) = tiles(tree({"model.w": 3}), "nbytes", SQUARE, BARE)
-    assert (tile.label, tile.leaf, tile.box) == ("model.w", True, SQUARE)
-
-
-def test_nothing_is_no_tile() -> None:
-    assert list(tiles(tree({}), "nbytes", SQUARE, BARE)) == []
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"a": 2, "a.b": 3, "c": 1}, [("a", False), ("c", True), ("b", True), ("a", True)]),
+        ({"model.w": 3}, [("model.w", True)]),
+        ({}, []),
+    ],
+    ids=["a tensor with others below has a tile of its own", "a tensor alone", "nothing"],
+)
+def test_tiles(sizes: dict[str, int], expected: list[tuple[str, bool]]) -> None:
+    found = list(tiles(tree(sizes), "nbytes", SQUARE, BARE))
+    assert [(tile.label, tile.leaf) for tile in found] == expected
+    assert len(found) != 1 or found[0].box == SQUARE
 
 
 def test_no_tiles_without_end() -> None:
@@ -171,20 +161,13 @@ def on_a_page(made: Checkpoint, measure: str, zoomed: list[str]) -> list[list[li
 
 
 SIZES = {
-    "enc.a.w": 600,
-    "enc.a.b": 40,
-    "enc.b": 200,
-    "head.w": 800,
-    "x": 50,
-    "only.one.a": 60,
-    "only.one.b": 30,
-}
+    "enc.a.w": 600, "enc.a.b": 40, "enc.b": 200, "head.w": 800, "x": 50, "only.one.a": 60, "only.one.b": 30,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("measure", ["nbytes", "parameters"])
 def test_the_page_places_what_the_picture_draws(measure: str) -> None:
-    made = checkpoint({name: tensor(*[0.0] * size) for name, size in SIZES.items()})
-    (shown,) = on_a_page(made, measure, [""])
+    (shown,) = on_a_page(sized(SIZES), measure, [""])
     drawn = {tile.label: tile.box for tile in tiles(tree(SIZES), measure, WINDOW, BARE)}
     assert {label for label, *_ in shown} == {"enc", "head.w", "x", "only.one"}
     for label, *box in shown:
@@ -192,8 +175,7 @@ def test_the_page_places_what_the_picture_draws(measure: str) -> None:
 
 
 def test_the_page_zooms() -> None:
-    made = checkpoint({name: tensor(*[0.0] * size) for name, size in SIZES.items()})
-    inside, alone, above = on_a_page(made, "nbytes", ["enc", "enc.a", "only"])
+    inside, alone, above = on_a_page(sized(SIZES), "nbytes", ["enc", "enc.a", "only"])
     assert [label for label, *_ in inside] == ["a", "b"]
     assert [label for label, *_ in above] == ["one"]
     for found in (inside, alone, above):
