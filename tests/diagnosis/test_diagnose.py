@@ -68,27 +68,16 @@ def test_the_whole_corpus_is_examined(corpus: Corpus) -> None:
 
 
 def test_ties_of_a_model() -> None:
-    model = torch.nn.ModuleDict(
-        {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 2)}
-    )
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "abc"})
     model["b"].weight = model["a"].weight
     assert building.model_ties(model) == [["a.weight", "b.weight"]]
-    with torch.device("meta"):
-        assert building.model_ties(torch.nn.Linear(2, 2)) == []
+    assert building.model_ties(torch.nn.Linear(2, 2, device="meta")) == []
 
 
 def test_names_that_torch_lacks() -> None:
-    names = [
-        ("torch", "float32"),
-        ("torch", "float2_new"),
-        ("torch._utils", "_rebuild_tensor_v9"),
-        ("os", "system"),
-    ]
-    assert building.torch_lacks(names[:3]) == [
-        "torch.float2_new",
-        "torch._utils._rebuild_tensor_v9",
-    ]
-    assert building.torch_lacks([("torch.not_a_module", "x")]) == []
+    lacking = [("torch", "float2_new"), ("torch._utils", "_rebuild_tensor_v9")]
+    names = [("torch", "float32"), *lacking, ("torch.not_a_module", "x")]
+    assert building.torch_lacks(names) == [".".join(each) for each in lacking]
 
 
 def test_reading_is_bounded(

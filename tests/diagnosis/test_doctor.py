@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -85,28 +86,23 @@ def test_a_call_that_harms_is_found_by_its_code() -> None:
         assert ("Odd words: do not load the file" in causes["weights-only"].explanation) is harmful
 
 
-def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
-    assert found({"module.a": tensor(1), "b": tensor(1), "c": tensor(1)}) == {}
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [
+        ("module.a b c", {}),  # a few keys with a prefix are parts of the model
+        ("a._orig_mod.w a.w b c", {}),  # without the inner wrapper, two keys would collide
+        ("module.a", {"with_model": True}),  # prefixes are the business of the model
+    ],
+)
+def test_names_that_are_no_cause(names: str, more: dict[str, bool]) -> None:
+    assert found({name: tensor(1) for name in names.split()}, **more) == {}
 
 
 def test_wrappers_inside_one_another_are_taken_off_together() -> None:
     cause = found({f"module._orig_mod.{name}": tensor(1) for name in "abc"})["prefix"]
     assert cause.fix == {"strip": {"prefix": ("module.", "_orig_mod.")}}
-    assert shlex.split(cause.command or "")[2:6] == [
-        "--prefix",
-        "module.",
-        "--prefix",
-        "_orig_mod.",
-    ]
-
-
-def test_inner_wrappers_that_would_collide_stay() -> None:
-    root = {"a._orig_mod.w": tensor(1), "a.w": tensor(1), "b": tensor(1), "c": tensor(1)}
-    assert found(root) == {}
-
-
-def test_prefixes_are_the_business_of_the_model() -> None:
-    assert found({"module.a": tensor(1)}, with_model=True) == {}
+    words = shlex.split(cause.command or "")[2:6]
+    assert words == ["--prefix", "module.", "--prefix", "_orig_mod."]
 
 
 def test_tied_to_a_name_that_is_renamed() -> None:
@@ -135,18 +131,19 @@ def test_a_model_that_fits() -> None:
     assert fitted({"a": (1,)}, {"a": (1,)}) == {}
 
 
-def test_refusals() -> None:
-    def id_of(error: CkptkitError, **more: object) -> str:
-        return container.refused(container.Refusal("run.pth", error, **more)).code  # type: ignore[arg-type]
-
-    assert id_of(FormatError("is an HTML page"), head=b"  <HTML>") == "html"
-    assert id_of(FormatError("is a gzip file")) == "foreign"
-    assert id_of(CorruptError("record x"), known=True) == "damaged"
-    assert id_of(CorruptError("is not complete"), known=True, is_folder=True) == "unfinished"
-    assert (
-        id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
-    )
-    assert id_of(UnsupportedError("any words", code=NEWER_TORCH), known=True) == "newer"
+@pytest.mark.parametrize(
+    ("error", "more", "code"),
+    [
+        (FormatError("is an HTML page"), {"head": b"  <HTML>"}, "html"),
+        (FormatError("is a gzip file"), {}, "foreign"),
+        (CorruptError("record x"), {"known": True}, "damaged"),
+        (CorruptError("is not complete"), {"known": True, "is_folder": True}, "unfinished"),
+        (UnsupportedError("has files of experts"), {"known": True, "is_folder": True}, "unsupported"),
+        (UnsupportedError("any words", code=NEWER_TORCH), {"known": True}, "newer"),
+    ],
+)  # fmt: skip
+def test_refusals(error: CkptkitError, more: dict[str, Any], code: str) -> None:
+    assert container.refused(container.Refusal("run.pth", error, **more)).code == code
 
 
 @pytest.mark.parametrize(

@@ -179,19 +179,11 @@ def packed(compress: Callable[[bytes], bytes], name: str, folder: Path) -> str:
     return name
 
 
-@odd
-def gz(folder: Path) -> str:
-    return packed(gzip.compress, "run.pth.gz", folder)
-
-
-@odd
-def bz(folder: Path) -> str:
-    return packed(bz2.compress, "run.pth.tar.bz2", folder)
-
-
-@odd
-def xz_with_the_name_of_a_file_of_torch(folder: Path) -> str:
-    return packed(lzma.compress, "run.pth", folder)
+MADE |= {
+    "gz": partial(packed, gzip.compress, "run.pth.gz"),
+    "bz": partial(packed, bz2.compress, "run.pth.tar.bz2"),
+    "xz_with_the_name_of_a_file_of_torch": partial(packed, lzma.compress, "run.pth"),
+}
 
 
 @odd
@@ -274,16 +266,6 @@ def deflated_protocol_4(folder: Path) -> str:
     return "run.pth"
 
 
-@odd
-def odd_row_of_4_bits(folder: Path) -> str:
-    return hand_made({"t": ("F4", [8, 3], 12), "u": ("U8", [1], 1)}, "f4.safetensors", folder)
-
-
-@odd
-def six_bits_named_as_a_file_of_torch(folder: Path) -> str:
-    return hand_made({"t": ("F6_E2M3", [4, 4], 12)}, "f6.pth", folder)
-
-
 def hand_made(tensors: dict[str, tuple[str, list[int], int]], name: str, folder: Path) -> str:
     """Write a safetensors file by its specification: a length, a JSON header, bytes."""
     header, at = {}, 0
@@ -293,6 +275,14 @@ def hand_made(tensors: dict[str, tuple[str, list[int], int]], name: str, folder:
     text = json.dumps(header).encode()
     (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
     return name
+
+
+FOUR_BITS = {"t": ("F4", [8, 3], 12), "u": ("U8", [1], 1)}
+SIX_BITS = {"t": ("F6_E2M3", [4, 4], 12)}
+MADE |= {
+    "odd_row_of_4_bits": partial(hand_made, FOUR_BITS, "f4.safetensors"),
+    "six_bits_named_as_a_file_of_torch": partial(hand_made, SIX_BITS, "f6.pth"),
+}
 
 
 @odd
