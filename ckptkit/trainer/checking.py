@@ -8,7 +8,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
@@ -30,7 +30,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """The machine that runs the checks.
+    """The machine that runs a check, and the folder of the check.
 
     `device` is the first GPU. If the machine has no GPU, `device` is the CPU. If `fixtures` is a
     folder, a check that saves a checkpoint on a GPU copies the checkpoint to this folder.
@@ -39,6 +39,7 @@ class GpuMachine:
     gpus: int
     name: str
     fixtures: Path | None = None
+    folder: Path = Path()
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +53,7 @@ class GpuMachine:
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """A check. ``function(machine, folder)`` gets an empty folder, and returns measurements.
+    """A check. ``function(machine)`` gets a machine with an empty folder, and returns measurements.
 
     If the machine has fewer than `gpus` GPUs, the check is only simulated. With fewer than `needs`
     GPUs, the check is not possible. `function` raises Failed if the check fails.
@@ -60,7 +61,7 @@ class DeviceCheck:
 
     name: str
     gpus: int
-    function: Callable[[GpuMachine, Path], Facts]
+    function: Callable[[GpuMachine], Facts]
     needs: int = 0
 
 
@@ -118,7 +119,7 @@ def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
     witness = Witness()
     try:
         with switches_restored(), witness:
-            result.facts = check.function(on, folder)
+            result.facts = check.function(replace(on, folder=folder))
         processes = result.facts.get("processes", [])
         witness.devices |= {each["device"] for each in processes}
         if on.gpus >= check.gpus:
@@ -162,6 +163,7 @@ def run_limited(
         why = f"took longer than {limit:g} s"
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # the child leads its own process group
+    child.kill()  # a child that has just started does not lead a group yet
     child.join()
     if answer.is_file():
         return CheckResult(**json.loads(answer.read_text()))

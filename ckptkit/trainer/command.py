@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape, message, on_command_line
-from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles
+from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles, choices, table
 
 INTERRUPTED = 130  # exit code of an interrupted run (Ctrl-C)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -30,9 +30,10 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    flag, how = f"--{of.name.replace('_', '-')}", of.metadata
-    words = {"default": of.default, "help": how["help"], "metavar": how.get("metavar")}
-    words["show_default"] = True
+    flag, (kind, text) = f"--{of.name.replace('_', '-')}", table()[of.name]
+    words: dict[str, Any] = {"default": of.default, "help": text, "show_default": True}
+    if kind[:1].isupper():
+        words["metavar"] = kind
     if of.name == "resume":
         words |= {"type": CHECKPOINT, "is_eager": True, "callback": _resume}
     elif of.name in FILES:
@@ -45,13 +46,13 @@ def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
         if of.name in CHANGEABLE:
             flag += f"/--no-{flag[2:]}"
         words["is_flag"] = True
-    elif "choices" in how:
-        words["type"] = click.Choice(how["choices"])
-    elif isinstance(of.default, int) or "least" in how:
-        words["type"] = click.IntRange(how.get("least", 0))
+    elif kind.startswith("{"):
+        words["type"] = click.Choice(choices(of.name))
+    elif isinstance(of.default, int) or kind.startswith(">="):
+        words["type"] = click.IntRange(int(kind.removeprefix(">=") or 0))
     elif not isinstance(of.default, str):
-        least, is_open = how.get("above", 0), "above" in how
-        words["type"] = click.FloatRange(least, how.get("below"), min_open=is_open, max_open=True)
+        most = int(kind[1:]) if kind.startswith("<") else None
+        words["type"] = click.FloatRange(0, most, min_open=kind == ">0", max_open=True)
     return click.option(flag, **words)
 
 
@@ -104,7 +105,7 @@ def command(
     if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
         # The checkpoint had a prefix, but this run has no wrapper.
         options["keep_module_prefix"] = False
-    files = RunFiles(**{name: options.pop(name) for name in FILES})
+    files = RunFiles.of(options)
     config = Config(**options)
     from ckptkit.trainer import loop, saving
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from ckptkit import CkptkitError
 
-MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
-PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
-OPTIMIZERS = ("sgd", "adam", "adamw")
-FORMS = ("bare", "wrapped", "full")
-SAMPLERS = ("hand", "distributed")
-AMP_DTYPES = ("bfloat16", "float16")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # modes whose wrappers add `module.` to every key
 # Default learning rates: for each model with SGD, and for all models with Adam.
@@ -80,138 +77,66 @@ class SavingError(CkptkitError):
     exit_code = 4
 
 
-def option(default: Any, help: str, **kind: Any) -> Any:
-    """Return a field of Config that becomes an option of the command.
+@cache
+def table() -> dict[str, tuple[str, str]]:
+    """Read `options.txt`. Map the name of each option to its kind and its help."""
+    text = Path(__file__).with_name("options.txt").read_text("utf-8")
+    text = Template(text).substitute(globals())
+    rows = re.findall(r"^(\w+) ?([^:]*): (.*(?:\n .*)*)", text, re.MULTILINE)
+    return {name: (kind, " ".join(help.split())) for name, kind, help in rows}
 
-    `kind` may have `choices`, `metavar`, or limits of a number: `least` (default 0), `above`,
-    `below`.
-    """
-    return field(default=default, metadata={"help": help, **kind})
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the values that an option accepts."""
+    return tuple(table()[name][0].strip("{}").split("|"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The options of one training run. On the CPU, equal configs produce files with equal bytes."""
+    """The options of one training run. On the CPU, equal configs produce files with equal bytes.
 
-    model: str = option("cnn", "Model to train.", choices=MODELS)
-    data: str = option("digits", f"Data set: {DATA}.", metavar="DATA")
-    width: float = option(1.0, "Factor for the number of channels.", above=0)
-    dropout: float = option(0.0, "Dropout probability of a densenet.", below=1)
-    devices: tuple[str, ...] = option(
-        (),
-        "Comma-separated devices. The model is on the first device. Default: all GPUs, or the CPU. "
-        "cpu,cpu simulates two devices for dp.",
-        metavar="A,B",
-    )
-    output_device: str = option(
-        "", "Device that gathers the outputs of dp. Default: the first device.", metavar="DEVICE"
-    )
-    parallel: str = option(
-        "none",
-        "Parallelism over several devices. ddp and fsdp run under torchrun. torch recommends ddp "
-        "over dp, also on one machine.",
-        choices=PARALLEL,
-    )
-    epochs: int = option(
-        10, "Total number of epochs, including the epochs before --resume.", least=1
-    )
-    batch_size: int = option(
-        32,
-        "Images per batch, over all devices and processes: with 32, each of two processes gets 16.",
-        least=1,
-    )
-    validation: int | None = option(
-        None,
-        "Hold out every Nth training image (0: none). Each epoch is evaluated on these images. The "
-        "test set is evaluated only once, at the end. "
-        f"Default: {VALIDATION} with --save-best, else 0.",
-        least=0,
-    )
-    workers: int = option(
-        0, "Number of processes that load batches. For a GPU, batches are in pinned memory."
-    )
-    sampler: str = option(
-        "hand",
-        "How processes share the images. hand: each process takes a part of each batch. "
-        "distributed: torch's DistributedSampler.",
-        choices=SAMPLERS,
-    )
-    accumulate: int = option(
-        1, "Number of batches whose gradients are accumulated for each step.", least=1
-    )
-    segments: int = option(
-        0, "Split an mlp or generator into N segments, recomputed in the backward pass (0: no)."
-    )
-    memory_efficient: bool = option(
-        False, "Recompute the bottlenecks of a densenet in the backward pass."
-    )
-    preserve_rng: bool = option(
-        True, "Restore the random state before recomputing. Dropout requires this."
-    )
-    clip_norm: float = option(0.0, "Clip the norm of the gradients to this value (0: no clipping).")
-    clip_norm_type: float = option(
-        2.0, "Norm of --clip-norm: 2, 1, or inf for the largest element.", above=0
-    )
-    optimizer: str = option("sgd", "Optimizer.", choices=OPTIMIZERS)
-    lr: float | None = option(
-        None,
-        f"Learning rate. Default: {ADAM_LR} for Adam; for SGD it depends on the model.",
-        above=0,
-    )
-    momentum: float = option(0.9, "Momentum of SGD, or first beta of Adam.")
-    weight_decay: float | None = option(None, "Weight decay. Default: the default of torch.")
-    foreach: bool = option(
-        True,
-        "Let the optimizer update all parameters at once: fast on GPUs, but needs additional "
-        "memory of the size of the model.",
-    )
-    ema: float = option(
-        0.0, "Decay of a moving average of the weights, saved as 'ema' (0: none).", below=1
-    )
-    lr_step: int | None = option(
-        None,
-        "Epochs between changes of the learning rate (0: no change). "
-        f"Default: {LR_STEP}, for a crnn {LR_STEP_CRNN}.",
-        least=0,
-    )
-    lr_gamma: float = option(
-        0.3, "Factor by which each change multiplies the learning rate.", above=0
-    )
-    amp: bool = option(False, "Compute in mixed precision (autocast).")
-    amp_dtype: str = option(
-        "bfloat16", "Dtype of --amp. float16 needs loss scaling.", choices=AMP_DTYPES
-    )
-    torch_compile: str = option(
-        "", "Compile the model with this backend of torch.compile, e.g. inductor.", metavar="NAME"
-    )
-    sync_batch_norm: bool = option(
-        False, "Let BatchNorm use the statistics of all processes. Only for ddp and fsdp on GPUs."
-    )
-    benchmark: bool = option(
-        False,
-        "Let cuDNN time its algorithms and use the fastest. Useful if all inputs have one shape.",
-    )
-    empty_cache: bool = option(
-        False, "After each epoch, return unused memory of the allocator to the GPU."
-    )
-    seed: int = option(0, "Seed of all random number generators.")
-    deterministic: bool = option(False, "Refuse nondeterministic algorithms.")
-    eval_every: int = option(0, "Also evaluate every N steps (0: only after each epoch).")
-    save_form: str = option(
-        "wrapped",
-        "Contents of the checkpoint. bare: state_dict; wrapped: state_dict and epoch; full: all "
-        "that --resume needs.",
-        choices=FORMS,
-    )
-    keep_module_prefix: bool = option(
-        False, "Keep the prefix 'module.' of the wrapper in the keys."
-    )
-    save_every: int = option(
-        0, "Also save every N epochs, as OUT with .epochN (0: only at the end)."
-    )
-    save_best: bool = option(
-        False, "Also save the checkpoint with the best accuracy, as OUT with .best."
-    )
+    `options.txt` contains the kind and the help of each option.
+    """
+
+    model: str = "cnn"
+    data: str = "digits"
+    width: float = 1.0
+    dropout: float = 0.0
+    devices: tuple[str, ...] = ()
+    output_device: str = ""
+    parallel: str = "none"
+    epochs: int = 10
+    batch_size: int = 32
+    validation: int | None = None
+    workers: int = 0
+    sampler: str = "hand"
+    accumulate: int = 1
+    segments: int = 0
+    memory_efficient: bool = False
+    preserve_rng: bool = True
+    clip_norm: float = 0.0
+    clip_norm_type: float = 2.0
+    optimizer: str = "sgd"
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    foreach: bool = True
+    ema: float = 0.0
+    lr_step: int | None = None
+    lr_gamma: float = 0.3
+    amp: bool = False
+    amp_dtype: str = "bfloat16"
+    torch_compile: str = ""
+    sync_batch_norm: bool = False
+    benchmark: bool = False
+    empty_cache: bool = False
+    seed: int = 0
+    deterministic: bool = False
+    eval_every: int = 0
+    save_form: str = "wrapped"
+    keep_module_prefix: bool = False
+    save_every: int = 0
+    save_best: bool = False
 
     def __post_init__(self) -> None:
         for name, (other, values) in NEEDED.items():
@@ -258,6 +183,7 @@ class Config:
         return values | {name: each for name, each in used.items() if each != DEFAULTS[name]}
 
 
+MODELS, FORMS = choices("model"), choices("save_form")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Config)}
 
 
@@ -273,20 +199,17 @@ def typed(name: str, value: object) -> str:
 class RunFiles:
     """Files that a run reads and writes in addition to its checkpoint. None means no file."""
 
-    # ruff: noqa: RUF009  (option returns a field)
-    resume: Path | None = option(
-        None,
-        "Resume from a checkpoint of --save-form full, with the options of its run.",
-        metavar="FILE",
-    )
-    metrics: Path | None = option(None, "Write metrics as JSON lines.", metavar="FILE")
-    plot: Path | None = option(None, "Write a plot of loss and accuracy (PNG).", metavar="FILE")
-    memory_report: Path | None = option(
-        None, "Write the memory and the seconds of each step as JSON lines.", metavar="FILE"
-    )
-    memory_snapshot: Path | None = option(
-        None, "Write all allocations on GPUs, for pytorch.org/memory_viz.", metavar="FILE"
-    )
+    resume: Path | None = None
+    metrics: Path | None = None
+    plot: Path | None = None
+    memory_report: Path | None = None
+    memory_snapshot: Path | None = None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> RunFiles:
+        """Remove the files from `options`, and return them."""
+        names = [each.name for each in fields(cls) if each.name in options]
+        return cls(**{name: options.pop(name) for name in names})
 
     @property
     def written(self) -> list[Path]:

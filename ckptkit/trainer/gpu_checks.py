@@ -11,11 +11,12 @@ import gc
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
+from torch.nn.utils import parameters_to_vector
 
 import ckptkit
 from ckptkit.core.text import plural
@@ -36,12 +38,14 @@ from ckptkit.trainer.run import Run, prepare
 from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
+FULL: Facts = {"save_form": "full", "save_every": 1}
 NET = (3, 32, 32), 10, 0.25  # arguments of the class Cnn for the model of SMALL
 # number of segments -> MB that nvidia-smi shows, from an article that help/trainer.md discusses
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}
-CLOSE = 1e-3  # tolerance for weights after two epochs: devices differ in summation order and TF32
+# tolerances for weights after two epochs: devices differ in summation order and TF32
+CLOSE, CLOSE_ON_CPU = 1e-3, 1e-5
 CHECKS: list[DeviceCheck] = []
-Check = Callable[[GpuMachine, Path], Facts]
+Check = Callable[[GpuMachine], Facts]
 
 
 def check(name: str, gpus: int = 1, needs: int = 0) -> Callable[[Check], Check]:
@@ -59,9 +63,15 @@ def small(on: GpuMachine, **options: Any) -> Config:
     return replace(SMALL, **{"devices": (str(on.device),), **options})
 
 
-def train(on: GpuMachine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
-    """Train a small run. Return the accuracy."""
-    return loop.train(small(on, **options), out, files, log=loop.silent)
+def train(on: GpuMachine, name: str = "run.pth", **options: Any) -> float:
+    """Train a small run, whose files are among the options. Return the accuracy."""
+    files = RunFiles.of(options)
+    return loop.train(small(on, **options), on.folder / name, files, log=loop.silent)
+
+
+def loaded(on: GpuMachine, name: str = "run.pth", **how: Any) -> Any:
+    """Load a checkpoint on the CPU."""
+    return ckptkit.load(on.folder / name, **{"map_location": "cpu", **how})
 
 
 @contextmanager
@@ -84,22 +94,21 @@ def refused(message: str) -> Iterator[None]:
         require(False, f"no error with {message!r}")
 
 
-def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
+def measured(on: GpuMachine, name: str = "run.pth", **options: Any) -> Facts:
     """Train a small run. Return the memory use of the last step."""
-    memory = out.with_suffix(".jsonl")
-    train(on, out, RunFiles(memory_report=memory), **options)
+    memory = on.folder / "memory.jsonl"
+    train(on, name, memory_report=memory, **options)
     last: Facts = json.loads(memory.read_text().splitlines()[-1])
     require(last["activations"] > 0, "no activations")
     return last
 
 
-def train_in_processes(
-    processes: int, out: Path, files: RunFiles | None = None, **options: Any
-) -> list[Facts]:
+def train_in_processes(processes: int, out: Path, **options: Any) -> list[Facts]:
     """Train a small run in several processes, started as torchrun does.
 
     Returns the report of each process: rank, device, backend.
     """
+    files = RunFiles.of(options)
     config = replace(SMALL, **{"save_form": "full", **options})
     with socket.create_server(("127.0.0.1", 0)) as server:
         # after this block closes the port, the first process uses the port
@@ -114,7 +123,7 @@ def train_in_processes(
 
 
 def _process(
-    rank: int, processes: int, port: int, config: Config, out: Path, files: RunFiles | None
+    rank: int, processes: int, port: int, config: Config, out: Path, files: RunFiles
 ) -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
@@ -137,15 +146,14 @@ def _report_of(out: Path, rank: int) -> Path:
     return out.with_name(f"{out.name}.rank{rank}.json")
 
 
-def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
+def same_weights(
+    on: GpuMachine, one: str = "one.pth", other: str = "other.pth", most: float = 0.0
+) -> Facts:
     """Return the largest difference of the weights in two files. Raises Failed if the difference
     exceeds `most`."""
     ours, theirs = (
-        {
-            name.removeprefix("module."): value
-            for name, value in ckptkit.load(path, map_location="cpu").items()
-        }
-        for path in (one, other)
+        {key.removeprefix("module."): value for key, value in loaded(on, name).items()}
+        for name in (one, other)
     )
     require(list(ours) == list(theirs), "other keys")
     difference = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
@@ -153,53 +161,70 @@ def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
     return {"largest difference": difference}
 
 
+def alike(on: GpuMachine, one: Facts, other: Facts) -> Facts:
+    """Train two small runs, and compare their weights."""
+    train(on, "one.pth", **one)
+    train(on, "other.pth", **other)
+    return same_weights(on, most=CLOSE if on.gpus else CLOSE_ON_CPU)
+
+
+def alike_in_processes(
+    on: GpuMachine, processes: int, both: Facts, most: float = CLOSE, **own: Any
+) -> Facts:
+    """Train in several processes with the options `both` and `own`, and in one with `both`. Compare
+    the weights."""
+    reports = train_in_processes(processes, on.folder / "run.pth", **both, **own)
+    train(on, "one.pth", **both)
+    return {**same_weights(on, "one.pth", "run.pth", most), "processes": reports}
+
+
 # Checks of the techniques in the table of help/trainer.md
 
 
 @check("S01 accumulated micro-batches train the same weights as one batch")
-def accumulation(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "one.pth", batch_size=128)
-    train(on, folder / "many.pth", batch_size=32, accumulate=4)
-    return same_weights(folder / "one.pth", folder / "many.pth", CLOSE)
+def accumulation(on: GpuMachine) -> Facts:
+    # 512 images: two steps of 200 and one of 112, whose last micro-batch is smaller
+    return alike(on, {"batch_size": 200}, {"batch_size": 50, "accumulate": 4})
 
 
 @check("S02 S10 DataParallel on two devices trains the same weights as one device", gpus=2)
-def data_parallel(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "one.pth", devices=on.pair[:1])
-    train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
-    keys = ckptkit.load(folder / "two.pth", map_location="cpu")
+def data_parallel(on: GpuMachine) -> Facts:
+    options: Facts = {"parallel": "dp", "devices": on.pair, "keep_module_prefix": True}
+    found = alike(on, {"devices": on.pair[:1]}, options)
+    keys = loaded(on, "other.pth")
     require(all(key.startswith("module.") for key in keys), "keys without module.")
     if on.gpus > 1:  # the model is not on the first device
         devices = tuple(map(torch.device, on.pair))
         with refused("device_ids[0]"):
             parallel.Replicated(Cnn(*NET).to(devices[1]), devices)(torch.zeros(4, 3, 32, 32))
-    return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
+    return found
 
 
 @check("S02 seconds to train a small model on one device and on two devices", gpus=2)
-def small_models(on: GpuMachine, folder: Path) -> Facts:
+def small_models(on: GpuMachine) -> Facts:
     """Measure the time on one device and on two devices. This check cannot fail."""
     seconds = {}
-    for kind, devices in (("none", on.pair[:1]), ("dp", on.pair)):
-        train(on, folder / "warm.pth", parallel=kind, devices=devices)
+    for title, options in (
+        ("one device", {"devices": on.pair[:1]}),
+        ("two devices", {"devices": on.pair, "parallel": "dp"}),
+    ):
+        train(on, **options)  # warm up
         started = monotonic()
-        train(on, folder / f"{kind}.pth", parallel=kind, devices=devices)
-        seconds["two devices" if kind == "dp" else "one device"] = round(monotonic() - started, 3)
+        train(on, **options)
+        seconds[title] = round(monotonic() - started, 3)
     return seconds
 
 
 @check("S03 a loss on each device trains the same weights as one loss on the first device", gpus=2)
-def balanced(on: GpuMachine, folder: Path) -> Facts:
-    peaks = {
-        kind: measured(on, folder / f"{kind}.pth", parallel=kind, devices=on.pair)["peak"]
-        for kind in ("dp", "dp-balanced")
-    }
-    return same_weights(folder / "dp.pth", folder / "dp-balanced.pth", CLOSE) | {"peaks": peaks}
+def balanced(on: GpuMachine) -> Facts:
+    kinds = ("dp", "dp-balanced")
+    peaks = {kind: measured(on, kind, parallel=kind, devices=on.pair)["peak"] for kind in kinds}
+    return same_weights(on, *kinds, CLOSE) | {"peaks": peaks}
 
 
 @check("S04 the memory report contains the model size and the bytes that nvidia-smi shows")
-def memory_report(on: GpuMachine, folder: Path) -> Facts:
-    last = measured(on, folder / "run.pth")
+def memory_report(on: GpuMachine) -> Facts:
+    last = measured(on)
     size = sum(each.nbytes for each in Cnn(*NET).parameters())
     require(last["parameters"] == size, f"{last['parameters']} bytes of parameters, not {size}")
     used = last.get("used", {})  # bytes of all processes, as nvidia-smi shows them
@@ -208,44 +233,42 @@ def memory_report(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("S05 recomputing in segments needs less memory for activations")
-def segments(on: GpuMachine, folder: Path) -> Facts:
+def segments(on: GpuMachine) -> Facts:
     # Disable foreach, because foreach would add the size of the model to the peak.
     options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
     options |= {"optimizer": "adam", "batch_size": 16, "foreach": False, "deterministic": True}
     rows, table = [], ["segments  activations     peak  seconds  article"]
     for number, figure in ARTICLE.items():
-        path = folder / f"{number}.pth"
-        row = measured(on, path, segments=number, **options)
+        row = measured(on, str(number), segments=number, **options)
         rows.append(row)
         kept, peak = row["activations"] / 1e6, max(row["peak"].values()) / 1e6
         table.append(
             f"{number:8}  {kept:8.3f} MB  {peak:4.0f} MB  {row['seconds']:7.3f}  {figure:4} MB"
         )
-        same_weights(folder / "0.pth", path, CLOSE)
+        same_weights(on, "0", str(number), CLOSE)
     require(rows[0]["activations"] > rows[-1]["activations"], "segments saved nothing")
     return {"rows": rows, "table": table}
 
 
 @check("S06 S24 with dropout, recomputing activations trains the same weights as keeping them")
-def recomputing(on: GpuMachine, folder: Path) -> Facts:
+def recomputing(on: GpuMachine) -> Facts:
     """Compare a training step that keeps activations with a training step that recomputes them."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
     how |= {"deterministic": True, "foreach": False}
-    kept = measured(on, folder / "kept.pth", **how)
-    again = measured(on, folder / "again.pth", memory_efficient=True, **how)
+    kept = measured(on, "one.pth", **how)
+    again = measured(on, "other.pth", memory_efficient=True, **how)
     require(again["activations"] < kept["activations"], "recomputing saved nothing")
-    same = same_weights(folder / "kept.pth", folder / "again.pth", 1e-4)
-    return {**same, "kept": kept, "recomputed": again}
+    return {**same_weights(on, most=1e-4), "kept": kept, "recomputed": again}
 
 
 @check("S07 S15 every trained model has the same accuracy on the CPU as on the training device")
-def models(on: GpuMachine, folder: Path) -> Facts:
+def models(on: GpuMachine) -> Facts:
     accuracies = {}
     for model in MODELS:
         options: Facts = {"model": model, "width": 0.1}
-        here = train(on, folder / f"{model}.pth", **options)
+        here = train(on, **options)
         config = small(on, **options, devices=("cpu",))
-        there = loop.evaluate(config, folder / f"{model}.pth", log=loop.silent)
+        there = loop.evaluate(config, on.folder / "run.pth", log=loop.silent)
         require(
             abs(here - there) < 0.03, f"{model}: accuracy {here} after training, {there} on the CPU"
         )
@@ -254,15 +277,15 @@ def models(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("S08 memory does not grow over epochs")
-def growth(on: GpuMachine, folder: Path) -> Facts:
+def growth(on: GpuMachine) -> Facts:
     if not on.gpus:  # the CPU has no allocator statistics, so count the bytes that autograd keeps
         with SavedBytes() as saved:
-            train(on, folder / "run.pth")
+            train(on)
         require(saved.peak > 0 == saved.now, f"{saved.now} bytes are kept")
         return {"kept": saved.now, "peak": saved.peak}
     allocated = []
     for epochs in (1, 4):
-        train(on, folder / f"{epochs}.pth", epochs=epochs)
+        train(on, epochs=epochs)
         gc.collect()
         allocated.append(torch.cuda.memory_allocated())
     first, later = allocated
@@ -272,67 +295,58 @@ def growth(on: GpuMachine, folder: Path) -> Facts:
 
 def device_count(visible: str) -> int:
     """Return the number of GPUs that a process sees with this CUDA_VISIBLE_DEVICES."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    try:
-        with get_context("spawn").Pool(1) as pool:
-            return pool.apply(torch.cuda.device_count)
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    command = "import torch; print(torch.cuda.device_count())"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    return int(subprocess.check_output([sys.executable, "-c", command], env=environment))
 
 
 @check("S09 options choose the first device and the output device; devices can be hidden", gpus=2)
-def choosing(on: GpuMachine, folder: Path) -> Facts:
+def choosing(on: GpuMachine) -> Facts:
     with refused("no device cuda:77"):
-        train(on, folder / "none.pth", devices=("cuda:77",))
+        train(on, devices=("cuda:77",))
     second = on.pair[1]
-    train(on, folder / "second.pth", devices=(second,))
-    train(on, folder / "out.pth", parallel="dp", devices=on.pair[::-1], output_device=on.pair[0])
+    train(on, devices=(second,))
+    train(on, parallel="dp", devices=on.pair[::-1], output_device=on.pair[0])
     visible = device_count("1" if on.gpus > 1 else "")
     require(visible == int(on.gpus > 1), f"{visible} devices are visible")
     return {"second": second}
 
 
 @check("S11 S12 S14 load and load_into copy weights to the device")
-def loading(on: GpuMachine, folder: Path) -> Facts:
+def loading(on: GpuMachine) -> Facts:
     found, device = {}, str(on.device)
     for form in FORMS:
-        path = folder / f"{form}.pth"
-        train(on, path, save_form=form)
-        ours, theirs = (ckptkit.load(path, map_location=where) for where in (device, "cpu"))
+        train(on, form, save_form=form)
+        ours, theirs = loaded(on, form, map_location=device), loaded(on, form)
         require(all(torch.equal(ours[key].cpu(), theirs[key]) for key in theirs), f"{form} differs")
         require({str(each.device) for each in ours.values()} == {device}, f"{form} elsewhere")
-        model = Cnn(*NET).to(on.device)
-        require(ckptkit.load_into(model, path).complete, f"{form} does not fit")
+        report = ckptkit.load_into(Cnn(*NET).to(on.device), on.folder / form)
+        require(report.complete, f"{form} does not fit")
         found[form] = len(ours)
     return found
 
 
 @check("S13 S16 S21 S22 a file saved on a GPU has the right keys, parts, dtypes and sizes")
-def contents(on: GpuMachine, folder: Path) -> Facts:
-    path = folder / "run.pth"
-    train(on, path, parallel="dp", keep_module_prefix=True)
-    wrapped, model = ckptkit.open(path), Cnn(*NET)
+def contents(on: GpuMachine) -> Facts:
+    train(on, parallel="dp", keep_module_prefix=True)
+    wrapped, state = ckptkit.open(on.folder / "run.pth"), Cnn(*NET).state_dict()
     tags = {each.device for each in wrapped.weights.values()}
     require(tags == {str(on.device)}, f"tagged {tags}")
-    bare = ckptkit.strip_prefix(wrapped, "module.")
-    require(list(bare.weights) == list(model.state_dict()), "other keys")
+    bare = ckptkit.strip_prefix(wrapped, "module.").weights
+    found = [(name, f"torch.{each.dtype}", each.shape) for name, each in bare.items()]
+    expected = [(name, str(each.dtype), tuple(each.shape)) for name, each in state.items()]
+    require(found == expected, "other keys, dtypes or shapes")
     part = ckptkit.select(ckptkit.extract(wrapped, "model"), ["module.fc1.*"])
-    require(len(part.weights) == 2, f"{len(part.weights)} tensors of fc1")
-    require({str(each.dtype) for each in wrapped.weights.values()} == {"float32"}, "other dtypes")
+    require(list(part.weights) == ["module.fc1.weight", "module.fc1.bias"], "another part")
     name = torch.zeros(1, device=on.device).type()
     require(name == f"torch.{'cuda.' * bool(on.gpus)}FloatTensor", f"a tensor is a {name}")
-    numbers = sum(each.numel() for each in model.parameters())
-    shapes = [each.shape for each in wrapped.weights.values()]
-    require(sum(torch.Size(each).numel() for each in shapes) == numbers, "another size")
-    return {"tags": sorted(tags), "parameters": numbers}
+    return {"tags": sorted(tags), "parameters": sum(each.numel() for each in state.values())}
 
 
 @check("S17 the outputs of a recurrent model have the batch in dim 0", gpus=2)
-def recurrent(on: GpuMachine, folder: Path) -> Facts:
+def recurrent(on: GpuMachine) -> Facts:
     options: Facts = {"model": "crnn", "parallel": "dp", "devices": on.pair, "width": 0.1}
-    train(on, folder / "run.pth", **options)
+    train(on, **options)
     with prepared(on, **options) as run:
         scores = run.wrapped.eval()(run.data.train[0][:6].to(run.group.device))
     require(len(scores) == 6, f"the outputs are {list(scores.shape)}")
@@ -340,30 +354,31 @@ def recurrent(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("S18 a model on two devices loads weights saved on one device", gpus=2)
-def pretrained(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "one.pth", devices=on.pair[:1])
+def pretrained(on: GpuMachine) -> Facts:
+    train(on, devices=on.pair[:1])
     devices = tuple(map(torch.device, on.pair))
     wrapped = parallel.Replicated(Cnn(*NET).to(devices[0]), devices)
-    loaded = ckptkit.load_into(wrapped, folder / "one.pth")
-    require(loaded.complete, "does not fit")
+    require(ckptkit.load_into(wrapped, on.folder / "run.pth").complete, "does not fit")
     wrapped(torch.zeros(4, 3, 32, 32, device=devices[0]))
     return {"added": "module."}
 
 
 @check("S19 runs with equal seeds write equal bytes")
-def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
-    for name in ("one.pth", "two.pth"):
-        train(on, folder / name, deterministic=True, save_form="full")
-    one, two = ((folder / name).read_bytes() for name in ("one.pth", "two.pth"))
-    require(one == two, "other bytes")
+def equal_bytes(on: GpuMachine) -> Facts:
+    found = []
+    for name, seed in (("one.pth", 0), ("two.pth", 0), ("three.pth", 1)):
+        train(on, name, deterministic=True, save_form="full", seed=seed)
+        found.append((on.folder / name).read_bytes())
+    require(found[0] == found[1], "other bytes")
+    require(found[0] != found[2], "the seed has no effect")
     # With `benchmark`, training is faster, but results are not reproducible.
-    train(on, folder / "timed.pth", benchmark=True)
-    return {"bytes": len(one)}
+    train(on, benchmark=True)
+    return {"bytes": len(found[0])}
 
 
 @check("S20 every GPU has its own UUID, and empty_cache returns memory", needs=1)
-def about_gpus(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "run.pth", empty_cache=True)
+def about_gpus(on: GpuMachine) -> Facts:
+    train(on, empty_cache=True)
     reserved = torch.cuda.memory_reserved()
     torch.zeros(1 << 20, device=on.device)
     torch.cuda.empty_cache()
@@ -375,51 +390,46 @@ def about_gpus(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("S23 clipping limits the norm, and the schedule changes the learning rate")
-def clipping(on: GpuMachine, folder: Path) -> Facts:
+def clipping(on: GpuMachine) -> Facts:
     """With a learning rate of 1, one step moves the weights by exactly the clipped norm."""
-    how: Facts = {"lr": 1.0, "momentum": 0.0, "batch_size": 512, "clip_norm": 0.01}
+    how: Facts = {"lr": 1.0, "momentum": 0.0, "batch_size": 512}
     moved = {}
-    for kind in (2.0, float("inf")):
-        with prepared(on, clip_norm_type=kind, **how) as run:
-            before = [each.detach().clone() for each in run.model.parameters()]
+    for kind, norm in ((2.0, 0.0), (2.0, 0.01), (float("inf"), 0.01)):
+        with prepared(on, clip_norm=norm, clip_norm_type=kind, **how) as run:
+            before = parameters_to_vector(run.model.parameters()).detach()
             loop.train_epoch(run)
-            after = (each.detach() for each in run.model.parameters())
-            change = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
-        moved[str(kind)] = change.norm(kind).item()
-        require(abs(moved[str(kind)] - 0.01) < 1e-4, f"moved by {moved}")
-    train(on, folder / "run.pth", lr_step=1, lr_gamma=0.5, save_form="full")
-    last = ckptkit.load(folder / "run.pth", whole=True)["scheduler"]["_last_lr"][0]
+            change = parameters_to_vector(run.model.parameters()).detach() - before
+        moved[f"{norm} of norm {kind}"] = found = change.norm(kind).item()
+        require(abs(found - norm) < 1e-4 if norm else found > 0.02, f"moved by {moved}")
+    train(on, lr_step=1, lr_gamma=0.5, save_form="full")
+    last = loaded(on, whole=True)["scheduler"]["_last_lr"][0]
     require(abs(last - SMALL.initial_lr / 4) < 1e-9, f"a learning rate of {last}")
     return moved
 
 
 @check("S25 DDP with nccl trains the same weights as one device", gpus=2, needs=2)
-def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
-    processes = train_in_processes(on.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
-    train(on, folder / "one.pth", accumulate=2)
-    return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
+def ddp_nccl(on: GpuMachine) -> Facts:
+    return alike_in_processes(on, on.gpus, {"accumulate": 2}, parallel="ddp")
 
 
 @check("S25 DDP with gloo trains the same weights in two processes as in one process")
-def ddp_gloo(on: GpuMachine, folder: Path) -> Facts:
-    processes = train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(str(on.device),))
-    states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
+def ddp_gloo(on: GpuMachine) -> Facts:
+    found = alike_in_processes(on, 2, {}, parallel="ddp", devices=(str(on.device),))
+    states = loaded(on, whole=True)["rng_of_ranks"]
     require(len(states) == 2, f"random states of {len(states)} processes")
-    train(on, folder / "one.pth")
-    return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
+    return found
 
 
 @check("S25 FSDP trains the same weights as one device, and resumes from a folder", gpus=2)
-def fsdp(on: GpuMachine, folder: Path) -> Facts:
+def fsdp(on: GpuMachine) -> Facts:
     options: Facts = {"parallel": "fsdp", "save_every": 1}
     options["devices"] = () if on.gpus > 1 else ("cpu",)
-    count = max(2, on.gpus)
+    count, folder = max(2, on.gpus), on.folder
     processes = train_in_processes(count, folder / "run", **options)
-    files = RunFiles(resume=folder / "run.epoch1")
-    train_in_processes(count, folder / "more", files, **options)
-    found = same_weights(folder / "run", folder / "more", 1e-5)
-    train(on, folder / "one.pth")
-    same_weights(folder / "one.pth", folder / "run", CLOSE)
+    train_in_processes(count, folder / "more", resume=folder / "run.epoch1", **options)
+    found = same_weights(on, "run", "more", 1e-5)
+    train(on, "one.pth")
+    same_weights(on, "one.pth", "run", CLOSE)
     accuracy = loop.evaluate(small(on), folder / "run", log=loop.silent)
     return {**found, "accuracy": accuracy, "processes": processes}
 
@@ -428,27 +438,26 @@ def fsdp(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("resuming is exact: the weights equal those of a run without a stop")
-def resuming(on: GpuMachine, folder: Path) -> Facts:
-    options: Facts = {"save_form": "full", "save_every": 1, "optimizer": "adam"}
-    options["deterministic"] = True
-    train(on, folder / "run.pth", **options)
-    train(on, folder / "more.pth", RunFiles(resume=folder / "run.epoch1.pth"), **options)
-    return same_weights(folder / "run.pth", folder / "more.pth")
+def resuming(on: GpuMachine) -> Facts:
+    options: Facts = {**FULL, "optimizer": "adam", "deterministic": True}
+    train(on, "one.pth", **options)
+    train(on, "other.pth", resume=on.folder / "one.epoch1.pth", **options)
+    return same_weights(on)
 
 
 @check("a run on the GPU resumes on the CPU, and a message names both devices")
-def elsewhere(on: GpuMachine, folder: Path) -> Facts:
-    options: Facts = {"save_form": "full", "save_every": 1}
-    train(on, folder / "run.pth", **options)
+def elsewhere(on: GpuMachine) -> Facts:
+    train(on, "one.pth", **FULL)
     lines: list[str] = []
-    files = RunFiles(resume=folder / "run.epoch1.pth")
-    loop.train(small(on, **options, devices=("cpu",)), folder / "more.pth", files, log=lines.append)
+    files = RunFiles(resume=on.folder / "one.epoch1.pth")
+    config = small(on, **FULL, devices=("cpu",))
+    loop.train(config, on.folder / "other.pth", files, log=lines.append)
     require(not on.gpus or f"on cpu instead of {on.device}" in lines[0], lines[0])
-    return {"message": lines[0], **same_weights(folder / "run.pth", folder / "more.pth", CLOSE)}
+    return {"message": lines[0], **same_weights(on, most=CLOSE)}
 
 
 @check("amp computes in bfloat16, also in the threads of replicas", gpus=2)
-def amp(on: GpuMachine, folder: Path) -> Facts:
+def amp(on: GpuMachine) -> Facts:
     dtypes = {}
     for kind in ("none", "dp", "dp-balanced"):
         options: Facts = {"parallel": kind, "amp": True}
@@ -456,21 +465,21 @@ def amp(on: GpuMachine, folder: Path) -> Facts:
         with prepared(on, **options) as run, parallel.autocast(run.config, run.group.device):
             made: Any = run.wrapped(run.data.train[0][:8].to(run.group.device))
         dtypes[kind] = str((made if isinstance(made, Tensor) else made[0]).dtype)
-        train(on, folder / f"{kind}.pth", **options)
+        train(on, **options)
     require(set(dtypes.values()) == {"torch.bfloat16"}, f"computes in {dtypes}")
     return dtypes
 
 
 @check("amp in float16 scales the loss")
-def float16(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "run.pth", amp=True, amp_dtype="float16", save_form="full")
-    scaler = ckptkit.load(folder / "run.pth", whole=True)["scaler"]
+def float16(on: GpuMachine) -> Facts:
+    train(on, amp=True, amp_dtype="float16", save_form="full")
+    scaler = loaded(on, whole=True)["scaler"]
     require(scaler["scale"] > 1, f"the scale is {scaler['scale']}")
     return {"scaler": scaler}
 
 
 @check("inputs on any device work with DataParallel", gpus=2, needs=2)
-def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
+def inputs_elsewhere(on: GpuMachine) -> Facts:
     """Answer an open question of an article about DataParallel: must inputs be on the first
     device?"""
     gpus = list(range(on.gpus))
@@ -483,58 +492,52 @@ def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
 
 
 @check("SyncBatchNorm uses the statistics of all processes", gpus=2, needs=2)
-def sync_batch_norm(on: GpuMachine, folder: Path) -> Facts:
-    options: Facts = {"model": "densenet", "epochs": 1}
-    processes = train_in_processes(
-        on.gpus, folder / "run.pth", parallel="ddp", sync_batch_norm=True, **options
-    )
-    train(on, folder / "one.pth", **options)
-    return {**same_weights(folder / "one.pth", folder / "run.pth", 1e-2), "processes": processes}
+def sync_batch_norm(on: GpuMachine) -> Facts:
+    both: Facts = {"model": "densenet", "epochs": 1}
+    return alike_in_processes(on, on.gpus, both, 1e-2, parallel="ddp", sync_batch_norm=True)
 
 
 @check("workers load batches into pinned memory")
-def pinned(on: GpuMachine, folder: Path) -> Facts:
-    train(on, folder / "none.pth", epochs=1)
-    train(on, folder / "two.pth", epochs=1, workers=2)
-    return same_weights(folder / "none.pth", folder / "two.pth", CLOSE)
+def pinned(on: GpuMachine) -> Facts:
+    return alike(on, {"epochs": 1}, {"epochs": 1, "workers": 2})
 
 
 @check("a snapshot of the allocator is written to a file", needs=1)
-def snapshot(on: GpuMachine, folder: Path) -> Facts:
-    path = folder / "snapshot.pickle"
-    train(on, folder / "run.pth", RunFiles(memory_snapshot=path), epochs=1)
+def snapshot(on: GpuMachine) -> Facts:
+    path = on.folder / "snapshot.pickle"
+    train(on, memory_snapshot=path, epochs=1)
     require(path.stat().st_size > 1000, "the snapshot is empty")
     return {"bytes": path.stat().st_size}
 
 
 @check("an out-of-memory error has a hint", needs=1)
-def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
+def out_of_memory(on: GpuMachine) -> Facts:
     total = torch.cuda.get_device_properties(on.device).total_memory
     torch.cuda.set_per_process_memory_fraction(64e6 / total, on.device)
     try:
-        with refused("Tried to allocate"):
-            train(on, folder / "run.pth", model="mlp", width=1.0)
-        with refused("--batch-size"):
-            train(on, folder / "run.pth", model="mlp", width=1.0)
+        for message in ("Tried to allocate", "--batch-size"):
+            with refused(message):
+                train(on, model="mlp", width=1.0)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, on.device)
         torch.cuda.empty_cache()
     # The check must run layers on the GPU, so train once with enough memory.
-    train(on, folder / "run.pth", epochs=1)
+    train(on, epochs=1)
     return {}
 
 
 @check("--deterministic refuses models without deterministic kernels", needs=1)
-def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
-    for model in ("generator", "crnn"):
+def nondeterministic(on: GpuMachine) -> Facts:
+    for model in parallel.NONDETERMINISTIC:
         with refused("no deterministic"):
-            train(on, folder / "run.pth", model=model, deterministic=True)
-        train(on, folder / f"{model}.pth", model=model, width=0.1, epochs=1)
+            train(on, model=model, deterministic=True)
+        train(on, model=model, width=0.1, epochs=1)
     return {}
 
 
-def keep(on: GpuMachine, path: Path) -> None:
+def keep(on: GpuMachine, name: str) -> None:
     """Copy a checkpoint to the fixtures folder, if the machine has such a folder."""
+    path = on.folder / name
     if on.fixtures:
         for source in path.iterdir() if path.is_dir() else [path]:
             copy = on.fixtures / source.relative_to(path.parent)
@@ -559,15 +562,27 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
     require(not found, f"{real.name} differs from its simulation: {'; '.join(found[:4])}")
 
 
-def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
+def twins(on: GpuMachine, name: str, devices: Sequence[str], **options: Any) -> list[Facts]:
+    """Train on GPUs and on the CPU, and compare the checkpoint with its simulation.
+
+    DDP trains in two processes. Returns the reports of the processes on GPUs.
+    """
+    reports: list[list[Facts]] = []
+    for out, where in ((name, tuple(devices)), ("cpu.pth", ("cpu",))):
+        if options.get("parallel") == "ddp":
+            reports.append(train_in_processes(2, on.folder / out, devices=where, **options))
+        else:
+            train(on, out, devices=where, **options)
+    compare_with_twin(on.folder / name, on.folder / "cpu.pth", list(devices), on.gpus)
+    keep(on, name)
+    return reports[0] if reports else []
+
+
+def tagged(on: GpuMachine, index: int) -> Facts:
     """Save all forms of checkpoints on one GPU, and compare them with simulated checkpoints."""
     for form in FORMS:
-        path = folder / f"none_{form}_cuda{index}.pth"
-        options: Facts = {"save_form": form, "optimizer": "adam"}
-        train(on, path, devices=(f"cuda:{index}",), **options)
-        train(on, folder / "cpu.pth", devices=("cpu",), **options)
-        compare_with_twin(path, folder / "cpu.pth", [f"cuda:{index}"], on.gpus)
-        keep(on, path)
+        name = f"none_{form}_cuda{index}.pth"
+        twins(on, name, [f"cuda:{index}"], save_form=form, optimizer="adam")
     return {"files": len(FORMS)}
 
 
@@ -579,34 +594,28 @@ for _index in (0, 1):
 
 
 @check("cuDNN stores the weights of an LSTM in one storage", needs=1)
-def lstm_storage(on: GpuMachine, folder: Path) -> Facts:
-    path = folder / "crnn_bare_cuda0.pth"
-    train(on, path, model="crnn", width=0.05, epochs=1, save_form="bare")
-    weights = ckptkit.open(path).weights
+def lstm_storage(on: GpuMachine) -> Facts:
+    name = "crnn_bare_cuda0.pth"
+    train(on, name, model="crnn", width=0.05, epochs=1, save_form="bare")
+    weights = ckptkit.open(on.folder / name).weights
     views = {name: each for name, each in weights.items() if name.startswith("recurrent.")}
     storages = {id(each.storage) for each in views.values()}
     require(len(storages) == 1, f"the LSTM has {plural(len(storages), 'storage')}")
-    keep(on, path)
+    keep(on, name)
     return {"offsets": {name: each.offset for name, each in views.items()}}
 
 
 @check("checkpoints of DataParallel and DDP equal their simulations", gpus=2, needs=2)
-def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
-    options: Facts = {"save_form": "full", "optimizer": "adam", "keep_module_prefix": True}
-    train(on, folder / "dp_full_cuda0.pth", parallel="dp", devices=on.pair, **options)
-    train(on, folder / "cpu.pth", parallel="dp", devices=("cpu",), **options)
-    compare_with_twin(folder / "dp_full_cuda0.pth", folder / "cpu.pth", list(on.pair), on.gpus)
-    keep(on, folder / "dp_full_cuda0.pth")
-    options |= {"parallel": "ddp"}
-    processes = train_in_processes(2, folder / "ddp_full_cuda0.pth", devices=on.pair, **options)
-    train_in_processes(2, folder / "ddp.pth", devices=("cpu",), **options)
-    compare_with_twin(folder / "ddp_full_cuda0.pth", folder / "ddp.pth", list(on.pair), on.gpus)
-    keep(on, folder / "ddp_full_cuda0.pth")
-    options |= {"parallel": "fsdp", "keep_module_prefix": False}
-    train_in_processes(2, folder / "fsdp_full", devices=on.pair, **options)
-    train_in_processes(2, folder / "fsdp_cpu", devices=("cpu",), **options)
-    ours, theirs = (ckptkit.open(folder / name).weights for name in ("fsdp_full", "fsdp_cpu"))
-    require({k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()},
-            "FSDP: names or shapes differ")  # fmt: skip
-    keep(on, folder / "fsdp_full")
+def tagged_in_parallel(on: GpuMachine) -> Facts:
+    options: Facts = {"save_form": "full", "optimizer": "adam"}
+    prefixed: Facts = {**options, "keep_module_prefix": True}
+    twins(on, "dp_full_cuda0.pth", on.pair, parallel="dp", **prefixed)
+    processes = twins(on, "ddp_full_cuda0.pth", on.pair, parallel="ddp", **prefixed)
+    found = []
+    for name, devices in (("fsdp_full", on.pair), ("fsdp_cpu", ("cpu",))):
+        train_in_processes(2, on.folder / name, parallel="fsdp", devices=devices, **options)
+        weights = ckptkit.open(on.folder / name).weights
+        found.append({key: each.shape for key, each in weights.items()})
+    require(found[0] == found[1], "FSDP: names or shapes differ")
+    keep(on, "fsdp_full")
     return {"processes": processes}

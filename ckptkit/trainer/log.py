@@ -66,20 +66,13 @@ class Log:
             {**row, "seconds": round(seconds, 3)},
         )
 
-    def test(self, loss: float, accuracy: float) -> float:
-        """Log the final evaluation on the test set, after a run with a validation set."""
+    def test(self, loss: float, accuracy: float, title: str = "", prefix: str = "") -> float:
+        """Log an evaluation on the test set at the end: of the model, or of the average (--ema)."""
         self._write(
-            f"test loss {loss:.4f}  accuracy {accuracy:.4f}",
-            {"test_loss": loss, "test_accuracy": accuracy},
+            f"{title}test loss {loss:.4f}  accuracy {accuracy:.4f}",
+            {f"{prefix}test_loss": loss, f"{prefix}test_accuracy": accuracy},
         )
         return accuracy
-
-    def average(self, loss: float, accuracy: float) -> None:
-        """Log the evaluation of the moving average (--ema)."""
-        self._write(
-            f"moving average: test loss {loss:.4f}  accuracy {accuracy:.4f}",
-            {"average_test_loss": loss, "average_test_accuracy": accuracy},
-        )
 
     def _write(self, line: str, row: dict[str, Any]) -> None:
         self.print_line(line)

@@ -117,10 +117,11 @@ def train(
             if run.data.validation:  # evaluate the test set only once, at the end
                 accuracy = rows.test(*test(run, run.data.test))
             if run.average:
-                rows.average(*test(run, run.data.test, run.average))
+                average = test(run, run.data.test, run.average)
+                rows.test(*average, title="moving average: ", prefix="average_")
         saving.save(run, out)
         log(f"wrote {out}")
-        if config.save_best and not saving.best(out).exists():
+        if config.save_best and not saving.marked(out, "best").exists():
             log(f"no epoch was better than {run.best_accuracy:.4f}, the best before --resume")
         return accuracy
 

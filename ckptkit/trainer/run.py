@@ -72,22 +72,16 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     kinds: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     optimizer: Optimizer = kinds[config.optimizer](model.parameters(), **options)
     scheduler = StepLR(optimizer, config.epochs_per_lr or sys.maxsize, config.lr_gamma)
-    loss, scaler = parallel.split_loss(task.loss), grad_scaler(config, group.device)
+    loss = parallel.split_loss(task.loss)
+    # In float16, small gradients become 0. So the scaler multiplies the loss before the backward
+    # pass, and divides the gradients after the backward pass.
+    is_scaled = config.amp and config.amp_dtype == "float16"
+    scaler = torch.amp.GradScaler(group.device.type, enabled=is_scaled)
     run = Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler, scaler)
     if config.ema:
         decay = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
         run.average = AveragedModel(model, multi_avg_fn=decay, use_buffers=True)
     return run
-
-
-def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """Return a loss scaler, which is enabled only if the run computes in float16.
-
-    In float16, small gradients become 0. So the scaler multiplies the loss before the backward
-    pass, and divides the gradients after the backward pass.
-    """
-    is_used = config.amp and config.amp_dtype == "float16"
-    return torch.amp.GradScaler(device.type, enabled=is_used)
 
 
 @contextmanager

@@ -62,20 +62,15 @@ def save(run: Run, path: Path) -> None:
         dist.barrier()
 
 
-def numbered(out: Path, epoch: int | str) -> Path:
-    """Return the path of the checkpoint after an epoch: ``run.epoch3.pth``."""
-    return out.with_name(f"{out.stem}.epoch{epoch}{out.suffix}")
-
-
-def best(out: Path) -> Path:
-    """Return the path of the checkpoint with the best accuracy: ``run.best.pth``."""
-    return out.with_name(f"{out.stem}.best{out.suffix}")
+def marked(out: Path, mark: str) -> Path:
+    """Return the path of another checkpoint of a run: ``run.epoch3.pth`` or ``run.best.pth``."""
+    return out.with_name(f"{out.stem}.{mark}{out.suffix}")
 
 
 def remove_leftovers(out: Path) -> None:
     """Remove stale temporary files and folders of a killed run with the same OUT."""
     numbered = out.parent.glob(escape(f".{out.stem}.epoch") + "*" + escape(f"{out.suffix}.part"))
-    for part in (_part(out), _part(best(out)), *numbered):
+    for part in (_part(out), _part(marked(out, "best")), *numbered):
         _remove(part)
 
 
@@ -211,9 +206,9 @@ def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
     if accuracy > run.best_accuracy:
         run.best_accuracy = accuracy
         if config.save_best:
-            save(run, best(out))
+            save(run, marked(out, "best"))
     if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
-        save(run, numbered(out, run.epoch))
+        save(run, marked(out, f"epoch{run.epoch}"))
 
 
 def check_output(out: Path, files: RunFiles, config: Config, force: bool, after: int = 0) -> None:
@@ -229,10 +224,10 @@ def check_output(out: Path, files: RunFiles, config: Config, force: bool, after:
         if not path.parent.is_dir():
             hint = f"mkdir -p {quote(str(path.parent))}"
             refuse(path, "the folder of this file does not exist", hint)
-    checkpoints = [out, *([best(out)] if config.save_best else [])]
+    checkpoints = [out, *([marked(out, "best")] if config.save_best else [])]
     if config.save_every:
         epochs = range(after + 1, config.epochs)
-        checkpoints += [numbered(out, n) for n in epochs if n % config.save_every == 0]
+        checkpoints += [marked(out, f"epoch{n}") for n in epochs if n % config.save_every == 0]
     places = [path.resolve() for path in (*checkpoints, *files.written)]
     resumed = [files.resume.resolve()] if files.resume else []
     for path in (*checkpoints, *files.written):
