@@ -1,4 +1,4 @@
-"""Shared by the tests of the trainer: runs before their first epoch, replicas on one device."""
+"""Shared by the tests of the trainer: small runs on noise, and runs before their first epoch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,39 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
-from ckptkit.trainer import parallel
-from ckptkit.trainer.config import Config
+import ckptkit
+from ckptkit.cli import main
+from ckptkit.trainer import gpu_checks, loop, parallel
+from ckptkit.trainer.config import Config, RunFiles
 from ckptkit.trainer.run import Run, prepare
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Done
 
 Prepare = Callable[..., Run]
 TEXT = (ROOT / "ckptkit/help/trainer.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| (S\d\d) \| .* \| `(.*)` \|$", TEXT, re.MULTILINE))  # of its table
+CPU = (torch.device("cpu"),)
+HALVES = CPU * 2  # DataParallel with two devices, simulated
+SMALL = replace(gpu_checks.SMALL, devices=("cpu",))
+FULL = gpu_checks.FULL
+WORDS = (
+    "--data",
+    "random",
+    "--width",
+    "0.25",
+    "--devices",
+    "cpu",
+    "--epochs",
+    "1",
+)  # much the same
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +58,31 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def train(out: Path, **options: Any) -> list[str]:
+    """Train a small run, whose files are among the options. Return the lines that it prints."""
+    files = RunFiles.of(options)
+    said: list[str] = []
+    loop.train(replace(SMALL, **options), out, files, log=said.append)
+    return said
+
+
+def loaded(path: Path) -> Any:
+    if path.is_dir():
+        return ckptkit.load(path, whole=True, mmap=False)
+    return torch.load(path, weights_only=True)
+
+
+def trained(folder: Path, name: str = "run.pth", **options: Any) -> Any:
+    """Return the content of the checkpoint of a small run."""
+    train(folder / name, **options)
+    return loaded(folder / name)
+
+
+def invoked(*arguments: object) -> Done:
+    done = CliRunner().invoke(main, ["train", *map(str, arguments)])
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
 @pytest.fixture
 def prepared() -> Iterator[Prepare]:
     """``prepared(model="cnn")``: a small run on the CPU and on noise, unless said otherwise."""
@@ -51,8 +95,21 @@ def prepared() -> Iterator[Prepare]:
         yield make
 
 
-CPU = (torch.device("cpu"),)
-HALVES = CPU * 2  # DataParallel with two devices, simulated
+class Rank:
+    """A process of several, which computes alone: sums of all processes go to `totals`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.totals: tuple[float, ...] = ()
+
+    def of_rank_0(self, value: Tensor) -> Tensor:
+        return value
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        self.totals = values
+        return list(values)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

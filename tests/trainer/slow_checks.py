@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from time import sleep
 from typing import Any
 
 from ckptkit.trainer.checking import GpuMachine
 
 
-def passes(on: GpuMachine, folder: Path) -> dict[str, Any]:
-    return {"folder": folder.name}
-
-
-def hangs(on: GpuMachine, folder: Path) -> dict[str, Any]:
+def hangs(on: GpuMachine) -> dict[str, Any]:
     """Start a process that would outlive this one, and wait."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (folder.parent / "child").write_text(str(child.pid))
+    (on.folder.parent / "child").write_text(str(child.pid))
     sleep(600)
     return {}
 
 
-def breaks(on: GpuMachine, folder: Path) -> dict[str, Any]:
+def breaks(on: GpuMachine) -> dict[str, Any]:
     os._exit(9)

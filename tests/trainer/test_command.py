@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from ckptkit.cli import main
 from ckptkit.trainer import loop
 from ckptkit.trainer.command import command
 from ckptkit.trainer.command import main as main_of_module
-from ckptkit.trainer.config import Config
+from ckptkit.trainer.config import Config, RequestError, RunFiles, table
 
-from ..conftest import Done, Run
-from .conftest import same
-
-SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "1")
+from ..conftest import Run
+from .conftest import WORDS, invoked, loaded, same
 
 
 def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     wrapped = ("--parallel", "dp", "--keep-module-prefix")
-    done = run("train", "run.pth", *SMALL, *wrapped, cwd=tmp_path)
+    done = run("train", "run.pth", *WORDS, *wrapped, cwd=tmp_path)
     assert done.code == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("epoch 1/1  loss 2.")
     assert last == "wrote run.pth"
     accuracy = first.split("accuracy ")[1].split()[0]
-    assert run("train", *SMALL, "--evaluate", "run.pth", cwd=tmp_path) == (
-        0,
-        f"accuracy {accuracy}\n",
-        "",
-    )
-    again = run("train", "run.pth", *SMALL, cwd=tmp_path)
-    assert (again.code, again.stderr) == (
-        2,
-        "error: run.pth: already exists\nhint: --force replaces it\n",
-    )
+    done = run("train", *WORDS, "--evaluate", "run.pth", cwd=tmp_path)
+    assert done == (0, f"accuracy {accuracy}\n", "")
+    again = run("train", "run.pth", *WORDS, "--quiet", cwd=tmp_path)
+    assert again == (2, "", "error: run.pth: already exists\nhint: --force replaces it\n")
+    assert run("train", "run.pth", *WORDS, "--quiet", "--force", cwd=tmp_path) == (0, "", "")
+    assert "conv1.weight" in loaded(tmp_path / "run.pth")["model"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run.pth", *SMALL, "--devices", "cuda:77"],
+        (["run.pth", *WORDS, "--devices", "cuda:77"],
          "error: this machine has no device cuda:77\nhint: use --devices with cpu"),
         (["--epochs", "none"],
          "error: Invalid value for '--epochs': 'none' is not a valid integer range.\n"
@@ -61,20 +54,15 @@ def test_the_module_is_the_command(
     assert capsys.readouterr().err.startswith(said)
 
 
-def invoked(*arguments: object) -> Done:
-    done = CliRunner().invoke(main, ["train", *map(str, arguments)])
-    return Done(done.exit_code, done.stdout, done.stderr)
-
-
 def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
     options = ("--save-form", "full", "--optimizer", "adam", "--lr", "0.003", "--seed", "5")
-    first = invoked(tmp_path / "one.pth", *SMALL, *options, "--epochs", "2", "--save-every", "1")
+    first = invoked(tmp_path / "one.pth", *WORDS, *options, "--epochs", "2", "--save-every", "1")
     assert first.code == 0
     resume = ("--devices", "cpu", "--resume", tmp_path / "one.epoch1.pth")
     done = invoked(tmp_path / "more.pth", *resume)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"resuming {tmp_path / 'one.epoch1.pth'} after epoch 1\n")
-    one, more = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pth", "more.pth"))
+    one, more = loaded(tmp_path / "one.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], one["model"])
     assert more["args"] == one["args"]
     assert (more["args"]["lr"], more["args"]["seed"], more["epoch"]) == (0.003, 5, 2)
@@ -84,7 +72,8 @@ def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one epoch that a run can go on from."""
     path = tmp_path_factory.mktemp("full") / "one.pth"
-    invoked(path, *SMALL, "--save-form", "full")
+    dp = ("--parallel", "dp", "--keep-module-prefix")
+    invoked(path, *WORDS, *dp, "--save-form", "full")
     return path
 
 
@@ -103,17 +92,14 @@ def test_an_option_that_contradicts_the_checkpoint_is_an_error(
     assert not (tmp_path / "more.pth").exists()
 
 
-def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path) -> None:
-    dp = ("--parallel", "dp", "--keep-module-prefix")
-    invoked(tmp_path / "one.pth", *SMALL, *dp, "--save-form", "full")
-    resume = ("--devices", "cpu", "--epochs", "2", "--resume", tmp_path / "one.pth")
+def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path, full: Path) -> None:
+    resume = ("--devices", "cpu", "--epochs", "2", "--resume", full)
     changed = ("--no-keep-module-prefix", "--parallel", "none")
-    done = invoked(tmp_path / "more.pth", *resume, *changed)
-    line = done.stdout.splitlines()[0]
+    line = invoked(tmp_path / "more.pth", *resume, *changed).stdout.splitlines()[0]
     assert "; --epochs 2 instead of --epochs 1" in line
     assert "; --no-keep-module-prefix instead of --keep-module-prefix" in line
     assert "; --parallel none instead of --parallel dp" in line
-    made = torch.load(tmp_path / "more.pth", weights_only=True)
+    made = loaded(tmp_path / "more.pth")
     assert (made["epoch"], made["args"]["keep_module_prefix"]) == (2, False)
     assert "conv1.weight" in made["model"]
 
@@ -121,20 +107,16 @@ def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path) -> None:
 def test_evaluation_within_epochs_and_the_best_checkpoint(tmp_path: Path) -> None:
     rows = ("--metrics", tmp_path / "metrics.jsonl")
     options = ("--eval-every", "7", "--save-best", "--epochs", "3")
-    done = invoked(tmp_path / "run.pth", *SMALL, *options, *rows)
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[:3]] == [
-        "epoch 1 step 7",
-        "epoch 1 step 14",
-        "epoch 1/3",
-    ]
+    lines = invoked(tmp_path / "run.pth", *WORDS, *options, *rows).stdout.splitlines()
+    starts = [line.split("  ")[0] for line in lines[:3]]
+    assert starts == ["epoch 1 step 7", "epoch 1 step 14", "epoch 1/3"]
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in metrics if "step" in row]
-    assert steps == [7, 14] * 3
+    assert [row["step"] for row in metrics if "step" in row] == [7, 14] * 3
     accuracies = [row["accuracy"] for row in metrics if "loss" in row]
     assert all("validation_loss" in row for row in metrics[:-1])
     assert list(metrics[-1]) == ["test_loss", "test_accuracy"]  # once
-    assert [line.startswith("test loss") for line in done.stdout.splitlines()].count(True) == 1
-    best = torch.load(tmp_path / "run.best.pth", weights_only=True)
+    assert sum(line.startswith("test loss") for line in lines) == 1
+    best = loaded(tmp_path / "run.best.pth")
     assert accuracies[best["epoch"] - 1] == max(accuracies)
 
 
@@ -145,8 +127,7 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(loop, "train_epoch", full)
-    done = invoked(tmp_path / "run.pth", *SMALL)
-    assert done == (
+    assert invoked(tmp_path / "run.pth", *WORDS) == (
         3,
         "",
         "error: the GPU does not have enough memory: CUDA out of memory. Tried to allocate 2.00 "
@@ -155,65 +136,44 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_quiet_is_quiet(tmp_path: Path) -> None:
-    assert invoked(tmp_path / "run.pth", *SMALL, "--quiet") == (0, "", "")
-    assert torch.load(tmp_path / "run.pth", weights_only=True)["epoch"] == 1
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    done = invoked(
+        tmp_path / "run.pth", "--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"
+    )
+    assert done == (
+        2,
+        "",
+        "error: --dropout 0.1 --no-preserve-rng: recomputing would use another dropout mask, and "
+        "compute wrong gradients\nhint: remove --dropout\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (
-            ("--segments", "2"),
-            "--segments 2 needs --model mlp or --model generator",
-            "use --model mlp or --model generator",
-        ),
-        (
-            ("--memory-efficient",),
-            "--memory-efficient needs --model densenet",
-            "use --model densenet",
-        ),
-        (
-            ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
-            "--dropout 0.1 --no-preserve-rng: recomputing would use another dropout mask, and "
-            "compute wrong gradients",
-            "remove --dropout",
-        ),
+        ({"segments": 2}, "--segments 2 needs --model mlp or --model generator\n", "use --model mlp or --model"),
+        ({"memory_efficient": True}, "--memory-efficient needs --model densenet\n", "use --model densenet"),
+        ({"output_device": "cpu"}, "--output-device cpu needs --parallel dp\n", "use --parallel dp"),
+        ({"amp_dtype": "float16"}, "--amp-dtype float16 needs --amp\n", "use --amp"),
+        ({"sync_batch_norm": True}, "--sync-batch-norm needs --parallel ddp or --parallel fsdp", "use --parallel ddp"),
+        ({"save_best": True, "validation": 0}, "the test set must not select", "remove --save-best"),
+        ({"benchmark": True, "deterministic": True}, "cuDNN would choose algorithms by time", "remove --deterministic"),
+        ({"amp": True, "amp_dtype": "float16", "parallel": "fsdp"}, "does not support with fsdp", "remove --amp-dtype"),
+        ({"ema": 0.9, "parallel": "fsdp"}, "--ema 0.9 --parallel fsdp: .* does not support this", "remove --ema"),
+        ({"ema": 0.9, "save_form": "bare"}, "a bare checkpoint cannot contain", "remove --ema"),
     ],
-)
-def test_options_that_do_not_go_together(
-    tmp_path: Path, options: tuple[str, ...], message: str, hint: str
-) -> None:
-    assert invoked(tmp_path / "run.pth", *options) == (2, "", f"error: {message}\nhint: {hint}\n")
-
-
-def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    for out, options, message in (
-        ("none/run.pth", (), "the folder of this file does not exist"),
-        (
-            "run.pth",
-            ("--metrics", tmp_path / "none" / "to" / "run.pth"),
-            "the folder of this file does not exist",
-        ),
-        ("full", (), "is a folder"),
-        ("full", ("--parallel", "fsdp"), "is a non-empty folder, but not a checkpoint"),
-        (
-            "full",
-            ("--parallel", "fsdp", "--force"),
-            "is a non-empty folder, but not a checkpoint",
-        ),
-    ):
-        done = invoked(tmp_path / out, *SMALL, *options)
-        assert done.code == 2
-        assert done.stderr.split("\n")[0].endswith(f"/{out}: {message}")
+)  # fmt: skip
+def test_what_does_not_go_together(options: dict[str, object], message: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Config(**options)  # type: ignore[arg-type]
+    assert (caught.value.hint or "").startswith(hint)
 
 
 def test_there_must_be_something_to_do() -> None:
-    assert "Missing argument 'OUT' (or --evaluate FILE)" in invoked(*SMALL).stderr
+    assert "Missing argument 'OUT' (or --evaluate FILE)" in invoked(*WORDS).stderr
 
 
 def test_every_field_of_the_config_is_an_option() -> None:
-    names = {each.name for each in command.params}
-    assert set(Config.__dataclass_fields__) <= names
+    names = [each.name for each in (*fields(Config), *fields(RunFiles))]
+    assert [*table()] == names
+    assert {*names} <= {each.name for each in command.params}

@@ -160,3 +160,24 @@ def test_a_painting_is_right_where_it_is_on_the_same_side_of_grey() -> None:
     images, targets = REDRAW.prepare(torch.tensor([[0.0, 0.4, 0.6, 1.0]]), torch.zeros(1))
     assert targets.tolist() == [pytest.approx([-1.0, -0.2, 0.2, 1.0])]
     assert REDRAW.correct(torch.tensor([[-0.1, 0.1, 0.1, 0.1]]), images).tolist() == [0.75]
+
+
+@pytest.mark.parametrize("model", ["cnn", "crnn"])
+def test_validation_images_are_no_training_images(model: str) -> None:
+    one, other = (data.load(Config(data="random", model=model, validation=held)) for held in (4, 0))
+    assert one.validation is not None
+    inputs = one.validation[0]
+    assert len(inputs) + len(one.train[0]) == len(other.train[0])
+    kept = {each.numpy().tobytes() for each in one.train[0]}
+    assert not kept & {each.numpy().tobytes() for each in inputs}
+    assert torch.equal(one.test[0], other.test[0])
+    with pytest.raises(ckptkit.CkptkitError, match="holds out every image"):
+        data.load(Config(data="random", model=model, validation=1))
+
+
+def test_the_digits_are_trained_on_in_several_orders() -> None:
+    pytest.importorskip("sklearn")
+    lines, digits = (data.load(Config(model=model)).train for model in ("crnn", "cnn"))
+    assert len(lines[0]) == 6 * len(digits[0]) // 4
+    sums = [part.sum().item() for part in (lines[0], digits[0])]
+    assert sums[0] == pytest.approx(6 * sums[1], rel=1e-3)

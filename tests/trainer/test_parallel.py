@@ -19,10 +19,23 @@ from torch import nn
 
 import ckptkit
 from ckptkit.trainer import log, loop, parallel
-from ckptkit.trainer.config import PREFIXED, Config, RunFiles, SavingError
+from ckptkit.trainer.config import MODELS, PREFIXED, Config, RequestError
+from ckptkit.trainer.data import load
+from ckptkit.trainer.models import build
 
 from ..conftest import ENVIRONMENT
-from .conftest import CPU, HALVES, ROWS, Prepare, gradients, same
+from .conftest import (
+    CPU,
+    FULL,
+    HALVES,
+    ROWS,
+    SMALL,
+    Prepare,
+    gradients,
+    loaded,
+    same,
+    trained,
+)
 
 
 @pytest.mark.parametrize("kind", PREFIXED)
@@ -46,6 +59,11 @@ def test_S02_the_split_is_shown(prepared: Prepare) -> None:
     ]
     run.wrapped(run.data.train[0][:8])
     assert len(said) == 3
+    with log.shapes_traced(prepared(parallel="dp"), said.append):
+        pass
+    assert said[3:] == [
+        "one device: batches are not split (--devices cpu,cpu simulates two devices)"
+    ]
 
 
 @pytest.mark.parametrize("batch", [32, 33])
@@ -76,18 +94,6 @@ def test_torchrun_is_not_for_one_process(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         pass
     assert caught.value.hint == "use --parallel ddp"
-
-
-def test_S02_one_device_says_that_nothing_is_split(prepared: Prepare) -> None:
-    said: list[str] = []
-    with log.shapes_traced(prepared(parallel="dp"), said.append):
-        pass
-    assert said == ["one device: batches are not split (--devices cpu,cpu simulates two devices)"]
-
-
-def test_S17_crnn_is_joined_along_the_batch(prepared: Prepare) -> None:
-    run = prepared(model="crnn", width=0.25, parallel="dp", devices=("cpu", "cpu"))
-    assert run.wrapped.eval()(run.data.train[0][:6]).shape[0] == 6
 
 
 def test_amp_reaches_the_threads_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +137,15 @@ def test_gradients_are_exchanged_once_per_step(prepared: Prepare) -> None:
     assert len(exchanges) == len(loop.batches(run)) == 2
 
 
+def test_replicated_keeps_to_the_cpu() -> None:
+    model = parallel.Replicated(nn.Linear(2, 2), CPU, balanced=True)
+    assert model.device_ids == []
+    assert isinstance(model(torch.zeros(4, 2)), torch.Tensor)
+
+
+# DDP and FSDP
+
+
 def test_nccl_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -143,112 +158,102 @@ def test_nccl_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         {"backend": "nccl", "device_id": torch.device("cuda:1")},
         {"backend": "gloo"},  # more processes than GPUs
     ]
+    with pytest.raises(RequestError, match="FSDP needs a GPU for each process: 4 proc") as caught:
+        parallel.join(torch.device("cuda:0"), 1, is_sharded=True)
+    assert caught.value.hint == "use --nproc-per-node 1, --parallel ddp, or --devices cpu"
+
+
+def config_of(model: str, **options: Any) -> Config:
+    own: dict[str, dict[str, Any]] = {
+        "mlp": {"segments": 2, "width": 0.05},
+        "generator": {"segments": 2},
+        "densenet": {"memory_efficient": True},
+    }
+    return replace(SMALL, model=model, epochs=1, **own.get(model, {}), **options)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_F3_blocks_come_before_the_root(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters are in a block that is called as a whole, but for recurrent layers."""
+    from torch.distributed import fsdp
+
+    sharded: list[tuple[nn.Module, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        fsdp, "fully_shard", lambda module, **options: sharded.append((module, options))
+    )
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: "mesh")
+    config = config_of(model, amp=True)
+    net = build(config, load(config).shape, 10)
+    parallel.shard(net, config, parallel.ProcessGroup(CPU))
+    modules = [module for module, _ in sharded]
+    assert modules[-1] is net
+    assert len({id(each) for each in modules}) == len(modules) > 3
+    assert not any(isinstance(each, (nn.Sequential, nn.ModuleList)) for each in modules)
+    covered = {id(each) for module in modules[:-1] for each in module.parameters()}
+    left = [name for name, each in net.named_parameters() if id(each) not in covered]
+    assert all(name.startswith("recurrent.") for name in left)
+    for _, options in sharded:
+        policy = options["mp_policy"]
+        assert options["mesh"] == "mesh"
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_F3_every_model_trains_by_blocks(model: str, tmp_path: Path) -> None:
+    """Segments and recomputed bottlenecks included: the same weights as unsharded."""
+    config = config_of(model, batch_size=128)
+    loop.train(config, tmp_path / "plain", log=loop.silent)
+    loop.train(replace(config, parallel="fsdp"), tmp_path / "sharded", log=loop.silent)
+    found, expected = (loaded(tmp_path / name)["model"] for name in ("sharded", "plain"))
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_F3_bfloat16_shards(tmp_path: Path) -> None:
+    found = trained(tmp_path, "sharded", epochs=1, parallel="fsdp", amp=True)["model"]
+    assert {each.dtype for each in found.values()} == {torch.float32}
 
 
 def test_fsdp_goes_on_from_its_folder_and_is_evaluated_from_it(tmp_path: Path) -> None:
-    config = Config(
-        parallel="fsdp", data="random", devices=("cpu",), width=0.5, epochs=2, save_form="full",
-        optimizer="adam", save_every=1, save_best=True,
-    )  # fmt: skip
-    accuracy = loop.train(config, tmp_path / "two", log=loop.silent)
-    names = {"two", "two.epoch1", "two.best"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    files = RunFiles(resume=tmp_path / "two.epoch1")
-    loop.train(config, tmp_path / "more", files, log=loop.silent)
-    one, other = (ckptkit.load(tmp_path / name, whole=True) for name in ("two", "more"))
+    options: dict[str, Any] = {"parallel": "fsdp", "optimizer": "adam", "save_best": True, **FULL}
+    one = trained(tmp_path, "two", **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"two", "two.epoch1", "two.best"}
+    other = trained(tmp_path, "more", resume=tmp_path / "two.epoch1", **options)
     assert same(one["model"], other["model"])
     for name, state in one["optimizer"]["state"].items():
         assert same(state, other["optimizer"]["state"][name])
-    assert loop.evaluate(config, tmp_path / "two", log=loop.silent) == accuracy
-    plain = replace(config, parallel="none")
-    assert loop.evaluate(plain, tmp_path / "two", log=loop.silent) == accuracy
-
-
-@pytest.mark.parametrize(("before", "after"), [("fsdp", "none"), ("ddp", "fsdp")])
-def test_a_run_goes_on_under_another_kind(tmp_path: Path, before: str, after: str) -> None:
-    """Optimizers name parameters in one kind and number them in the other."""
-    config = Config(
-        data="random", devices=("cpu",), width=0.5, epochs=2, save_form="full", save_every=1
-    )
-    start = replace(config, parallel=before)
-    loop.train(start, tmp_path / "start", log=loop.silent)
-    said: list[str] = []
-    files = RunFiles(resume=tmp_path / "start.epoch1")
-    loop.train(replace(config, parallel=after), tmp_path / "end", files, log=said.append)
-    assert f"--parallel {after} instead of --parallel {before}" in said[0]
-    one, other = (ckptkit.load(tmp_path / name, whole=True) for name in ("start", "end"))
-    torch.testing.assert_close(dict(other["model"]), dict(one["model"]))
-
-
-def test_a_sharded_model_says_what_does_not_fit(tmp_path: Path) -> None:
-    config = Config(parallel="fsdp", data="random", devices=("cpu",), width=0.5)
-    torch.save({"fc1.weight": torch.ones(1), "module.x": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(ckptkit.CkptkitError, match="does not fit cnn; missing, unexpected or with"):
-        loop.evaluate(config, tmp_path / "other.pth")
-
-
-def test_shards_that_cannot_be_written_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.distributed.checkpoint import filesystem
-
-    def full(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", full)
-    config = Config(parallel="fsdp", data="random", devices=("cpu",), width=0.5, epochs=1)
-    with pytest.raises(SavingError, match=r"shards: cannot be written: .*disk full"):
-        loop.train(config, tmp_path / "shards", log=loop.silent)
-    assert not list(tmp_path.iterdir())
-
-
-def torchrun(folder: Path, out: str, kind: str, *options: str) -> str:
-    """Two processes train together, by the command of the manual; what they print."""
-    _, *words = shlex.split(ROWS["S25"].replace("run.pth", out).replace("ddp", kind))
-    small = shlex.split("--data random --width 0.5 --devices cpu --batch-size 40 --epochs 2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(
-        [*command, *small, *options], cwd=folder, env=ENVIRONMENT, capture_output=True,
-        encoding="utf-8", timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    accuracies = {
+        loop.evaluate(replace(SMALL, parallel=kind), tmp_path / "two", log=loop.silent)
+        for kind in ("fsdp", "none")
+    }
+    assert len(accuracies) == 1
 
 
 @pytest.mark.processes
-def test_S25_two_processes_of_ddp_give_what_one_gives(tmp_path: Path) -> None:
-    said = torchrun(tmp_path, "two.pth", "ddp", "--keep-module-prefix")
-    assert said.count("wrote two.pth") == 1
-    assert sorted(os.listdir(tmp_path)) == ["two.pth"]
-    config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)
-    loop.train(config, tmp_path / "one.pth", log=loop.silent)
-    two = torch.load(tmp_path / "two.pth", weights_only=True)["model"]
-    one = torch.load(tmp_path / "one.pth", weights_only=True)["model"]
-    torch.testing.assert_close(dict(two), {f"module.{name}": value for name, value in one.items()})
-
-
-@pytest.mark.processes
-def test_S25_two_processes_of_fsdp_leave_a_folder_of_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_S25_two_processes_give_what_one_gives(tmp_path: Path, kind: str) -> None:
+    """By the command of the manual. FSDP leaves a folder of shards, which torch merges."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    said = torchrun(tmp_path, "shards", "fsdp", "--save-form", "full")
-    assert said.count("wrote shards") == 1
-    assert {path.name for path in (tmp_path / "shards").iterdir()} == {
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-    }
-    dcp_to_torch_save(tmp_path / "shards", tmp_path / "whole.pth")
-    whole = torch.load(tmp_path / "whole.pth", weights_only=False)
-    config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)
-    loop.train(config, tmp_path / "one.pth", log=loop.silent)
-    one = torch.load(tmp_path / "one.pth", weights_only=True)["model"]
-    torch.testing.assert_close(whole["model"], dict(one))
+    _, *words = shlex.split(ROWS["S25"].replace("run.pth", "two").replace("ddp", kind))
+    words += shlex.split("--data random --width 0.25 --devices cpu --batch-size 40 --epochs 2")
+    words += ["--keep-module-prefix"] if kind == "ddp" else ["--save-form", "full"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote two") == 1
+    assert os.listdir(tmp_path) == ["two"]
+    two = tmp_path / "two"
+    if kind == "fsdp":
+        assert {*os.listdir(two)} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+        dcp_to_torch_save(two, tmp_path / "whole")
+        two = tmp_path / "whole"
+    whole = torch.load(two, weights_only=False)
+    one = trained(tmp_path, "one", batch_size=40)["model"]
+    prefix = "module." if kind == "ddp" else ""
+    torch.testing.assert_close(
+        dict(whole["model"]), {f"{prefix}{name}": value for name, value in one.items()}
+    )
     assert whole["epoch"] == 2
-    assert whole["args"]["parallel"] == "fsdp"
-
-
-def test_replicated_keeps_to_the_cpu() -> None:
-    model = parallel.Replicated(nn.Linear(2, 2), CPU, balanced=True)
-    assert model.device_ids == []
-    assert isinstance(model(torch.zeros(4, 2)), torch.Tensor)
+    assert kind == "ddp" or whole["args"]["parallel"] == "fsdp"
