@@ -41,6 +41,10 @@ def frame(old: bytes, new: bytes, encoding: str) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def write_slime(
     folder: Path,
     old: StateDict,
@@ -54,12 +58,7 @@ def write_slime(
     """Write a version folder as slime does, all in one file; `said` replaces entries of its index."""
     folder.mkdir(parents=True)
     changed = [name for name in new if raw(old[name]) != raw(new[name])]
-    frames = {
-        name: torch.frombuffer(
-            bytearray(frame(raw(old[name]), raw(new[name]), encoding)), dtype=torch.uint8
-        )
-        for name in changed
-    }
+    frames = {n: as_tensor(frame(raw(old[n]), raw(new[n]), encoding)) for n in changed}
     file = "model-00000-of-00001.safetensors"
     if frames:
         save_file(frames, folder / file, {n: HASHES[checksum](raw(new[n])) for n in changed})
@@ -79,32 +78,20 @@ def write_slime(
 def write_skyrl(folder: Path, old: StateDict, new: StateDict, version: int = 1) -> Path:
     folder.mkdir()
     changed = [name for name in new if raw(old[name]) != raw(new[name])]
-    frames = {n: frame(raw(old[n]), raw(new[n]), "xor") for n in changed}
+    frames = {n: as_tensor(frame(raw(old[n]), raw(new[n]), "xor")) for n in changed}
     file = "delta-rank00000-file000000.safetensors"
-    save_file(
-        {n: torch.frombuffer(bytearray(each), dtype=torch.uint8) for n, each in frames.items()},
-        folder / file,
-    )
+    save_file(frames, folder / file)
     rows = [
         {
-            "name": name,
-            "dtype": str(new[name].dtype).removeprefix("torch."),
-            "shape": list(new[name].shape),
-            "uncompressed_num_bytes": len(raw(new[name])),
-            "compressed_num_bytes": len(frames[name]),
-            "payload_file": file,
-            "payload_key": name,
-            "checksum": HASHES["xxh3-128"](raw(new[name])),
+            "name": n, "dtype": str(new[n].dtype).removeprefix("torch."), "shape": [*new[n].shape],
+            "uncompressed_num_bytes": new[n].nbytes, "compressed_num_bytes": len(frames[n]),
+            "payload_file": file, "payload_key": n, "checksum": HASHES["xxh3-128"](raw(new[n])),
             "checksum_algorithm": "xxh3-128",
         }
-        for name in changed
-    ]
-    manifest = {
-        "version": version,
-        "base_version": version - 1,
-        "tensors": rows,
-        "payload_files": [file],
-    }
+        for n in changed
+    ]  # fmt: skip
+    manifest = {"version": version, "base_version": version - 1, "tensors": rows}
+    manifest["payload_files"] = [file]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
