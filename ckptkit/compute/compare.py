@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from ckptkit.compute.arranged import contiguous, once, place, refusal, repeated, times
 from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, is_decoded
-from ckptkit.compute.operation import (
-    BUFFER,
-    aligned,
-    in_step,
-    keep_memory,
-    stream_reusing_buffer,
-)
+from ckptkit.compute.operation import BUFFER, aligned, in_step, keep_memory, stream_reusing_buffer
 from ckptkit.core.bytesource import Extent, Piece, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError

@@ -21,11 +21,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.lazy import Array, np
-from ckptkit.compute.operation import (
-    Rows,
-    Swap,
-    as_bytes,
-)
+from ckptkit.compute.operation import Rows, Swap, as_bytes
 from ckptkit.core.bytesource import Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError, UnsupportedError

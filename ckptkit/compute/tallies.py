@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 from ckptkit.compute.arranged import contiguous, once, refusal, repeated, times
 from ckptkit.compute.lazy import Array, np
 from ckptkit.compute.numbers import decode, is_decoded
-from ckptkit.compute.operation import (
-    BUFFER,
-    aligned,
-    keep_memory,
-    stream_reusing_buffer,
-)
+from ckptkit.compute.operation import BUFFER, aligned, keep_memory, stream_reusing_buffer
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError

@@ -12,17 +12,7 @@ from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from tests.quantized.made import ones, row, write
-from tests.quantized.refusals import (
-    AO,
-    BLOCKS,
-    FP8,
-    GPTQ,
-    L,
-    comfy,
-    method,
-    torchao,
-    without,
-)
+from tests.quantized.refusals import AO, BLOCKS, FP8, GPTQ, L, comfy, method, torchao, without
 
 
 @pytest.fixture
