@@ -18,9 +18,8 @@ CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALVES = np.arange(1 << 16, dtype="<u4") << 16
 # Each upper half of a float32 by itself, and a little, half, and almost one of its last place
 # above.
-SINGLES = np.concatenate([HALVES + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
-    "<f4"
-)
+LOWS = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+SINGLES = np.concatenate([HALVES + low for low in LOWS]).view("<f4")
 
 
 def in_torch(data: bytes | memoryview, name: str) -> torch.Tensor:
@@ -70,9 +69,8 @@ def test_float16_that_numpy_converts_only_where_it_must() -> None:
     middle = (exact[:-1] + exact[1:]) / 2
     beside = [torch.nextafter(middle, end * torch.ones(())) for end in (0.0, 1e6)]
     values = torch.cat([exact, middle, *beside])
-    values = torch.cat(
-        [values, -values, torch.tensor([65519.0, 65520.0, 1e-9, torch.nan, torch.inf])]
-    )
+    odd = torch.tensor([65519.0, 65520.0, 1e-9, torch.nan, torch.inf])
+    values = torch.cat([values, -values, odd])
     assert_same(in_torch(encode(values.numpy(), BY_NAME["float16"]), "float16"), values.half())
     negative = (codes | 0x8000).tobytes()
     assert_same(torch.from_numpy(decode(negative, BY_NAME["float16"])), -exact)
@@ -97,12 +95,10 @@ def test_float64_is_rounded_twice_as_torch_does(name: str) -> None:
     rng = np.random.default_rng(0)
     some = rng.standard_normal(10_000) * 10.0 ** rng.integers(-50, 50, 10_000)
     almost_ties = [1 + 2.0**-n + 2.0**-40 for n in range(1, 30)]  # ties, once they are float32
-    values = overflow_as_here(
-        torch.tensor([*some, *almost_ties, 1e300, -0.0], dtype=torch.float64), name
-    )
-    assert_same(
-        in_torch(encode(values.numpy(), BY_NAME[name]), name), values.to(getattr(torch, name))
-    )
+    values = torch.tensor([*some, *almost_ties, 1e300, -0.0], dtype=torch.float64)
+    values = overflow_as_here(values, name)
+    made = encode(values.numpy(), BY_NAME[name])
+    assert_same(in_torch(made, name), values.to(getattr(torch, name)))
 
 
 @pytest.mark.parametrize(
@@ -111,22 +107,20 @@ def test_float64_is_rounded_twice_as_torch_does(name: str) -> None:
 def test_every_code_cast_to_every_type(source: str, target: str) -> None:
     dtype = BY_NAME[source]
     data = np.arange(1 << dtype.bits, dtype=f"<u{dtype.itemsize}").tobytes()
-    made, want = (
-        encode(decode(data, dtype), BY_NAME[target]),
-        in_torch(data, source).to(getattr(torch, target)),
-    )
-    small = torch.isin(
-        in_torch(data, source).float(), overflow_as_here(in_torch(data, source).float(), target)
-    )
-    assert_same(in_torch(made, target)[small], want[small])
+    theirs, made = in_torch(data, source), encode(decode(data, dtype), BY_NAME[target])
+    small = torch.isin(theirs.float(), overflow_as_here(theirs.float(), target))
+    assert_same(in_torch(made, target)[small], theirs.to(getattr(torch, target))[small])
 
 
 def test_complex32_and_bools_and_integers() -> None:
     halves = torch.tensor([1.5, -2.0, 0.0, 65504.0], dtype=torch.float16)
     made = decode(halves.numpy().tobytes(), BY_NAME["complex32"])
     assert made.tolist() == [1.5 - 2j, 65504j]
+    halves = torch.tensor([1.5, -2.0, float("inf"), 0.25], dtype=torch.bfloat16)
+    made = decode(halves.view(torch.uint8).numpy().tobytes(), BY_NAME["bcomplex32"])
+    assert made.tolist() == [1.5 - 2j, complex(float("inf"), 0.25)]
     assert decode(bytes([0, 1, 2, 255]), BY_NAME["bool"]).tolist() == [0, 1, 1, 1]
-    assert decode(b"\xff\xff\xff\xff\xff\xff\xff\xff", BY_NAME["uint64"]).tolist() == [2**64 - 1]
+    assert decode(b"\xff" * 8, BY_NAME["uint64"]).tolist() == [2**64 - 1]
 
 
 def test_what_is_no_number_by_itself_is_refused() -> None:
@@ -140,9 +134,3 @@ def test_what_is_no_number_by_itself_is_refused() -> None:
     for dtype in TABLE:
         if is_decoded(dtype):
             assert len(decode(bytes(16), dtype)) == 16 // dtype.itemsize
-
-
-def test_bcomplex32_is_two_bfloat16() -> None:
-    halves = torch.tensor([1.5, -2.0, float("inf"), 0.25], dtype=torch.bfloat16)
-    made = decode(halves.view(torch.uint8).numpy().tobytes(), BY_NAME["bcomplex32"])
-    assert made.tolist() == [1.5 - 2j, complex(float("inf"), 0.25)]

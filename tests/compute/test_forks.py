@@ -101,17 +101,13 @@ def test_an_error_is_raised_here() -> None:
         list(workers.results(call, 100, 2))
 
 
-def test_what_fails_in_a_process_alone_is_done_here() -> None:
-    def exhausted() -> None:
-        raise MemoryError
-
-    found = dict(workers.results(in_child(exhausted), 9, 2))
-    assert found == {number: [number, os.getpid()] for number in range(9)}
+def exhausted() -> None:
+    raise MemoryError
 
 
-def test_what_killed_processes_had_begun_is_done_here() -> None:
-    kill = in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    found = dict(workers.results(kill, 30, 2))
+@pytest.mark.parametrize("end", [exhausted, lambda: os.kill(os.getpid(), signal.SIGKILL)])
+def test_what_failing_or_killed_processes_had_begun_is_done_here(end: Callable[[], None]) -> None:
+    found = dict(workers.results(in_child(end), 30, 2))
     assert found == {number: [number, os.getpid()] for number in range(30)}
 
 
@@ -271,14 +267,10 @@ def test_a_checksum_of_what_they_turned(
     ],
 )
 def test_they_read_what_has_no_position(
-    wrapped: Callable[[LocalFile], ByteSource],
-    count: int,
-    taken: list[int],
-    file: LocalFile,
+    wrapped: Callable[[LocalFile], ByteSource], count: int, taken: list[int], file: LocalFile,
     tmp_path: Path,
-) -> None:
-    source = wrapped(file)
-    data, _ = written(tmp_path, swapped(source, 2_000_000))
+) -> None:  # fmt: skip
+    data, _ = written(tmp_path, swapped(wrapped(file), 2_000_000))
     assert data == np.frombuffer(NOISE, "u2")[:1_000_000].byteswap().tobytes()
     assert sum(taken) == count
 
@@ -339,13 +331,9 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *arguments: str, sent: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments, sent],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+        [sys.executable, "-c", COMMAND, *arguments, sent], cwd=folder, encoding="utf-8",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
 
 
 CAST = ("convert", "in.safetensors", "out.safetensors", "--cast", "bfloat16")
@@ -364,10 +352,8 @@ def test_a_command_forks_unless_it_is_told_how_many_workers(
     forked = folder / "forks"
     assert len(forked.read_text() if forked.exists() else "") == count
     found = load_file(folder / "out.safetensors")
-    assert all(
-        torch.equal(found[f"w{n}"], torch.full((50_000,), n, dtype=torch.bfloat16))
-        for n in range(8)
-    )
+    for n in range(8):
+        assert torch.equal(found[f"w{n}"], torch.full((50_000,), n, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])

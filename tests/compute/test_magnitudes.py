@@ -66,11 +66,9 @@ def test_a_sampled_limit_gives_the_same_merge(tmp_path, monkeypatch, dtype):
         save_file({"w": (base + change).to(dtype)}, tmp_path / f"{name}.safetensors")
         files.append(tmp_path / f"{name}.safetensors")
     made = []
-    taken = []
-    guess = merging._MagnitudeSearch.guess
-    monkeypatch.setattr(
-        merging._MagnitudeSearch, "guess", lambda *args: (taken.append(args), guess(*args))
-    )
+    taken, search = [], merging._MagnitudeSearch
+    guess = search.guess
+    monkeypatch.setattr(search, "guess", lambda *args: (taken.append(args), guess(*args)))
     for fewest in (1 << 30, 8):
         assert not taken
         monkeypatch.setattr(merging, "_FEWEST_SPOTS", fewest)
@@ -86,10 +84,9 @@ def test_one_model_is_divided_by_its_weight(tmp_path, dtype):
     """Negative differences too: the mean of one model is that model, whatever its weight."""
     base = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
     model = base + torch.tensor([0.5, -0.5, 1.0, -1.0], dtype=dtype)
-    save_file({"w": base}, tmp_path / "base.safetensors")
-    save_file({"w": model}, tmp_path / "model.safetensors")
-    merged = ckptkit.merge(
-        [tmp_path / "model.safetensors"], method="ties", base=tmp_path / "base.safetensors",
-        weight=[0.5], density=[1.0],
-    )  # fmt: skip
+    files = [tmp_path / "base.safetensors", tmp_path / "model.safetensors"]
+    for file, tensor in zip(files, (base, model), strict=True):
+        save_file({"w": tensor}, file)
+    how = {"method": "ties", "weight": [0.5], "density": [1.0]}
+    merged = ckptkit.merge(files[1:], base=files[0], **how)
     assert torch.equal(merged.weights["w"].torch(), model)

@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import stream
 from ckptkit.compute.quantize import q8_0_record
-from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
+from tests.compute.arranging import read, record
 
 F = np.float32
 
 
 def made(values: np.ndarray[Any, Any], dtype: str = "float32") -> bytes:
     data = bytes(encode(values.astype("f4").reshape(-1), BY_NAME[dtype]))
-    record = q8_0_record(Range(Memory(data, "x"), 0, len(data)), BY_NAME[dtype], "w")
-    return b"".join(map(bytes, stream(record.locate())))
+    return read(q8_0_record(record(data), BY_NAME[dtype], "w"))
 
 
 def expected(values: np.ndarray[Any, Any]) -> bytes:

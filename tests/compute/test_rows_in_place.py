@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from ckptkit.compute.strided_read import ROW
 from ckptkit.core.bytesource import Derived, LocalFile, Range
 from ckptkit.core.errors import TruncatedError
 from tests.compute.arranging import boxes as array_of
+from tests.compute.arranging import read
 
 
 def joined(parts: list[np.ndarray], folder: Path, axis: int) -> Derived:
@@ -44,12 +46,8 @@ def joined(parts: list[np.ndarray], folder: Path, axis: int) -> Derived:
     ],
 )
 def test_as_numpy_joins(
-    unit: str,
-    shapes: list[tuple[int, ...]],
-    axis: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    unit: str, shapes: list[tuple[int, ...]], axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr(strided_read, "JOINED", 100_000)  # several tiles, the last a part of one
     random = np.random.default_rng(0)
     parts = []
@@ -57,9 +55,9 @@ def test_as_numpy_joins(
         count = int(np.prod(shape)) * np.dtype(unit).itemsize
         parts.append(random.integers(0, 256, count, np.uint8).view(unit).reshape(shape))
     derived, expected = joined(parts, tmp_path, axis), np.concatenate(parts, axis).tobytes()
-    assert b"".join(map(bytes, stream(derived))) == expected
+    assert read(derived) == expected
     cut = (derived.length // 3, derived.length - 5)
-    assert b"".join(map(bytes, stream(derived, *cut))) == expected[slice(*cut)]
+    assert read(derived, *cut) == expected[slice(*cut)]
 
 
 def test_a_file_that_is_too_short(tmp_path: Path) -> None:
@@ -74,8 +72,6 @@ def test_a_file_that_is_too_short(tmp_path: Path) -> None:
 def test_a_call_of_the_system_that_reads_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     parts = [np.arange(9 * ROW, dtype="u4").reshape(9, ROW) + each for each in (0, 9)]
     derived = joined(parts, tmp_path, 1)
     preadv = os.preadv
@@ -85,4 +81,4 @@ def test_a_call_of_the_system_that_reads_less(
 
     monkeypatch.setattr(os, "preadv", little)
     expected = np.concatenate(parts, 1).tobytes()
-    assert b"".join(map(bytes, stream(derived))) == expected
+    assert read(derived) == expected

@@ -25,13 +25,8 @@ from ckptkit.core.tensor import Storage, Tensor
 from tests.compute.arranging import described
 
 FLOATS = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
@@ -65,11 +60,8 @@ def assert_is(found: Tally, tensor: torch.Tensor) -> None:
         assert found.std == pytest.approx(wide.std().item(), rel=1e-9, abs=1e-12 * size)
     else:
         assert found.std is None
-    edges = found.histogram.edges
-    assert (
-        found.histogram.counts == np.histogram(wide.numpy(), edges)[0].tolist()
-        or wide.max() == edges[-1]
-    )
+    counts, edges = found.histogram.counts, found.histogram.edges
+    assert counts == np.histogram(wide.numpy(), edges)[0].tolist() or wide.max() == edges[-1]
     assert len(found.histogram.counts) <= BINS
 
 
@@ -134,15 +126,10 @@ def test_nan_and_infinities_are_counted_and_left_out() -> None:
 
 def test_no_numbers_and_one() -> None:
     nothing = tallied(torch.empty(0, 3))
-    assert (nothing.count, nothing.low, nothing.std, nothing.norm, nothing.sparsity) == (
-        0,
-        None,
-        None,
-        0.0,
-        None,
-    )
-    assert_is(tallied(torch.tensor(2.5)), torch.tensor(2.5))
-    assert_is(tallied(torch.tensor(0)), torch.tensor(0))
+    facts = (nothing.count, nothing.low, nothing.std, nothing.norm, nothing.sparsity)
+    assert facts == (0, None, None, 0.0, None)
+    for one in (torch.tensor(2.5), torch.tensor(0)):
+        assert_is(tallied(one), one)
 
 
 def test_views_and_byte_order() -> None:
@@ -176,11 +163,11 @@ def test_complex_numbers(dtype: torch.dtype) -> None:
     for view, want in ((values, finite), (values.conj(), finite.conj())):
         found = tallied(view)
         assert (found.count, found.nan, found.infinite, found.zeros) == (50, 1, 1, 1)
-        mean = want.to(torch.complex128).mean().item()
-        assert found.mean == pytest.approx(mean, rel=1e-10)
-        assert found.std == pytest.approx(want.to(torch.complex128).std().item(), rel=1e-10)
-        assert found.norm == pytest.approx(want.to(torch.complex128).norm().item(), rel=1e-12)
-        assert found.high == pytest.approx(want.to(torch.complex128).abs().max().item(), rel=1e-12)
+        wide = want.to(torch.complex128)
+        assert found.mean == pytest.approx(wide.mean().item(), rel=1e-10)
+        assert found.std == pytest.approx(wide.std().item(), rel=1e-10)
+        assert found.norm == pytest.approx(wide.norm().item(), rel=1e-12)
+        assert found.high == pytest.approx(wide.abs().max().item(), rel=1e-12)
         assert sum(found.histogram.counts) == 48
 
 
@@ -280,9 +267,8 @@ def test_the_first_failure_is_raised_and_the_rest_left(
 
 
 def test_little_work_needs_no_thread() -> None:
-    assert set(ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)) == {
-        threading.main_thread()
-    }
+    threads = ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)
+    assert set(threads) == {threading.main_thread()}
     assert list(ordered(str, [], len)) == []
 
 
