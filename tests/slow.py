@@ -14,7 +14,6 @@ from pathlib import Path
 # Test -> patterns of the ids of its cases that run on every push.
 KEPT: dict[str, tuple[str, ...]] = {
     "benchmarks/test_benchmarks.py::test_our_commands": ("strip-module", "inspect"),
-    "core/test_tree.py::test_rebuild_a_million_deep": (),  # test_rebuild_any_depth
     "core/test_tree.py::test_rebuild_any_depth": ("dict", "list", "tuple", "state"),
     "deltas/test_in_place.py::test_killed_at_every_call": ("folder-True",),
     "formats/dcp/test_writing.py::test_two_processes_load_their_shards": (),  # test_a_model_loads_it

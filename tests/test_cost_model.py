@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import ceil
@@ -30,7 +30,7 @@ from ckptkit.api import convert
 from tests.conftest import ENVIRONMENT
 from tests.formats.dcp.making import save
 from tests.narrow import narrow
-from tests.remote.servers import Misbehaving, misbehaving
+from tests.remote.servers import Misbehaving, misbehaving, s3_server
 
 KIB, MIB = 1 << 10, 1 << 20
 TAIL = 64 * KIB  # where a zip file's end record may be
@@ -64,11 +64,8 @@ class Anatomy:
     @property
     def located(self) -> int:
         """Bytes read to find the chunks of a DCP folder, each of which is a small zip file."""
-        return (
-            self.tensors * min(TAIL + 6 * KIB, 2 * self.size // self.tensors)
-            if self.format == "dcp"
-            else 0
-        )
+        each = min(TAIL + 6 * KIB, 2 * self.size // self.tensors)
+        return self.tensors * each if self.format == "dcp" else 0
 
     @property
     def checksums(self) -> int:
@@ -88,11 +85,8 @@ class Anatomy:
         if each >= SHORT:
             return self.elements
         together = self.size + self.size * SHORT // WINDOW
-        return (
-            self.located
-            + together
-            + (self.tensors * max(NEARBY, 4 * each) if self.scattered else 0)
-        )
+        apart = self.tensors * max(NEARBY, 4 * each) if self.scattered else 0
+        return self.located + together + apart
 
 
 class Cost(NamedTuple):
@@ -102,9 +96,8 @@ class Cost(NamedTuple):
     written: int = 0
 
 
-Formula = Callable[
-    [Anatomy, Anatomy], Cost
-]  # of the input, and of the output (of the input, if there is none)
+# Of the input, and of the output (of the input, if there is none).
+Formula = Callable[[Anatomy, Anatomy], Cost]
 
 
 def _copied(src: Anatomy, dst: Anatomy) -> Cost:
@@ -185,15 +178,12 @@ SHAPES = {"large": (6, 512, 1024), "medium": (300, 64, 64), "small": (1_500, 2, 
 def _zip(state: State, path: Path) -> Anatomy:
     torch.save(state, path)
     with zipfile.ZipFile(path) as archive:
-        (pickled,) = (
-            each.file_size for each in archive.infolist() if each.filename.endswith("data.pkl")
-        )
-        size, members = path.stat().st_size, len(archive.infolist())
-        directory = size - archive.start_dir
-    header = TAIL + directory + 2 * pickled + min(LOCAL * members, size)
-    return _anatomy(
-        "torch-zip", path, state, header, pickle=pickled, directory=directory, sums=True
-    )
+        sizes = {each.filename.rpartition("/")[2]: each.file_size for each in archive.infolist()}
+        size, directory = path.stat().st_size, path.stat().st_size - archive.start_dir
+    pickled = sizes["data.pkl"]
+    header = TAIL + directory + 2 * pickled + min(LOCAL * len(sizes), size)
+    more = {"pickle": pickled, "directory": directory, "sums": True}
+    return _anatomy("torch-zip", path, state, header, **more)
 
 
 def _safetensors(state: State, path: Path) -> Anatomy:
@@ -203,13 +193,8 @@ def _safetensors(state: State, path: Path) -> Anatomy:
 
 def _legacy(state: State, path: Path) -> Anatomy:
     torch.save(state, path, _use_new_zipfile_serialization=False)
-    return _anatomy(
-        "torch-legacy",
-        path,
-        state,
-        3 * (path.stat().st_size - _bytes(state)) + TAIL + FIXED,
-        scattered=True,
-    )
+    header = 3 * (path.stat().st_size - _bytes(state)) + TAIL + FIXED
+    return _anatomy("torch-legacy", path, state, header, scattered=True)
 
 
 def _npz(state: State, path: Path) -> Anatomy:
@@ -217,14 +202,8 @@ def _npz(state: State, path: Path) -> Anatomy:
         np.savez(file, **{name: tensor.numpy() for name, tensor in state.items()})  # type: ignore[arg-type]
     with zipfile.ZipFile(path) as archive:
         directory = path.stat().st_size - archive.start_dir
-    return _anatomy(
-        "npz",
-        path,
-        state,
-        TAIL + directory + 2 * LOCAL * len(state),
-        directory=directory,
-        sums=True,
-    )
+    header = TAIL + directory + 2 * LOCAL * len(state)
+    return _anatomy("npz", path, state, header, directory=directory, sums=True)
 
 
 def _dcp(state: State, path: Path) -> Anatomy:
@@ -439,34 +418,16 @@ def _sent(served: Misbehaving) -> int:
 def test_calls_of_an_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each 16 MiB; one call to look whether the name is free, one to begin and one to
     complete."""
-    s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
     _safetensors(_state(20, 512, 1024), tmp_path / "in.safetensors")
-    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    running.start()
-    try:
-        for name, value in _account(*running.get_host_and_port()).items():
+    with s3_server() as account:
+        for name, value in account.items():
             monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("costs")
+        pytest.importorskip("s3fs").S3FileSystem().mkdir("costs")
         calls = _spied_calls(monkeypatch)
         done = convert(tmp_path / "in.safetensors", "s3://costs/out.safetensors")
-    finally:
-        running.stop()
-        s3fs.S3FileSystem.clear_instance_cache()
     assert calls.pop("UploadPart") == ceil(done.plan.size / PART)
     assert calls.pop("CreateMultipartUpload") == calls.pop("CompleteMultipartUpload") == 1
     assert sum(calls.values()) <= 3, calls  # whether there is such a file, or such a folder
-
-
-def _account(host: str, port: int) -> Mapping[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "s3cret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    }
 
 
 def _spied_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

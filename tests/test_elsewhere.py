@@ -114,17 +114,6 @@ WORK = (
 
 @pytest.mark.parametrize("lacking", [NO_TORCH, WINDOWS], ids=["torch", "Windows"])
 def test_what_works_without(elsewhere: Elsewhere, lacking: str) -> None:
-    names = {words.split()[0] for words in WORK}
-    assert names >= {
-        "inspect",
-        "strip-module",
-        "remap",
-        "convert",
-        "scan",
-        "verify",
-        "digest",
-        "stats",
-    }
     done = elsewhere(lacking, *WORK, program=ONE_BY_ONE)
     assert done.code == 0, done
 
@@ -154,13 +143,12 @@ def test_env_without_torch(elsewhere: Elsewhere) -> None:
 
 def test_windows_writes_what_linux_writes(elsewhere: Elsewhere, tmp_path: Path) -> None:
     """No bytes depend on which calls of the system there are."""
-    for name, lacking in (("here", ""), ("there", WINDOWS)):
-        for destination in (f"{name}.pth", f"{name}.safetensors"):
-            done = elsewhere(lacking, "convert", "run.pth", destination)
-            assert done.code == 0, done
     for suffix in (".pth", ".safetensors"):
-        here, there = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("here", "there"))
-        assert here == there
+        for name, lacking in (("here", ""), ("there", WINDOWS)):
+            done = elsewhere(lacking, "convert", "run.pth", name + suffix)
+            assert done.code == 0, done
+        here, there = ((tmp_path / name).with_suffix(suffix) for name in ("here", "there"))
+        assert here.read_bytes() == there.read_bytes()
 
 
 def test_windows_does_not_replace(elsewhere: Elsewhere, tmp_path: Path) -> None:

@@ -47,16 +47,7 @@ OTHERS = {
     "click": ("cli", "trainer"),
     "tabulate": ("cli",),
     "tqdm": ("cli", "trainer"),
-    "torch": (
-        "core",
-        "compute",
-        "rules",
-        "lora",
-        "loading",
-        "diagnosis",
-        "trainer",
-        "run",
-    ),  # core, run: a type
+    "torch": ("core", "compute", "rules", "lora", "loading", "diagnosis", "trainer", "run"),
     "sklearn": ("trainer",),
     "matplotlib": ("trainer", "cli", "views"),
     "textual": ("views",),
@@ -75,18 +66,10 @@ OTHERS = {
     "regex": ("edits", "lora"),
     "yaml": ("run", "formats"),
 }
-LAZY = (
-    "torch",
-    "transformers",
-    "numpy",
-    "fsspec",
-    "aiohttp",
-    "safetensors",
-    "distributed",
-    "isal",
-    "ml_dtypes",
-    "regex",
-)
+LAZY = {
+    *("torch", "transformers", "numpy", "fsspec", "aiohttp", "safetensors", "distributed"),
+    *("isal", "ml_dtypes", "regex"),
+}
 
 
 @cache
@@ -195,11 +178,8 @@ def test_no_cycles() -> None:
 def test_other_packages_stay_where_they_belong() -> None:
     wrong = []
     for module in MODULES:
-        for name in (
-            {name.split(".")[0] for name, _ in imports(module)}
-            - sys.stdlib_module_names
-            - {"ckptkit"}
-        ):
+        named = {name.split(".")[0] for name, _ in imports(module)}
+        for name in named - sys.stdlib_module_names - {"ckptkit"}:
             allowed = OTHERS.get(name, ())
             if allowed is not None and room(module) not in allowed:
                 wrong.append(f"{module} imports {name}")

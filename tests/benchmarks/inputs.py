@@ -9,6 +9,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+# The imports and arguments of programs that write folders.
+_FOLDER = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+"""
 _STATE = """
 import sys, torch
 from collections import OrderedDict
@@ -119,11 +126,9 @@ model = {f"layers.{i}.weight": torch.full((rows, columns), float(i)) for i in ra
 Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(path))
 """,
 }
-_CODES = """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+_CODES = (
+    _FOLDER
+    + """
 # codes of as many bytes of bfloat16 as the size says, in matrices such as real models have
 columns, rows = 4096, max(128, rows // 2 // 128 * 128)
 path.mkdir()
@@ -132,6 +137,7 @@ draw = torch.Generator().manual_seed(0)
 def bits(*shape, dtype=torch.uint8):
     return torch.randint(0, 120, shape, generator=draw, dtype=torch.uint8).to(dtype)
 """
+)
 _MXFP4 = """
 for i in range(count):
     tensors[f"NAMEblocks"] = bits(1, rows, columns // 32, 16)
@@ -162,11 +168,7 @@ method = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": Fals
 """ + _SAVED,
 }  # fmt: skip
 PROGRAMS |= {
-    "experts": """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    "experts": _FOLDER + """
 layers, experts, matrix = max(1, count // 24), 8, torch.full((rows, columns), 0.5)
 square, norm, words = torch.full((columns, columns), 0.5), torch.ones(columns), torch.ones(64, columns)
 model = {"model.embed_tokens.weight": words, "model.norm.weight": norm, "lm_head.weight": words}
@@ -242,11 +244,9 @@ encoded(path, path / "delta")
 """
 )
 # A base of bfloat16, which has half of the bytes that are asked for, and a LoRA of rank 16 on each matrix.
-PROGRAMS["lora"] = """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+PROGRAMS["lora"] = (
+    _FOLDER
+    + """
 draw = torch.Generator().manual_seed(0)
 numbers = torch.empty(rows, columns).normal_(std=0.02, generator=draw).bfloat16()
 (path / "adapter").mkdir(parents=True)
@@ -260,14 +260,12 @@ save_file(adapter, path / "adapter/adapter_model.safetensors")
 config = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "l[.][0-9]+"}
 (path / "adapter/adapter_config.json").write_text(json.dumps(config))
 """
+)
 # A base and two models trained from it, which differ in all elements, as transformers keeps them:
 # three folders, together of the bytes that are asked for (bfloat16: of half).
 PROGRAMS |= {
-    f"models {dtype}": f"""
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    f"models {dtype}": _FOLDER
+    + f"""
 columns, layers = max(32, columns), max(1, count // 21)  # of 16 heads; seven matrices a layer
 draw = torch.Generator().manual_seed(0)
 shapes = {{"model.embed_tokens.weight": (64, columns), "lm_head.weight": (64, columns), "model.norm.weight": (columns,)}}

@@ -15,12 +15,8 @@ from functools import cache
 
 from tests.benchmarks.inputs import ENCODE
 
-TORCH = (
-    "torch",
-    "torch mmap",
-    "safetensors",
-    "dcp_to_torch_save",
-)  # the plain ways; budgets compare with the best
+# The plain ways. Budgets compare with the best.
+TORCH = ("torch", "torch mmap", "safetensors", "dcp_to_torch_save")
 
 _LOAD = "import sys, torch\nmodel = torch.load(sys.argv[1], map_location='cpu', mmap={mmap}, weights_only=True)\n"
 _SAVE = "torch.save(model, 'out.pth')\n"
@@ -138,11 +134,7 @@ import sys, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 model.save_pretrained("out", save_original_format=False)
 """
-_TRANSFORMERS_SHARDS = """
-import sys, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
-model.save_pretrained("out", max_shard_size="500MB")
-"""
+_TRANSFORMERS_SHARDS = _TRANSFORMERS.replace("save_original_format=False", 'max_shard_size="500MB"')
 _TORCHTITAN = """
 import sys, torch
 from types import SimpleNamespace as Names
@@ -282,14 +274,10 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
     **{
-        f"merge {method}": {"mergekit": _MERGE.replace("METHOD", repr(name))}
-        for method, name in (
-            ("linear", "linear"),
-            ("slerp", "slerp"),
-            ("task", "task_arithmetic"),
-            ("ties", "ties"),
-            ("dare-ties", "dare_ties"),
-        )
+        f"merge {name.partition('_a')[0].replace('_', '-')}": {
+            "mergekit": _MERGE.replace("METHOD", repr(name))
+        }
+        for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties")
     },
     "differ": {"safetensors": _DIFFER},
     **{

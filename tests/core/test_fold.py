@@ -1,4 +1,4 @@
-"""fold: fewer rows that say the same."""
+"""Words of messages; fold: fewer rows that say the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.text import COUNTERS, Folded, Item, fold, unfolded
+from ckptkit.core.text import COUNTERS, Folded, Item, fold, guess, plural, quoted, unfolded
 
 
 def labels(names: list[str]) -> list[str]:
@@ -129,3 +129,15 @@ def numbers(text: str) -> list[str]:
         first, _, last = run.partition("..")
         found += [str(n) for n in range(int(first), int(last or first) + 1)]
     return found
+
+
+def test_words() -> None:
+    assert [plural(1, "key"), plural(1_000, "key"), plural(2, "_metadata entry")] == [
+        "1 key",
+        "1,000 keys",
+        "2 _metadata entries",
+    ]
+    assert quoted(list("abc")) == "'a', 'b', 'c'"
+    assert quoted(list("abcdef")) == "'a', 'b', 'c', 'd' and 2 more"
+    assert guess("wieght", ["weight", "bias"]) == "did you mean weight?"
+    assert guess("xyz", ["weight"]) is None

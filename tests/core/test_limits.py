@@ -75,17 +75,10 @@ def read(path: Path) -> object:
         place.close()
 
 
-def nested(levels: int) -> object:
+def nested(levels: int, kind: type = list) -> object:
     node: object = 1
     for _ in range(levels):
-        node = [node]
-    return node
-
-
-def tuples(levels: int) -> object:
-    node: object = 1
-    for _ in range(levels):
-        node = (node,)
+        node = kind([node])
     return node
 
 
@@ -223,7 +216,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "memo_sparse": (50, machine(far(50))),
     "value_bytes": (1100, machine(b"]" + b"}a" * 5 + b".")),  # 11 values of 100 bytes
     "depth": (50, saved(nested(50))),
-    "key_depth": (20, machine(pickle.dumps({tuples(19): 1}, 2))),
+    "key_depth": (20, machine(pickle.dumps({nested(19, tuple): 1}, 2))),
     "odd_keys": (50, machine(pickle.dumps({n + 0.5: n for n in range(50)}, 2))),
     "key_values": (50, machine(pickle.dumps({(1,) * 50: 1}, 2))),
     "string_bytes": (3 * FIRST_WINDOW, machine(text(3 * FIRST_WINDOW))),
@@ -372,7 +365,7 @@ def test_a_file_at_every_ceiling_is_no_bug(tmp_path: Path, monkeypatch: pytest.M
     integer = b"\x8b" + struct.pack("<I", 1_780) + b"\x7f" * 1_780 + b"."
     assert len(key_text(unpickle(Memory(integer)).root)) > 4_000
     assert isinstance(unpickle(Memory(b"L" + b"9" * 3_560 + b"L\n.")).root, int)
-    unpickle(Memory(pickle.dumps({tuples(900): 1}, 2)))
+    unpickle(Memory(pickle.dumps({nested(900, tuple): 1}, 2)))
     assert strict_json.parse(b"[" * 256 + b"]" * 256, "text")
 
 

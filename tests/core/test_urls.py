@@ -10,26 +10,18 @@ from ckptkit.core.errors import FormatError
 from ckptkit.core.text import behind_page, in_folder, is_url, shown_url, split_url
 from ckptkit.remote.transport import refused
 
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://host/run.pth",
-        "s3://bucket/run.pth",
-        "hf://org/model/x",
-        "simplecache::s3://b/x",
-        "memory://x",
-    ],
+URLS = (
+    "https://h/run.pth",
+    "s3://b/run.pth",
+    "hf://org/m/x",
+    "simplecache::s3://b/x",
+    "memory://x",
 )
-def test_urls(url: str) -> None:
-    assert is_url(url)
+PATHS = ("run.pth", "/tmp/run.pth", "C:\\run.pth", "c://run.pth", "a::b", "./a://b", "", None)
 
 
-@pytest.mark.parametrize(
-    "path", ["run.pth", "/tmp/run.pth", "C:\\run.pth", "c://run.pth", "a::b", "./a://b", "", None]
-)
-def test_paths(path: str | None) -> None:
-    assert not is_url(path)
+def test_urls_and_paths() -> None:
+    assert list(map(is_url, (*URLS, *PATHS))) == [True] * len(URLS) + [False] * len(PATHS)
 
 
 @pytest.mark.parametrize(
@@ -53,26 +45,17 @@ def test_secrets_are_masked(url: str, safe: str) -> None:
     assert shown_url(url) == safe
 
 
+HUB, GITHUB = "https://huggingface.co", "https://github.com"
+
+
 @pytest.mark.parametrize(
     ("page", "file"),
     [
-        (
-            "https://huggingface.co/org/model/blob/main/x.pth",
-            "https://huggingface.co/org/model/resolve/main/x.pth",
-        ),
-        (
-            "https://huggingface.co/org/model/raw/main/a/x.pth?y",
-            "https://huggingface.co/org/model/resolve/main/a/x.pth",
-        ),
-        (
-            "https://huggingface.co/datasets/o/d/blob/main/x",
-            "https://huggingface.co/datasets/o/d/resolve/main/x",
-        ),
-        (
-            "https://github.com/org/repo/blob/main/x.pth",
-            "https://github.com/org/repo/raw/main/x.pth",
-        ),
-        ("https://huggingface.co/org/model/resolve/main/x.pth", None),
+        (f"{HUB}/org/model/blob/main/x.pth", f"{HUB}/org/model/resolve/main/x.pth"),
+        (f"{HUB}/org/model/raw/main/a/x.pth?y", f"{HUB}/org/model/resolve/main/a/x.pth"),
+        (f"{HUB}/datasets/o/d/blob/main/x", f"{HUB}/datasets/o/d/resolve/main/x"),
+        (f"{GITHUB}/org/repo/blob/main/x.pth", f"{GITHUB}/org/repo/raw/main/x.pth"),
+        (f"{HUB}/org/model/resolve/main/x.pth", None),
         ("https://example.org/org/model/blob/main/x.pth", None),
         ("runs/blob/x.pth", None),
     ],

@@ -126,25 +126,18 @@ def test_modules(case: str, zipped: bool, tmp_path: Path) -> None:
         {"epoch": 3, "net": MODULES[case]()}, tmp_path, _use_new_zipfile_serialization=zipped
     )
     expected = torch.load(path, weights_only=False)["net"].state_dict()
-    weights = ckptkit.open(path).weights if expected else {}
+    checkpoint = ckptkit.open(path)
+    weights = checkpoint.weights if expected else {}
     assert list(weights) == list(expected)
+    # inspect shows each name once, except for submodules that have several places
+    names = [row.name for row in summarize(checkpoint).rows if row.name is not None]
+    assert sorted(names) == sorted(expected)
     for name, value in (ckptkit.load(path) if expected else {}).items():
         assert torch.equal(value, expected[name]), name
         assert weights[name].stride == expected[name].stride()
     tied = {name: id(each.storage) for name, each in weights.items()}
     same = {name: value.untyped_storage().data_ptr() for name, value in expected.items()}
     assert all((tied[a] == tied[b]) == (same[a] == same[b]) for a in tied for b in tied)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", MODULES)
-def test_every_name_of_a_module_has_a_place(case: str, tmp_path: Path) -> None:
-    """Inspect shows each name once, except for submodules that have several places."""
-    checkpoint = opened(MODULES[case](), tmp_path)
-    selection = checkpoint.selection
-    names = [row.name for row in summarize(checkpoint).rows if row.name is not None]
-    assert selection is not None
-    assert sorted(names) == sorted(selection.nodes)
 
 
 @pytest.mark.parametrize("older", ["_non_persistent_buffers_set", "_modules"])

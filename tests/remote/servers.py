@@ -1,4 +1,4 @@
-"""A web server on this machine, which misbehaves on demand."""
+"""Servers on this machine: a web server that misbehaves on demand, and an object store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+import pytest
 
 FILE = "run.pth"
 
@@ -146,3 +148,25 @@ def serving(folder: Path) -> Iterator[Misbehaving]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """Run moto's S3 server, and yield the environment that leads to it."""
+    s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        yield {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "nobody",
+            "AWS_SECRET_ACCESS_KEY": "s3cret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        running.stop()

@@ -32,36 +32,19 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.formats.distributed.llama import PARAMS
 from tests.conftest import COMMAND, Run
+from tests.remote.servers import s3_server
 
 s3fs = pytest.importorskip("s3fs")
-server = pytest.importorskip("moto.server")
 
 BUCKET = "models"
 SHARDS = Options(shard_size=6_000_000)
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield f"http://{host}:{port}"
-    s3fs.S3FileSystem.clear_instance_cache()
-    running.stop()
-
-
-@pytest.fixture
-def account(endpoint: str) -> dict[str, str]:
+def account() -> Iterator[dict[str, str]]:
     """The environment that leads to the server."""
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "s3cret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    }
+    with s3_server() as environment:
+        yield environment
 
 
 @pytest.fixture
