@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,10 +25,10 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.api import convert
-from tests.conftest import ENVIRONMENT
 from tests.formats.dcp.making import save
 from tests.narrow import narrow
 from tests.remote.servers import Misbehaving, misbehaving, s3_server
+from tests.spy import spied
 
 KIB, MIB = 1 << 10, 1 << 20
 TAIL = 64 * KIB  # where a zip file's end record may be
@@ -257,36 +255,12 @@ def _output(path: Path, src: Anatomy) -> Anatomy:
 
 # what is counted
 
-# Runs each command twice, the first time for the imports; then says what the kernel counted of the
-# second.
-SPY = """
-import json, os, sys
-from ckptkit.cli import main
-def leave(code):
-    raise SystemExit(code)
-os._exit = leave
-def counted():
-    with open("/proc/self/io") as file:
-        facts = dict(line.split(": ") for line in file.read().splitlines())
-    return int(facts["rchar"]), int(facts["wchar"])
-def run(words):
-    sys.argv[1:] = words
-    before = counted()
-    try:
-        code = main()
-    except SystemExit as done:
-        code = done.code
-    after = counted()
-    return [code, after[0] - before[0], after[1] - before[1]]
-print(json.dumps([[run(words) for words in twice][1] for twice in json.load(sys.stdin)]), file=sys.stderr)
-"""
-
 needs_counts = pytest.mark.skipif(
     not os.path.exists("/proc/self/io"), reason="this system does not count bytes"
 )
 
 
-def _words(command: str, src: Path, folder: Path, run: int) -> list[str]:
+def _words(command: str, src: Path, folder: Path, run: int) -> list[str | Path]:
     """The command with its files: an output or a fresh copy of its own for each run."""
     fresh = folder / f"fresh{run}{src.suffix}"
     if "FRESH" in command:
@@ -303,23 +277,18 @@ def _twin(path: Path) -> Path:
 
 
 def _counts(src: Path, folder: Path, commands: list[str]) -> dict[str, tuple[Cost, Path]]:
-    """Return what the kernel counted of each command, and where its output is."""
-    twice = []
+    """Return what the kernel counted of each command, and where its output is. Each command runs
+    twice, the first time for the imports."""
+    twice: list[list[list[str | Path]]] = []
     for number, command in enumerate(commands):
         (own := folder / str(number)).mkdir()
         twice.append([_words(command, src, own, run) for run in (1, 2)])
-    done = subprocess.run(
-        [sys.executable, "-c", SPY], input=json.dumps(twice), capture_output=True, encoding="utf-8", env=ENVIRONMENT,
-        cwd=folder, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     found = {}
-    for number, (command, (code, read, written)) in enumerate(
-        zip(commands, json.loads(done.stderr.splitlines()[-1]), strict=True)
-    ):
-        assert not code, f"{command}: {done.stderr}"
+    done = spied(folder, *(words for both in twice for words in both))[1::2]
+    for number, (command, each) in enumerate(zip(commands, done, strict=True)):
+        assert not each.code, f"{command}: {each.code}"
         outs = sorted((folder / str(number)).glob("out2*"))
-        found[command] = Cost(read, written), outs[0] if outs else folder / "none"
+        found[command] = Cost(each.read, each.written), outs[0] if outs else folder / "none"
     return found
 
 

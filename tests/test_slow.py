@@ -19,7 +19,7 @@ def test_cases_that_are_kept_and_cases_that_are_slow() -> None:
     test = "tests/test_cost_model.py::test_bytes"
     assert [is_slow(f"{test}[{case}]") for case in ("large-pth", "small-pth")] == [False, True]
     assert not is_slow("tests/test_cost_model.py::test_calls_of_an_upload")
-    assert is_slow("tests/core/test_tree.py::test_rebuild_a_million_deep")
+    assert is_slow("tests/run/test_batch.py::test_thousands_of_small_files")
 
 
 def test_a_case_that_is_gone_is_named() -> None:

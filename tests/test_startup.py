@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -14,28 +12,8 @@ import pytest
 from ckptkit.cli import COMMANDS
 from ckptkit.formats.format import Format, Lazy
 from ckptkit.formats.table import BY_SUFFIX, FORMATS
-from tests.conftest import ENVIRONMENT
 from tests.matrix import Fixture
-
-# Runs one command line, then says what of ckptkit and of other packages has been imported
-# meanwhile.
-SPY = """
-import os, sys
-there = {name.partition(".")[0] for name in sys.modules}
-def leave(code):
-    raise SystemExit(code)
-os._exit = leave  # how the program ends: we have something to say first
-from ckptkit.cli import main
-try:
-    main()
-except SystemExit as exit:
-    code = exit.code
-own = [name.removeprefix("ckptkit").removeprefix(".") for name in sys.modules if name.split(".")[0] == "ckptkit"]
-others = {name.split(".")[0] for name in sys.modules} - sys.stdlib_module_names - there - {"ckptkit"}
-slow = {"asyncio", "concurrent", "difflib", "multiprocessing", "pickle", "traceback", "zipfile"} & sys.modules.keys()
-import json
-print(json.dumps([code or 0, own, sorted(others), sorted(slow)]), file=sys.stderr)
-"""
+from tests.spy import spied
 
 PTH, SAFETENSORS = (
     Fixture("torch-zip/dp_wrapped_cuda1.pth").path,
@@ -43,16 +21,7 @@ PTH, SAFETENSORS = (
 )
 
 
-def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], list[str]]:
-    """Run a command in `folder`: return its exit status, modules of ckptkit, other packages, and
-    slow ones that come with Python.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", SPY, *words],
-        capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=120,
-    )  # fmt: skip
-    code, own, others, slow = json.loads(done.stderr.splitlines()[-1])
-    return code, {*own}, others, slow
+SLOW = {"asyncio", "concurrent", "difflib", "multiprocessing", "pickle", "traceback", "zipfile"}
 
 
 # For each command line, in which PTH and SAFETENSORS are files: how many modules of ckptkit it may
@@ -83,17 +52,12 @@ def test_a_command_imports_what_it_needs(command: str, tmp_path: Path) -> None:
     words = [
         str({"PTH": PTH, "SAFETENSORS": SAFETENSORS}.get(word, word)) for word in command.split()
     ]
-    code, own, others, slow = spied(tmp_path, words)
-    expected = ["click", *["regex"] * ("--sub" in command)]
-    assert (code, others, slow) == (0, expected, [])
-    assert len(own) <= MOST[command]
-
-
-def test_the_spy_sees_all(tmp_path: Path) -> None:
-    """It sees late imports, and imports by other packages."""
-    _, own, others, _ = spied(tmp_path, ["convert", str(PTH), "out.pth", "--cast", "float16"])
-    assert "compute.operation" in own
-    assert {"click", "numpy"} <= {*others}
+    (done,) = spied(tmp_path, [*words])
+    packages = {name.partition(".")[0] for name in done.modules}
+    others = packages - sys.stdlib_module_names - {"ckptkit"}
+    assert (done.code, packages & SLOW) == (0, set())
+    assert others == {"click", *["regex"] * ("--sub" in command)}
+    assert sum(name.partition(".")[0] == "ckptkit" for name in done.modules) <= MOST[command]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
