@@ -113,8 +113,7 @@ class ByteSource(ABC):
 
         Raises TruncatedError if the source ends before ``offset + length``.
         """
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
+        self._check_inside(offset, length)
         data = self._read(offset, length)
         if READING.sums is not None:
             READING.sums.add(self.identity, offset, data)
@@ -159,13 +158,15 @@ class ByteSource(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
 
-    def _missing(self, offset: int, length: int) -> TruncatedError:
-        return TruncatedError(
-            f"is truncated: {offset + length - self.size:,} bytes are missing after byte "
-            f"{self.size:,}",
-            where=self.name,
-            hint="download or copy the file again",
-        )
+    def _check_inside(self, offset: int, length: int) -> None:
+        """Raise TruncatedError unless `length` bytes from `offset` are inside the source."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            missing = offset + length - self.size
+            raise TruncatedError(
+                f"is truncated: {missing:,} bytes are missing after byte {self.size:,}",
+                where=self.name,
+                hint="download or copy the file again",
+            )
 
 
 class Memory(ByteSource):
@@ -194,8 +195,7 @@ class Section(ByteSource):
     """A range of contiguous bytes of another source, such as a file inside an archive."""
 
     def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > whole.size:
-            raise whole._missing(offset, length)
+        whole._check_inside(offset, length)
         self.whole: ByteSource = whole
         self.offset = offset
         self.size = length
@@ -255,8 +255,7 @@ class LocalFile(ByteSource):
         if not hasattr(os, "preadv"):
             super().read_into(offset, buffer)
             return
-        if offset < 0 or offset + len(buffer) > self.size:
-            raise self._missing(offset, len(buffer))
+        self._check_inside(offset, len(buffer))
         done = 0
         try:
             while done < len(buffer):

@@ -146,7 +146,7 @@ class RemoteFile(ByteSource):
     def folder_and_name(self) -> tuple[Folder, str]:
         url, name = split_url(self.url)
         folder = RemoteFolder(url)
-        folder.take(name, self)
+        folder._open[name] = self
         return folder, name
 
     def close(self) -> None:
@@ -173,10 +173,6 @@ class RemoteFolder(Folder):
         self._open: dict[str, ByteSource] = {}
         self._fs, self._place = filesystem(url)
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
-
-    def take(self, name: str, source: ByteSource) -> None:
-        """Register `source` as the file `name`, so that later calls of `open` return `source`."""
-        self._open[name] = source
 
     def list(self) -> list[str]:
         return sorted(self._entries())
@@ -255,12 +251,12 @@ def open_url(url: str) -> ByteSource | Folder:
     return RemoteFile(url, Stored(fs, path, url, info))
 
 
-def filesystem(url: str, **options: object) -> tuple[Any, str]:
+def filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for `url`, and the path in this file system."""
     from fsspec.core import url_to_fs
 
     with translated(url, unknown):
-        fs, path = url_to_fs(url, **options)
+        fs, path = url_to_fs(url)
     return fs, path
 
 
