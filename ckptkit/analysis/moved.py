@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import NamedTuple
 
+from ckptkit.analysis.matching import grouped
 from ckptkit.compute.compare import Difference
 from ckptkit.core.text import family, ranges
 
@@ -44,16 +45,17 @@ class MovedPart(NamedTuple):
 
 def parts(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
     """Return the blocks of a model, such as ``layers.0``, in the order of the file."""
-    return [_moved(name, f"{name}.*", found) for name, found in _groups(tensors, _block).items()]
+    found = grouped(tensors, lambda each: _block(each.place))
+    return [_moved(name, f"{name}.*", same) for name, same in found.items()]
 
 
 def layers(tensors: Iterable[ComparedTensor]) -> list[MovedPart]:
     """Group modules whose paths differ only in an index, such as ``layers.{0..11}.attn``. Return
     the groups with the largest relative change first."""
     made = []
-    for kind, found in _groups(tensors, lambda place: family(_module(place))).items():
+    for kind, found in grouped(tensors, lambda each: family(_module(each.place))).items():
         names = dict.fromkeys(_module(each.place) for each in found)
-        blocks = _groups(found, _block)
+        blocks = grouped(found, lambda each: _block(each.place))
         below = tuple((name, relative(each)) for name, each in blocks.items())
         label = ranges(names) or "(root)"
         made.append(_moved(label, f"{kind}.*", found, below if len(below) > 1 else ()))
@@ -88,15 +90,6 @@ def _moved(
 ) -> MovedPart:
     states = Counter(each.state for each in found)
     return MovedPart(label or "(root)", pattern.lstrip("."), dict(states), relative(found), blocks)
-
-
-def _groups(
-    tensors: Iterable[ComparedTensor], key: Callable[[str], str]
-) -> dict[str, list[ComparedTensor]]:
-    found: dict[str, list[ComparedTensor]] = {}
-    for each in tensors:
-        found.setdefault(key(each.place), []).append(each)
-    return found
 
 
 def _module(place: str) -> str:

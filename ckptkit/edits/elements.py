@@ -7,12 +7,10 @@ tied. The functions of this module read no elements. A new storage contains an o
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import translate
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -28,10 +26,11 @@ from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import guess, plural, quoted
+from ckptkit.core.text import flatten, plural, quoted
 from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.edits import quantized_names
+from ckptkit.edits.quantized_names import matching
 
 # Rebuild functions of torch whose result has the dtype of the tensor arguments. All other rebuild
 # functions have a dtype argument.
@@ -65,10 +64,10 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
         given = dict(arguments.mapping("dtypes", dtypes))
     parsed = {glob: _float(dtype) for glob, dtype in given.items()}
     default = parsed.pop(DEFAULT, None)
-    patterns = _patterns(parsed, weights)
+    globs = matching(parsed, weights.nodes)
     wanted: dict[str, DType] = {}
     for name in weights.nodes:
-        hits = {glob: parsed[glob] for glob, pattern in patterns.items() if pattern.match(name)}
+        hits = {glob: parsed[glob] for glob, names in globs.items() if name in names}
         if len(set(hits.values())) > 1:
             raise UsageError(
                 f"{name!r} matches {quoted(hits)}, which have different dtypes",
@@ -118,15 +117,6 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     )
     notes = [f"cast {plural(number, 'weight')}: {pair}" for pair, number in pairs.items()]
     return ck.with_root(root, notes=notes, warnings=warnings)
-
-
-def _patterns(globs: Iterable[str], weights: Weights) -> dict[str, re.Pattern[str]]:
-    """Compile the globs. Raises UsageError for a glob that matches nothing."""
-    patterns = {glob: re.compile(translate(glob)) for glob in globs}
-    for glob, pattern in patterns.items():
-        if weights.nodes and not any(map(pattern.match, weights.nodes)):
-            raise UsageError(f"no weight matches {glob!r}", hint=guess(glob, weights.nodes))
-    return patterns
 
 
 def parsed_dtype(name: DTypeLike) -> DType:
@@ -244,8 +234,8 @@ def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
             hint = f"use one of {', '.join(map(repr, INVERSES))}"
             raise UsageError(f"{given!r} is not a supported expression", hint=hint)
     chosen: dict[str, str] = {}
-    for glob, pattern in _patterns(expressions, weights).items():
-        for name in filter(pattern.match, weights.nodes):
+    for glob, names in matching(expressions, weights.nodes).items():
+        for name in names:
             if name in chosen:
                 raise UsageError(f"{name!r} matches two globs", hint="make a glob narrower")
             chosen[name] = expressions[glob]
@@ -364,8 +354,8 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
     arguments.function("function", function)
     has_name = arguments.takes_two(function)
     weights = ck.required
-    patterns = _patterns(keys, weights).values()
-    names = [name for name in weights.nodes if any(each.match(name) for each in patterns)]
+    hits = set(flatten(matching(keys, weights.nodes).values()))
+    names = [name for name in weights.nodes if name in hits]
     quantized_names.refuse(ck, names, "a function cannot compute with codes")
     tensors = {name: as_tensor(weights.nodes[name]) for name in names}
     chosen = {

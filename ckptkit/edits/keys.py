@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -580,17 +580,8 @@ def select(
 def _matching(target: EditedDict, globs: Sequence[str], weights: Quantization) -> set[str]:
     """Return the names that match a glob. If a quantized weight matches, return all names of its
     tensors."""
-    found: set[str] = set()
-    names = [*target.names, *(group.name for group in weights.groups)]
-    for glob in globs:
-        matches = re.compile(translate(glob)).match
-        hits = {name for name in names if matches(name)}
-        if not hits:
-            raise UsageError(
-                f"no key{target.place} matches {glob!r}",
-                hint=entries(glob, [*target.names], "keys"),
-            )
-        found |= hits
+    names = dict.fromkeys((*target.names, *(group.name for group in weights.groups)))
+    found = set(flatten(quantized_names.matching(globs, names).values()))
     return quantized_names.with_members(weights, found).intersection(target.names)
 
 

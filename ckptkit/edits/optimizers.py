@@ -147,14 +147,7 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
         keys = {each: number for number, each in enumerate(found.params)}
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.unchanged(f"{found.path} is already keyed by {by}")
-    groups = [
-        {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
-    ]
-    state = {keys.get(old, old): value for old, value in found.state.items()}
-    swap: dict[int, Node] = {
-        id(found.node["param_groups"]): groups,
-        id(found.state): like(found.state, state),
-    }
+    swap, _ = _rekeyed(found, keys)
     note = f"keyed {plural(len(keys), 'parameter')} of {found.path} by {by}"
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
 
@@ -366,21 +359,40 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
 def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
     """Drop the parameters that are not in `left`."""
     keys: dict[Node, Node] = {}  # old -> new
+    for each in optimizer.params:
+        if each in left:
+            keys[each] = each if isinstance(each, str) else len(keys)
+    swap, gone = _rekeyed(optimizer, keys, left)
+    made.swap.update(swap)
+    note = f"kept {len(keys):,} of {plural(len(optimizer.params), 'parameter')} of {optimizer.path}"
+    if gone:
+        note += f", and dropped {plural(gone, 'empty parameter group')}"
+    made.notes.append(note)
+
+
+def _rekeyed(
+    optimizer: Optimizer, keys: Mapping[Node, Node], names: Parameters | None = None
+) -> tuple[dict[int, Node], int]:
+    """Give the parameters new keys, and drop parameters without a new key. `names` contains the
+    names for ``param_names``.
+
+    Return a dict from ids of old nodes to new nodes, and the number of groups that are dropped
+    because no parameter of the group is left.
+    """
     groups: list[dict[Node, Node]] = []
     for group in optimizer.groups:
-        params = [each for each in listed(group, "params") if each in left]
-        for each in params:
-            keys[each] = each if isinstance(each, str) else len(keys)
-        lists = {"params": [keys[each] for each in params], "param_names": [*map(left.get, params)]}
+        params = [each for each in listed(group, "params") if each in keys]
+        lists = {"params": [keys[each] for each in params]}
+        if names is not None:
+            lists["param_names"] = [*map(names.get, params)]
         if params or not listed(group, "params"):
             groups.append({word: lists.get(str(word), value) for word, value in group.items()})
     state = {keys[each]: value for each, value in optimizer.state.items() if each in keys}
-    made.swap[id(optimizer.node["param_groups"])] = groups
-    made.swap[id(optimizer.state)] = like(optimizer.state, state)
-    note = f"kept {len(keys):,} of {plural(len(optimizer.params), 'parameter')} of {optimizer.path}"
-    if gone := len(optimizer.groups) - len(groups):
-        note += f", and dropped {plural(gone, 'empty parameter group')}"
-    made.notes.append(note)
+    swap = {
+        id(optimizer.node["param_groups"]): groups,
+        id(optimizer.state): like(optimizer.state, state),
+    }
+    return swap, len(optimizer.groups) - len(groups)
 
 
 def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:

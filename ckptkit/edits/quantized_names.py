@@ -1,15 +1,28 @@
-"""Rename all tensors of a quantized weight together, and raise an error for arithmetic on codes."""
+"""Select weights by globs, and keep the tensors of a quantized weight together.
+
+Arithmetic on codes raises an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import translate
 from typing import TYPE_CHECKING
 
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import flatten, output_name, plural, quoted, shell_command, shell_word
+from ckptkit.core.text import (
+    entries,
+    flatten,
+    output_name,
+    plural,
+    quoted,
+    shell_command,
+    shell_word,
+)
 from ckptkit.quantized import Quantization
 
 if TYPE_CHECKING:
@@ -156,6 +169,18 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
         }
         new["_quantization_metadata"] = json.dumps(recorded)
     return new
+
+
+def matching(globs: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
+    """Map each glob to the names that it matches. Raises UsageError for a glob without a name."""
+    found = {}
+    for glob in globs:
+        matches = re.compile(translate(glob)).match
+        found[glob] = {name for name in names if matches(name)}
+        if names and not found[glob]:
+            hint = entries(glob, [*names], "weights")
+            raise UsageError(f"no weight matches {glob!r}", hint=hint)
+    return found
 
 
 def with_members(found: Quantization, hits: set[str]) -> set[str]:

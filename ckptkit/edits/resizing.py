@@ -14,7 +14,7 @@ from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import matcher, nearest, plural, quoted
+from ckptkit.core.text import flatten, plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits import quantized_names
 from ckptkit.edits.config_file import changes_of, config_of, with_changes
@@ -43,16 +43,9 @@ def resize(
     if rows < 1:
         raise UsageError(f"rows must be at least 1, got {rows}")
     weights = ck.required.tensors
-    globs = list(keys)
-    for glob in globs:
-        if not any(map(matcher([glob]), weights)):
-            close = nearest(glob, list(weights)) or [name for name in weights if "embed" in name]
-            hint = f"did you mean {quoted(close[:4])}?" if close else None
-            raise UsageError(f"no weight matches {glob!r}", where=ck.name, hint=hint)
-    matches = matcher(globs)
-    chosen = {name: each for name, each in weights.items() if globs and matches(name)}
+    chosen = set(flatten(quantized_names.matching(keys, weights).values()))
     quantized_names.refuse(ck, chosen, "ckptkit cannot add or remove rows of codes")
-    views = {each.elements_key for each in chosen.values()}
+    views = {weights[name].elements_key for name in chosen}
     tied = {name: each for name, each in weights.items() if each.elements_key in views}
     made: dict[object, Tensor] = {}
     for name, tensor in tied.items():
