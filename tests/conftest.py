@@ -119,6 +119,7 @@ class Done(NamedTuple):
 
 
 Run = Callable[..., Done]
+Ok = Callable[..., str]
 
 
 class LossScaler:
@@ -168,6 +169,18 @@ def run() -> Run:
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Done(result.exit_code, result.stdout, result.stderr)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def ok(run: Run) -> Ok:
+    """``ok("inspect", path)``: what the command prints. Its exit code is 0."""
+
+    def command(*args: object, **given: Any) -> str:
+        done = run(*args, **given)
+        assert done.code == 0, done.stderr or done.stdout
+        return done.stdout
 
     return command
 

@@ -175,14 +175,12 @@ GOOD = "\n".join(manifest_lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
         (GOOD.replace("  b", " b"), "line 3 is not a digest"),
         (GOOD.replace("1" * 64, "g" * 64), "line 3 is not a digest"),
         (GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\q"), "line 3: unknown escape"),
-        (
-            GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\Uffffffff"),
-            "line 3: unknown escape",
-        ),
+        (GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\Uffffffff"),
+         "line 3: unknown escape"),
         (GOOD + GOOD, "line 4: another manifest starts here"),
         (GOOD.replace("  b", "  \udcff"), "UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_manifest(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "list").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(FormatError, match=says):

@@ -27,7 +27,7 @@ from ckptkit.core.tree import (
     StoredBytes,
 )
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
-from tests.conftest import Run
+from tests.conftest import Ok, Run
 
 
 def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:
@@ -107,16 +107,14 @@ def test_unused_bytes_of_a_storage() -> None:
         (Global("torch", "bfloat16"), ("torch.dtype", "torch.bfloat16")),
         (opaque("torch.device", "cuda", 1), ("torch.device", "cuda:1")),
         (opaque("torch.Size", (2, 3)), ("torch.Size", "(2, 3)")),
-        (
-            opaque("torch.serialization._get_layout", "torch.strided"),
-            ("torch.layout", "torch.strided"),
-        ),
+        (opaque("torch.serialization._get_layout", "torch.strided"),
+         ("torch.layout", "torch.strided")),
         (1 << 63, ("int", 1 << 63)),
         (-(1 << 8191), ("int", -(1 << 8191))),
         ((1 << 63) - 1, ("int", (1 << 63) - 1)),
         (1 << 8_200, ("int", "<integer of 8,201 bits>")),
     ],
-)
+)  # fmt: skip
 def test_values(node: Node, expected: tuple[str, object]) -> None:
     assert values(summarize(checkpoint({"x": node}))) == {("x",): expected}
 
@@ -259,13 +257,15 @@ def test_a_tensor_subclass_shows_what_it_is_made_of(masked: Path) -> None:
     )
 
 
-def test_nothing_advises_to_drop_a_tensor_subclass(masked: Path, run: Run, tmp_path: Path) -> None:
+def test_nothing_advises_to_drop_a_tensor_subclass(
+    masked: Path, run: Run, ok: Ok, tmp_path: Path
+) -> None:
     for command in ("inspect", "doctor"):
         assert "--objects" not in run(command, masked).stdout
     done = run("convert", masked, tmp_path / "a.safetensors")
     assert (done.code, "--drop" in done.stderr, "--all" in done.stderr) == (3, False, True)
-    assert run("convert", "--all", masked, tmp_path / "a.safetensors").code == 0
-    assert run("convert", tmp_path / "a.safetensors", tmp_path / "b.pth").code == 0
+    ok("convert", "--all", masked, tmp_path / "a.safetensors")
+    ok("convert", tmp_path / "a.safetensors", tmp_path / "b.pth")
     with torch.serialization.safe_globals([MaskedTensor]):
         again = torch.load(tmp_path / "b.pth")["w"]
     assert torch.equal(again.get_mask(), torch.tensor([True, False, True, True]))

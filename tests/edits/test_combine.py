@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import CollisionError, UsageError
-from tests.conftest import Run
+from tests.conftest import Ok, Run
 from tests.torch_equality import bits
 
 FLOATS = [
@@ -45,12 +44,15 @@ def saved(folder: Path, *states: Any) -> list[Path]:
     return paths
 
 
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
 def averaged(
     paths: list[Path], out: Path, shares: list[float] | None = None
 ) -> dict[str, torch.Tensor]:
-    convert(ckptkit.average([ckptkit.open(path) for path in paths], shares), out)
-    found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
-    return found
+    convert(ckptkit.average(paths, shares), out)
+    return loaded(out)
 
 
 def mean(tensors: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
@@ -69,9 +71,8 @@ def test_the_mean_is_that_of_float64(dtype: torch.dtype, tmp_path: Path) -> None
     assert found._metadata == states[-1]._metadata  # type: ignore[attr-defined]
     for name, tensor in found.items():
         row = [each[name] for each in states]
-        expected = (
-            mean(row, [1, 1, 1]) if tensor.is_floating_point() or tensor.is_complex() else row[-1]
-        )
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        expected = mean(row, [1, 1, 1]) if is_float else row[-1]
         assert tensor.dtype == expected.dtype
         assert bits(tensor) == bits(expected), name
 
@@ -128,53 +129,39 @@ def test_ties_views_and_types(tmp_path: Path) -> None:
     assert found["h"].dtype == torch.float32 and found["h"].tolist() == [1.5] * 3
 
 
-def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, run: Run) -> None:
+def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, ok: Ok) -> None:
     paths = saved(tmp_path, *({"model": state(n), "epoch": n} for n in range(2)))
-    done = run("average", *paths, tmp_path / "out.safetensors")
-    assert done.code == 0, done.stderr
+    said = ok("average", *paths, tmp_path / "out.safetensors")
     assert (
         "averaged 4 tensors of 2 checkpoints; took 'a.num_batches_tracked', 'mask' from the last"
-        in done.stdout
+        in said
     )
-    assert "dropped 1 other entry" in done.stdout
+    assert "dropped 1 other entry" in said
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda s: s.pop("scale"), "0.pth: differs in names or shapes from .*1.pth: 'scale'"),
-        (
-            lambda s: s.update(scale=torch.zeros(2)),
-            "0.pth: differs in names or shapes from .*1.pth: 'scale'",
-        ),
-    ],
-)
-def test_what_differs_is_refused(change: Callable[[Any], Any], said: str, tmp_path: Path) -> None:
-    other = state(1)
-    change(other)
-    checkpoints = [ckptkit.open(path) for path in saved(tmp_path, other, state(2))]
+@pytest.mark.parametrize("scale", [None, torch.zeros(2)])
+def test_what_differs_is_refused(scale: torch.Tensor | None, tmp_path: Path) -> None:
+    other = state(1) | {"scale": scale}
+    paths = saved(tmp_path, {k: v for k, v in other.items() if v is not None}, state(2))
+    said = "0.pth: differs in names or shapes from .*1.pth: 'scale'"
     with pytest.raises(UsageError, match=said):
-        ckptkit.average(checkpoints)
+        ckptkit.average(paths)
 
 
 @pytest.mark.parametrize(
     "shares", [[1.0], [0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0]]
 )
 def test_weights_that_make_no_mean(shares: list[float], tmp_path: Path) -> None:
-    checkpoints = [ckptkit.open(path) for path in saved(tmp_path, state(1), state(2))]
     with pytest.raises(UsageError, match="checkpoints need"):
-        ckptkit.average(checkpoints, shares)
+        ckptkit.average(saved(tmp_path, state(1), state(2)), shares)
 
 
-def test_merge(tmp_path: Path, run: Run) -> None:
-    first, second = (
-        state(1),
-        OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items()),
-    )
+def test_merge(tmp_path: Path, ok: Ok) -> None:
+    first = state(1)
+    second = OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items())
     second._metadata = OrderedDict([("b", {"version": 3})])  # type: ignore[attr-defined]
-    done = run("join", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
-    assert done.code == 0, done.stderr
-    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    ok("join", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
+    found = loaded(tmp_path / "out.pth")
     assert list(found) == [*first, *second]
     assert all(torch.equal(found[name], {**first, **second}[name]) for name in found)
     assert found._metadata == {"": {"version": 1}, "a": {"version": 2}, "b": {"version": 3}}
@@ -183,55 +170,45 @@ def test_merge(tmp_path: Path, run: Run) -> None:
 def test_merging_the_same_names(tmp_path: Path, run: Run) -> None:
     paths = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, {"b": torch.ones(2)})
     with pytest.raises(CollisionError, match=r"1.pth and .*0.pth both have 1 name \('b'\)"):
-        ckptkit.join([ckptkit.open(path) for path in paths])
+        ckptkit.join(paths)
     done = run("join", "--last-wins", *paths, tmp_path / "out.pth")
     assert f"took 1 name ('b') from {paths[1]}, not from {paths[0]}" in done.stdout
-    assert torch.load(tmp_path / "out.pth", weights_only=True)["b"].tolist() == [1, 1]
+    assert loaded(tmp_path / "out.pth")["b"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["state_dict_ema", "model_ema", "ema", "params_ema", "shadow"])
-def test_ema_by_its_name(name: str, tmp_path: Path, run: Run) -> None:
+def test_ema_by_its_name(name: str, tmp_path: Path, ok: Ok) -> None:
     (path,) = saved(tmp_path, {"state_dict": state(1), name: state(2), "epoch": 3})
-    done = run("ema", path, tmp_path / "out.pth")
-    assert done.code == 0, done.stderr
-    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    ok("ema", path, tmp_path / "out.pth")
+    found = loaded(tmp_path / "out.pth")
     assert all(torch.equal(found[each], tensor) for each, tensor in state(2).items())
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_ema_of_torch_loads(parallel: bool, tmp_path: Path, run: Run) -> None:
+def test_ema_of_torch_loads(parallel: bool, tmp_path: Path, ok: Ok) -> None:
     """AveragedModel counts, and has the model as its `module`; DataParallel has another."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     inner = torch.nn.DataParallel(net) if parallel else net
     model = torch.optim.swa_utils.AveragedModel(inner)
     (path,) = saved(tmp_path, {"state_dict": net.state_dict(), "ema": model.state_dict()})
-    done = run("ema", path, tmp_path / "out.pth")
-    assert done.code == 0, done.stderr
-    net.load_state_dict(torch.load(tmp_path / "out.pth", weights_only=True))
+    ok("ema", path, tmp_path / "out.pth")
+    net.load_state_dict(loaded(tmp_path / "out.pth"))
 
 
-def test_ema_keeps_a_wrapper_that_the_trained_weights_have(tmp_path: Path, run: Run) -> None:
+def test_ema_keeps_a_wrapper_that_the_trained_weights_have(tmp_path: Path, ok: Ok) -> None:
     net = torch.nn.DataParallel(torch.nn.Linear(3, 2))
-    plain = net.module.state_dict()
-    (both, own) = saved(
-        tmp_path,
-        {"state_dict": net.state_dict(), "model_ema": net.state_dict()},
-        {"state_dict": plain, "model_ema": net.state_dict()},
-    )
-    for path, names in ((both, net.state_dict()), (own, plain)):
-        assert run("ema", path, tmp_path / "out.pth", "--force").code == 0
-        assert torch.load(tmp_path / "out.pth", weights_only=True).keys() == names.keys()
+    for trained in (net.state_dict(), net.module.state_dict()):
+        (path,) = saved(tmp_path, {"state_dict": trained, "model_ema": net.state_dict()})
+        ok("ema", path, tmp_path / "out.pth", "--force")
+        assert loaded(tmp_path / "out.pth").keys() == trained.keys()
 
 
 ADAPTERS = {
-    "peft": {
-        "base_model.model.q.lora_A.weight": (2, 4),
-        "base_model.model.q.lora_B.weight": (4, 2),
-    },
+    "peft": {"base_model.model.q.lora_A.weight": (2, 4), "base_model.model.q.lora_B.weight": (4, 2)},
     "kohya": {"lora_unet_q.lora_down.weight": (2, 4), "lora_unet_q.alpha": ()},
     "lycoris": {"lycoris_q.hada_w1_a": (2, 4)},
     "state_dict": {"q.lora_A.default.weight": (2, 4), "head.weight": (3, 3)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ADAPTERS)
@@ -254,13 +231,13 @@ def test_what_else_peft_writes_is_refused_by_its_configuration(tmp_path: Path, r
     assert done.code == 3 and "adapter_config.json is beside it" in done.stderr
 
 
-def test_models_with_adapters_inside_are_models(tmp_path: Path, run: Run) -> None:
+def test_models_with_adapters_inside_are_models(tmp_path: Path, ok: Ok) -> None:
     weights = {"q.base_layer.weight": torch.ones(4, 4), "q.lora_A.speech.weight": torch.ones(2, 4)}
     paths = saved(tmp_path, weights, weights)
-    assert run("average", *paths, tmp_path / "out.pth").code == 0
+    ok("average", *paths, tmp_path / "out.pth")
 
 
-def test_folders_are_combined_into_a_folder(tmp_path: Path, run: Run) -> None:
+def test_folders_are_combined_into_a_folder(tmp_path: Path, ok: Ok) -> None:
     """As `convert` does: with config.json."""
     from safetensors.torch import load_file, save_file
 
@@ -268,29 +245,25 @@ def test_folders_are_combined_into_a_folder(tmp_path: Path, run: Run) -> None:
         (tmp_path / name).mkdir()
         save_file({"w": torch.full((2,), value)}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text('{"model_type": "bert"}')
-    for words in (["average"], ["join", "--last-wins"]):
-        out = tmp_path / words[0]
-        assert run(*words, tmp_path / "a", tmp_path / "b", out).code == 0
+    for name, *options, expected in (("average", 2), ("join", "--last-wins", 3)):
+        ok(name, *options, tmp_path / "a", tmp_path / "b", out := tmp_path / name)
         assert (out / "config.json").read_text() == '{"model_type": "bert"}'
-        expected = 2 if words[0] == "average" else 3
         assert load_file(out / "model.safetensors")["w"].unique().item() == expected
 
 
-def test_ema_without_names(tmp_path: Path, run: Run) -> None:
+def test_ema_without_names(tmp_path: Path, ok: Ok) -> None:
     """diffusers keeps a list of the parameters, in their order."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     weights = OrderedDict((name, parameter) for name, parameter in net.named_parameters())
     weights.update(net.named_buffers())  # type: ignore[arg-type]
     shadow = [torch.full_like(parameter, n) for n, parameter in enumerate(net.parameters())]
-    (path,) = saved(
-        tmp_path, {"state_dict": weights, "ema": {"decay": 0.99, "shadow_params": shadow}}
-    )
-    done = run("ema", "--json", path, tmp_path / "out.pth")
-    assert json.loads(done.stdout)["done"] == [
+    averages = {"decay": 0.99, "shadow_params": shadow}
+    (path,) = saved(tmp_path, {"state_dict": weights, "ema": averages})
+    assert json.loads(ok("ema", "--json", path, tmp_path / "out.pth"))["done"] == [
         "extracted 4 tensors from 'ema.shadow_params', named like the weights",
         "added 3 buffers from the trained weights",
     ]
-    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    found = loaded(tmp_path / "out.pth")
     assert [found[name].unique().item() for name, _ in net.named_parameters()] == [0, 1, 2, 3]
 
 

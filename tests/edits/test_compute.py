@@ -12,7 +12,7 @@ import torch
 import ckptkit
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 from ckptkit.edits.elements import compute
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok
 
 EXPRESSIONS = {
     "x - 1": lambda x: x - 1,
@@ -77,13 +77,10 @@ def test_no_finite_result(tmp_path: Path) -> None:
         ({"a": torch.ones(2)}, {"c*": "x + 1"}, "no weight matches 'c*'"),
         ({"a": torch.ones(2)}, {"a": "x + 1", "*": "x - 1"}, "'a' matches two globs"),
         ({"a": torch.ones(2).long()}, {"a": "x + 1"}, "'a' is not a strided floating-point tensor"),
-        (
-            {"a": torch.ones(2, 2).to_sparse()},
-            {"a": "x + 1"},
-            "'a' is not a strided floating-point tensor",
-        ),
+        ({"a": torch.ones(2, 2).to_sparse()}, {"a": "x + 1"},
+         "'a' is not a strided floating-point tensor"),
     ],
-)
+)  # fmt: skip
 def test_refused(state: Any, expressions: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError) as caught:
         written(state, expressions, tmp_path)
@@ -99,18 +96,16 @@ def test_quantized_weights(tmp_path: Path) -> None:
         compute(ck, {"*": "x + 1"})
 
 
-def test_step_of_a_recipe_and_back(tmp_path: Path, command: Ckptkit) -> None:
+def test_step_of_a_recipe_and_back(tmp_path: Path, ok: Ok) -> None:
     steps = [{"compute": {"*norm.weight": "x - 1", "A": "log(-x)"}}, {"rules": ["{x:**} -> m.{x}"]}]
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
     state = {"norm.weight": torch.randn(9) + 1, "A": -torch.rand(5) - 0.1}
     torch.save(state, tmp_path / "a.pth")
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
-    assert done.exit_code == 0, done.stderr
-    assert "computed x - 1 for the elements of 1 weight" in done.stdout
+    said = ok("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert "computed x - 1 for the elements of 1 weight" in said
     found = torch.load(tmp_path / "b.pth")
     assert torch.equal(found["m.norm.weight"], state["norm.weight"] - 1)
-    done = command("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
-    assert done.exit_code == 0, done.stderr
+    ok("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
     back = torch.load(tmp_path / "c.pth")
     assert back.keys() == state.keys()
     torch.testing.assert_close(back, state, rtol=1e-6, atol=1e-6)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from tests.conftest import Run
+from tests.conftest import Ok, Run
 
 Weights = dict[str, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -188,15 +188,14 @@ def test_dare_leaves_differences_out_by_chance(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, [1], **given, seed=1 << 80)["w"], found)
 
 
-def test_layers_of_several_models(tmp_path: Path, run: Run) -> None:
+def test_layers_of_several_models(tmp_path: Path, ok: Ok) -> None:
     first, second = model(1, torch.float32), model(2, torch.float32)
     for name, weights in (("a", first), ("b", second)):
         (tmp_path / name).mkdir()
         save_file(weights, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text('{"num_hidden_layers": 3, "vocab_size": 50}')
     words = ["merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", "--method", "passthrough"]
-    done = run(*words, "--layers", "0:2", "--layers", "1:3")
-    assert done.code == 0, done.stderr
+    ok(*words, "--layers", "0:2", "--layers", "1:3")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 4
     expected = {
@@ -224,13 +223,12 @@ dtype: float32
 """
 
 
-def test_a_configuration_of_mergekit_is_a_recipe(tmp_path: Path, run: Run) -> None:
+def test_a_configuration_of_mergekit_is_a_recipe(tmp_path: Path, ok: Ok) -> None:
     for number, name in enumerate(("base", "one", "two")):
         (tmp_path / name).mkdir()
         save_file(model(number, torch.float32), tmp_path / name / "model.safetensors")
     (tmp_path / "merge.yml").write_text(CONFIG)
-    done = run("run", tmp_path / "merge.yml", tmp_path, tmp_path / "out")
-    assert done.code == 0, done.stderr
+    ok("run", tmp_path / "merge.yml", tmp_path, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     base, one = model(0, torch.float32), model(1, torch.float32)
     for name, tensor in found.items():
@@ -282,16 +280,14 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
         ({"method": "task", "base": 0, "rescale": True}, "task does not use rescale"),
         ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task does not use density"),
         ({"method": "passthrough", "layers": ["0:1"]}, "got 1 layer range for 3 models"),
-        (
-            {"method": "passthrough", "layers": ["0:1", "2:9", "0:1"]},
-            "'2:9' is not a valid layer range",
-        ),
+        ({"method": "passthrough", "layers": ["0:1", "2:9", "0:1"]},
+         "'2:9' is not a valid layer range"),
         ({"method": "passthrough"}, "needs a layer range for each"),
         ({"method": "linear", "layers": ["0:1"] * 3}, "only passthrough uses layers"),
         ({"method": "median"}, "'median' is not a method"),
         ({}, "a method is required: method="),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_a_method_does_not_use(
     tmp_path: Path, given: dict[str, Any], said: str
 ) -> None:

@@ -164,12 +164,10 @@ def other() -> Made:
         (two_groups, "several groups"),
         (alike, "several matches fit"),
         (other, "there are fewer"),
-        (
-            lambda: (torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), made()[1]),
-            "the shapes do not fit",
-        ),
+        (lambda: (torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), made()[1]),
+         "the shapes do not fit"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_certain_is_refused(
     saved: Callable[[], Made], message: str, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from tests.conftest import Run
+from tests.conftest import Ok, Run
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_random_rows_are_like_the_others(saved: torch.Tensor, tmp_path: Path) ->
     assert not torch.equal(again, other)
 
 
-def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
+def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run, ok: Ok) -> None:
     (tmp_path / "model").mkdir()
     weights = {"embed_tokens.weight": torch.randn(30, 4), "lm_head.weight": torch.randn(30, 4)}
     save_file(weights, tmp_path / "model" / "model.safetensors")
@@ -67,9 +67,8 @@ def test_fewer_rows_and_the_configuration(tmp_path: Path, run: Run) -> None:
         '{"vocab_size": 30, "hidden_size": 30, "text_config": {"vocab_size": 30}}'
     )
     words = ["resize", "model", "out", "--keys", "embed*", "--keys", "lm_head.weight"]
-    done = run(*words, "--rows", "20", cwd=tmp_path)
-    assert done.code == 0, done.stderr
-    assert "'embed_tokens.weight', 'lm_head.weight': 30 -> 20 rows" in done.stdout
+    said = ok(*words, "--rows", "20", cwd=tmp_path)
+    assert "'embed_tokens.weight', 'lm_head.weight': 30 -> 20 rows" in said
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], weights[name][:20]) for name in weights)
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CollisionError, TensorError
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok, Run
 from tests.rules.families import RULES, VECTORS
 
 Loaded = dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ def stored(state: Loaded, folder: Path, container: str) -> Path:
 @pytest.mark.skipif(not VECTORS.is_dir(), reason="CKPTKIT_VECTORS is not set")
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("family", RULES)
-def test_the_pairs_both_ways(family: str, container: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_the_pairs_both_ways(family: str, container: str, tmp_path: Path, ok: Ok) -> None:
     sides = [load_file(VECTORS / family / f"{side}.safetensors") for side in "ab"]
     config = VECTORS / family / "config.json"
     path = recipe(tmp_path, RULES[family])
@@ -80,25 +80,23 @@ def test_the_pairs_both_ways(family: str, container: str, tmp_path: Path, comman
         place = stored(source, tmp_path / f"in{number}", container)
         out = tmp_path / f"out{number}{Path(container).suffix or '.pth'}"
         reverse = ["--reverse"] * number
-        done = command("run", path, place, out, "--config", config, "--verify", *reverse)
-        assert done.exit_code == 0, done.stderr
+        ok("run", path, place, out, "--config", config, "--verify", *reverse)
         assert_same(ckptkit.load(out), expected)
 
 
-def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> None:
+def test_config_beside_the_source_is_found(tmp_path: Path, run: Run, ok: Ok) -> None:
     weight = torch.arange(48.0).reshape(12, 4)
     rule = "q [(h r two) i] -> q2 [(h two r) i] with h=config.heads two=2"
     path = recipe(tmp_path, [rule])
     for name in ("model.pth", "model.safetensors"):
         stored({"q": weight}, tmp_path / "run", name)
-        lacking = command("run", path, tmp_path / "run" / name, tmp_path / "out.pth")
-        assert lacking.exit_code == 2
+        lacking = run("run", path, tmp_path / "run" / name, tmp_path / "out.pth")
+        assert lacking.code == 2
         assert "cannot infer how 12 splits into (h r two)" in lacking.stderr
         assert "--arg h" in lacking.stderr
         (tmp_path / "run" / "config.json").write_text('{"heads": 3, "limit": Infinity}')
-        done = command("run", path, tmp_path / "run" / name, tmp_path / "out.pth", "--force")
-        assert done.exit_code == 0, done.stderr
-        assert "config.json next to the source describes the old layout" in done.stdout
+        said = ok("run", path, tmp_path / "run" / name, tmp_path / "out.pth", "--force")
+        assert "config.json next to the source describes the old layout" in said
         expected = weight.reshape(3, 2, 2, 4).transpose(1, 2).reshape(12, 4)
         assert_same(ckptkit.load(tmp_path / "out.pth"), {"q2": expected})
         (tmp_path / "run" / "config.json").unlink()
@@ -107,48 +105,45 @@ def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> 
 @pytest.mark.parametrize(
     "text", ["[1]", "{", "{" * 100_000, '{"a": ' + "9" * 5_000 + "}", " " * (2 << 20)]
 )
-def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -> None:
+def test_what_is_no_configuration(tmp_path: Path, run: Run, text: str) -> None:
     torch.save({"q": torch.ones(4)}, tmp_path / "a.pth")
     (tmp_path / "c.json").write_text(text)
     rule = "q [(h d)] -> r [h d] with h=config.heads"
     args = ("--rule", rule, "--config", tmp_path / "c.json")
-    done = command("convert", tmp_path / "a.pth", tmp_path / "b.pth", *args)
-    assert done.exit_code == 2
+    done = run("convert", tmp_path / "a.pth", tmp_path / "b.pth", *args)
+    assert done.code == 2
     assert "c.json" in done.stderr
 
 
-def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:
+def test_one_line_rules(tmp_path: Path, run: Run, ok: Ok) -> None:
     torch.save(
         {"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}, tmp_path / "a.pth"
     )
     rule = "a.{p:q|k} [o i] -> qk [(p o) i]"
-    done = command("convert", tmp_path / "a.pth", tmp_path / "b.safetensors", "--rule", rule)
-    assert done.exit_code == 0, done.stderr
+    ok("convert", tmp_path / "a.pth", tmp_path / "b.safetensors", "--rule", rule)
     expected = {"qk": torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), "n": torch.ones(1)}
     assert_same(load_file(tmp_path / "b.safetensors"), expected)
-    odd = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "o=3")
-    assert odd.exit_code == 3
+    odd = run("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "o=3")
+    assert odd.code == 3
     assert not (tmp_path / "c.pth").exists()
-    unused = command(
-        "convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "x=3"
-    )
-    assert unused.exit_code == 2
+    unused = run("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "x=3")
+    assert unused.code == 2
     assert "--arg x" in unused.stderr
-    bare = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--arg", "x=3")
-    assert bare.exit_code == 2
+    bare = run("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--arg", "x=3")
+    assert bare.code == 2
 
 
-def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:
+def test_a_dry_run_says_all(tmp_path: Path, run: Run) -> None:
     state = {f"e.{n}.w{m}": torch.ones(3, 4) for n in range(2) for m in (1, 3)}
     torch.save({**state, "n.weight": torch.ones(1)}, tmp_path / "a.pth")
     lines = ["e.{e}.w{m:1|3} [o i] -> g [e (m o) i]", "n.{w:*} -> norm.{w}"]
     path = recipe(tmp_path, lines)
-    done = command("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
+    done = run("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
     assert "step 1, rules: 4 + 1 of 5 keys taken, 0 kept; 2 written" in done.stdout
     assert "4 -> 1 tensor [2, 6, 4] float32, 192 B joined" in done.stdout
     assert "reversible: yes" in done.stdout
     assert not (tmp_path / "b.pth").exists()
-    done = command("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run", "--json")
+    done = run("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run", "--json")
     said = json.loads(done.stdout)
     assert said["reversible"] is True
     assert [(r["matched"], r["made"], r["nbytes"], r["how"]) for r in said["rules"]] == [
@@ -156,12 +151,12 @@ def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:
         (1, 1, 4, "moved"),
     ]
     dropping = recipe(tmp_path, ["e.{e}.w{m:1|3} -> e.{e}.w{m:1|-}"])
-    done = command("run", dropping, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
+    done = run("run", dropping, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
     assert "reversible: rule 1 drops 24 elements" in done.stdout
     assert "rule 1 dropped 24 elements" in done.stdout
 
 
-def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:
+def test_steps_in_a_row_and_back(tmp_path: Path, ok: Ok) -> None:
     """Split a fused matrix, turn q and k alone, join in another order: three steps, one plan."""
     steps = [
         {"add": "model."},
@@ -177,15 +172,13 @@ def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:
     path.write_text(json.dumps({"steps": steps, "args": {"two": 2, "h": "config.heads or 4"}}))
     weight = torch.randn(48, 5)
     torch.save({"qkv": weight}, tmp_path / "a.pth")
-    done = command("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--arg", "h=2")
-    assert done.exit_code == 0, done.stderr
+    ok("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--arg", "h=2")
     q, k, v = (each.contiguous() for each in weight.chunk(3))
     q, k = (each.reshape(2, 4, 2, 5).transpose(1, 2).reshape(16, 5) for each in (q, k))
     found = torch.load(tmp_path / "b.pth")
     assert_same(found["state_dict"], {"model.fused": torch.cat([k, v, q]) + 1})
-    done = command("run", path, tmp_path / "b.pth", tmp_path / "c.pth", "--reverse", "--arg", "h=2")
-    assert done.exit_code == 0, done.stderr
-    assert "not undone: cast" in done.stdout
+    said = ok("run", path, tmp_path / "b.pth", tmp_path / "c.pth", "--reverse", "--arg", "h=2")
+    assert "not undone: cast" in said
     assert_same(torch.load(tmp_path / "c.pth"), {"qkv": weight + 1 - 1})
 
 
@@ -197,11 +190,11 @@ def test_steps_in_a_row_and_back(tmp_path: Path, command: Ckptkit) -> None:
         ({"average": ["a.pth"]}, "step 1 (average)"),
     ],
 )
-def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, run: Run) -> None:
     torch.save({"y.a": torch.ones(1), "y.b": torch.ones(2)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": [step]}))
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--reverse")
-    assert done.exit_code == 2
+    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--reverse")
+    assert done.code == 2
     assert said in done.stderr
 
 
@@ -217,11 +210,11 @@ def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ck
         ("- rulez: [a -> b]", "did you mean rules"),
     ],
 )
-def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, run: Run) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(f"steps:\n{text}\n")
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
-    assert done.exit_code == 2
+    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert done.code == 2
     assert said in done.stderr
 
 
@@ -234,10 +227,10 @@ def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: C
         ("['bb ->? y']", "a.pth: step 2: 1 key is matched by no rule: b; nearest: rule 1, bb"),
     ],
 )
-def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, run: Run) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(f"steps:\n- rules: [a -> b]\n- rules: {rules}\n")
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
     assert said in done.stderr
 
 
@@ -357,24 +350,23 @@ def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "b.pth")["y"].tolist() == expected.tolist()
 
 
-def test_ties_and_entries_are_steps(tmp_path: Path, command: Ckptkit) -> None:
+def test_ties_and_entries_are_steps(tmp_path: Path, run: Run, ok: Ok) -> None:
     weight = torch.ones(2, 3)
     torch.save({"model": {"embed.weight": weight}, "optimizer": {"x": 1}}, tmp_path / "a.pth")
     steps = [{"drop-entry": ["optimizer", "none"]}, {"tie": {"head.weight": "embed.weight"}}]
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
-    assert done.exit_code == 0, done.stderr
+    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert done.code == 0, done.stderr
     assert "there is no entry 'none'" in done.stderr
     found = torch.load(tmp_path / "b.pth")
     assert list(found) == ["model"]
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
-    done = command("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
-    assert done.exit_code == 0, done.stderr
+    ok("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
     assert list(torch.load(tmp_path / "c.pth")["model"]) == ["embed.weight"]
     apart = {"model": {"embed.weight": weight, "head.weight": weight.clone()}}
     torch.save(apart, tmp_path / "d.pth")
-    done = command("run", tmp_path / "r.yaml", tmp_path / "d.pth", tmp_path / "e.pth", "--reverse")
-    assert done.exit_code == 2
+    done = run("run", tmp_path / "r.yaml", tmp_path / "d.pth", tmp_path / "e.pth", "--reverse")
+    assert done.code == 2
     assert "is not tied" in done.stderr
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptkit
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok
 from tests.rules.test_applying import CONTAINERS, assert_same, stored
 
 State = dict[str, torch.Tensor]
@@ -169,7 +169,7 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(family: str, container: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_there_and_back(family: str, container: str, tmp_path: Path, ok: Ok) -> None:
     torch.manual_seed(0)
     lines, sizes, make = FAMILIES[family]
     here, there = ({k: v.contiguous() for k, v in state.items()} for state in make())
@@ -180,7 +180,6 @@ def test_there_and_back(family: str, container: str, tmp_path: Path, command: Ck
     for expected, name, way in ((there, "there", ()), (here, "back", ("--reverse",))):
         (tmp_path / name).mkdir()
         made = tmp_path / name / container
-        done = command("run", tmp_path / "recipe.yaml", source, made, *given, *way)
-        assert done.exit_code == 0, done.stderr
+        ok("run", tmp_path / "recipe.yaml", source, made, *given, *way)
         assert_same(ckptkit.load(made), expected)
         source = made

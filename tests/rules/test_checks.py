@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.edits.expect import ExpectationError, Expectations
 from ckptkit.rules.notation import RuleError
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok, Run
 from tests.hints import commands_in
 
 Sizes = dict[str, tuple[int, ...]]
@@ -77,23 +77,23 @@ def test_values_that_differ_are_counted(tmp_path: Path) -> None:
         Expectations(["a equal=b"]).check(ckptkit.open(tmp_path / "x.pth"))
 
 
-def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, command: Ckptkit) -> None:
+def test_recipes_expect_before_they_write(net: Path, tmp_path: Path, run: Run) -> None:
     steps = [
         {"expect": ["*.weight count=2"]},
         {"rename": {"map": {"bad": "worse"}}},
         {"expect": "worse finite"},
     ]
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
-    done = command("run", tmp_path / "r.yaml", net, tmp_path / "out.pth")
-    assert done.exit_code == 3
+    done = run("run", tmp_path / "r.yaml", net, tmp_path / "out.pth")
+    assert done.code == 3
     assert "worse has 1 NaN" in done.stderr
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_check_says_what_is_wrong(net: Path, command: Ckptkit) -> None:
-    assert command("check", net, "--expect", "*.weight count=2").exit_code == 0
-    done = command("check", net, "--expect", "* finite", "--expect", "x", "--json")
-    assert done.exit_code == 1
+def test_check_says_what_is_wrong(net: Path, run: Run, ok: Ok) -> None:
+    ok("check", net, "--expect", "*.weight count=2")
+    done = run("check", net, "--expect", "* finite", "--expect", "x", "--json")
+    assert done.code == 1
     assert [each["code"] for each in json.loads(done.stdout)["findings"]] == ["expectation"] * 2
 
 
@@ -132,15 +132,15 @@ CONFIG = {
     ],
 )
 def test_config_against_tensors(
-    config: dict[str, Any], without: str | None, code: str | None, tmp_path: Path, command: Ckptkit
+    config: dict[str, Any], without: str | None, code: str | None, tmp_path: Path, run: Run
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in MODEL.items() if name != without}
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    done = command("check", tmp_path / "model.safetensors", "--json")
+    done = run("check", tmp_path / "model.safetensors", "--json")
     codes = {each["code"] for each in json.loads(done.stdout)["findings"]}
     assert codes == (set() if code is None else {code})
-    assert done.exit_code == (code is not None)
+    assert done.code == (code is not None)
 
 
 # Shapes of diffusers 0.42.1: UNet2DConditionModel and AutoencoderKL of two levels.
@@ -186,40 +186,40 @@ def test_config_of_diffusers(
     config: dict[str, Any],
     changes: dict[str, Any],
     tmp_path: Path,
-    command: Ckptkit,
+    run: Run,
 ) -> None:
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
     save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = command("check", tmp_path)
-    assert done.exit_code == 0 and set(changes) <= set(re.findall(r"\w+", done.stdout))
+    done = run("check", tmp_path)
+    assert done.code == 0 and set(changes) <= set(re.findall(r"\w+", done.stdout))
     assert done.stdout.rstrip().endswith("; no expectations given")
     for field, value in changes.items():
         (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
-        done = command("check", tmp_path, "--json")
-        assert done.exit_code == 1
+        done = run("check", tmp_path, "--json")
+        assert done.code == 1
         assert {each["code"] for each in json.loads(done.stdout)["findings"]} == {field}
 
 
 @pytest.mark.parametrize("config", [None, {"model_type": "x"}, {"_class_name": "Of no model"}])
-def test_nothing_to_check(config: dict[str, Any] | None, tmp_path: Path, command: Ckptkit) -> None:
+def test_nothing_to_check(config: dict[str, Any] | None, tmp_path: Path, run: Run) -> None:
     net = tmp_path / "net.pth"
     torch.save({"fc.weight": torch.ones(2)}, net)
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    done = command("check", net)
-    assert done.exit_code == 2 and "nothing to check" in done.stderr and not done.stdout
+    done = run("check", net)
+    assert done.code == 2 and "nothing to check" in done.stderr and not done.stdout
     (hint,) = commands_in(done.stderr)
-    done = command(*hint[1:])
-    assert (done.exit_code, done.stdout) == (0, f"{net}: passes 1 expectation\n")
+    done = run(*hint[1:])
+    assert (done.code, done.stdout) == (0, f"{net}: passes 1 expectation\n")
 
 
-def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:
+def test_stacked_experts_are_counted(tmp_path: Path, run: Run) -> None:
     save_file(
         {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}, tmp_path / "m.safetensors"
     )
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
-    done = command("check", tmp_path / "m.safetensors")
+    done = run("check", tmp_path / "m.safetensors")
     assert "num_experts is 8, but the tensors have 4 experts" in done.stdout
 
 
@@ -233,7 +233,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["file", "index", "class"])
-def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_like(kind: str, tmp_path: Path, run: Run, ok: Ok) -> None:
     good = {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2)}
     torch.save(good, tmp_path / "like.pth")
     index = {"weight_map": dict.fromkeys(good, "model-00001-of-00001.safetensors")}
@@ -242,21 +242,20 @@ def test_like(kind: str, tmp_path: Path, command: Ckptkit) -> None:
     others = {"file": "like.pth", "index": "model.safetensors.index.json", "class": "net.py:Net"}
     other = tmp_path / others[kind]
     torch.save({f"module.{name}": tensor for name, tensor in good.items()}, tmp_path / "a.pth")
-    done = command("strip-module", tmp_path / "a.pth", tmp_path / "b.pth", "--like", other)
-    assert done.exit_code == 0, done.stderr
-    done = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--like", other)
-    assert done.exit_code == 3
+    ok("strip-module", tmp_path / "a.pth", tmp_path / "b.pth", "--like", other)
+    done = run("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--like", other)
+    assert done.code == 3
     assert "2 keys missing: 'fc.weight', 'fc.bias'; 2 keys unexpected" in done.stderr
     assert not (tmp_path / "c.pth").exists()
     torch.save({"fc.weight": torch.ones(2, 5), "fc.bias": torch.ones(2)}, tmp_path / "d.pth")
-    done = command("convert", tmp_path / "d.pth", tmp_path / "e.safetensors", "--like", other)
-    assert done.exit_code == (0 if kind == "index" else 3)
+    done = run("convert", tmp_path / "d.pth", tmp_path / "e.safetensors", "--like", other)
+    assert done.code == (0 if kind == "index" else 3)
     assert kind == "index" or "fc.weight [2, 5] instead of [2, 4]" in done.stderr
-    assert command("check", tmp_path / "d.pth", "--like", other).exit_code == (kind != "index")
+    assert run("check", tmp_path / "d.pth", "--like", other).code == (kind != "index")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}'])
-def test_what_is_no_index(text: str, tmp_path: Path, net: Path, command: Ckptkit) -> None:
+def test_what_is_no_index(text: str, tmp_path: Path, net: Path, run: Run) -> None:
     (tmp_path / "x.index.json").write_text(text)
-    done = command("convert", net, tmp_path / "o.pth", "--like", tmp_path / "x.index.json")
-    assert done.exit_code == 2
+    done = run("convert", net, tmp_path / "o.pth", "--like", tmp_path / "x.index.json")
+    assert done.code == 2

@@ -11,7 +11,7 @@ import torch
 
 from ckptkit.rules.notation import RuleError, parse_rule
 from ckptkit.rules.planner import RuleSet
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok, Run
 
 ROPE = "q [(h r two) i] -> q [(h two r) i] with h=meta.attention.head_count or config.heads two=2"
 SHAPES = {"q": (16, 3)}
@@ -38,20 +38,16 @@ def test_first_that_is_set() -> None:
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        (
-            {"attention.head_count": [4, 2]},
-            "meta.attention.head_count: expected an integer, got a list",
-        ),
+        ({"attention.head_count": [4, 2]},
+         "meta.attention.head_count: expected an integer, got a list"),
         ({"attention.head_count": "4"}, "meta.attention.head_count: expected an integer"),
-        (
-            {"attention.head_count": True},
-            "meta.attention.head_count: expected an integer, got 'True'",
-        ),
+        ({"attention.head_count": True},
+         "meta.attention.head_count: expected an integer, got 'True'"),
         ({"attention.head_count": 0}, "the size h is 0"),
         ({"attention.head_count": 1 << 63}, "the size h is"),
         ({}, "cannot infer how 16 splits into (h r two)"),
     ],
-)
+)  # fmt: skip
 def test_refused(metadata: dict[str, Any], said: str) -> None:
     with pytest.raises(RuleError) as caught:
         RuleSet.parse([ROPE]).plan(SHAPES, meta=metadata)
@@ -69,7 +65,7 @@ def test_unset_parts_of_a_ragged_size() -> None:
     assert "meta.heads|meta.kv|meta.kv is not set" in caught.value.hint
 
 
-def test_metadata_of_a_checkpoint(tmp_path: Path, command: Ckptkit) -> None:
+def test_metadata_of_a_checkpoint(tmp_path: Path, run: Run, ok: Ok) -> None:
     """The keys of the architecture that the tree names, both ways; other keys do not count."""
     weight = torch.randn(16, 3)
     root = {
@@ -81,13 +77,11 @@ def test_metadata_of_a_checkpoint(tmp_path: Path, command: Ckptkit) -> None:
     }
     torch.save(root, tmp_path / "a.pth")
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": [{"rules": [ROPE]}]}))
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
+    done = run("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run")
     assert "h=4 (meta.attention.head_count)" in done.stdout
     assert "reversible: yes" in done.stdout
-    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
-    assert done.exit_code == 0, done.stderr
+    ok("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
     turned = weight.view(4, 2, 2, 3).transpose(1, 2).reshape(16, 3)
     assert torch.equal(torch.load(tmp_path / "b.pth")["tensors"]["q"], turned)
-    done = command("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
-    assert done.exit_code == 0, done.stderr
+    ok("run", tmp_path / "r.yaml", tmp_path / "b.pth", tmp_path / "c.pth", "--reverse")
     assert torch.equal(torch.load(tmp_path / "c.pth")["tensors"]["q"], weight)

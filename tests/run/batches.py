@@ -9,14 +9,19 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.api import Conversion, convert
 from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish.publish import temporary_name
 from ckptkit.run import batch
+
+if TYPE_CHECKING:
+    from tests.conftest import Run
 
 # Not from tests.conftest, which imports torch: workers import this file.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -28,10 +33,8 @@ def make(folder: Path, count: int) -> list[Path]:
     import torch  # not at once: workers import this file
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {"module.weight": torch.full((4,), -1.0), "module.bias": torch.zeros(2)},
-        folder / "first.pth",
-    )
+    first = {"module.weight": torch.full((4,), -1.0), "module.bias": torch.zeros(2)}
+    torch.save(first, folder / "first.pth")
     data = (folder / "first.pth").read_bytes()
     (folder / "first.pth").unlink()
     elements = torch.full((4,), -1.0).numpy().tobytes()
@@ -39,9 +42,8 @@ def make(folder: Path, count: int) -> list[Path]:
     for number, path in enumerate(paths):
         path.parent.mkdir(exist_ok=True)
         changed = torch.tensor([float(number), -1, -1, -1]).numpy().tobytes()
-        path.write_bytes(
-            data.replace(elements, changed).replace(checksum(elements), checksum(changed))
-        )
+        made = data.replace(elements, changed).replace(checksum(elements), checksum(changed))
+        path.write_bytes(made)
     return paths
 
 
@@ -58,6 +60,57 @@ def without_sum(path: Path) -> dict[str, list[float]]:
 
 def strip(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
     return convert(source, destination, strip_prefix, force=force, dry_run=dry_run)
+
+
+def expected(folder: Path) -> dict[str, bytes]:
+    """Return what `strip` makes of each checkpoint below a folder, by its path."""
+    found, alone = {}, folder.parent / "alone.pth"
+    for path in folder.rglob("*.pth"):
+        strip(str(path), str(alone), force=True, dry_run=False)
+        found[path.relative_to(folder).as_posix()] = alone.read_bytes()
+    return found
+
+
+def jobs_of(pattern: object, into: object, **options: Any) -> list[batch.Job]:
+    return batch.plan(batch.find([str(pattern)], str(into)), ["strip"], **options)
+
+
+def states(outcomes: Iterable[batch.Outcome]) -> dict[str, int]:
+    return dict(Counter(outcome.state for outcome in outcomes))
+
+
+def answered(run: Run, *args: object, code: int = 0, **given: Any) -> dict[str, Any]:
+    """What `batch --json` prints."""
+    done = run("batch", *args, "--json", **given)
+    assert done.code == code, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["schema"] == "ckptkit.batch/1"
+    return answer
+
+
+def counts(run: Run, *args: object, **given: Any) -> dict[str, int]:
+    """The counts of `batch --json` that are not 0."""
+    found = answered(run, *args, **given)["counts"]
+    return {state: count for state, count in found.items() if count}
+
+
+def interrupted(
+    command: Iterable[object],
+    is_begun: Callable[[], object],
+    act: Callable[[subprocess.Popen[bytes]], object],
+    **more: Any,
+) -> tuple[int, bytes]:
+    """Start a client and `act` when it has begun. Return its exit code and what it said, which ends
+    when its workers, which inherit its standard error, are gone."""
+    given = {"env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **more}
+    client = subprocess.Popen([*map(str, command)], **given)
+    deadline = time.monotonic() + 240
+    while not is_begun():
+        assert time.monotonic() < deadline and client.poll() is None, client.poll()
+        time.sleep(0.005)
+    act(client)
+    _, said = client.communicate(timeout=120)
+    return client.returncode, said
 
 
 def slow(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
@@ -123,15 +176,10 @@ class Dask:
         self.workers += [self._start("worker", *options) for _ in range(count)]
 
     def _start(self, what: str, *options: str) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            f"distributed.cli.dask_{what}",
-            "--scheduler-file",
-            str(self._file),
-        ]
+        module = f"distributed.cli.dask_{what}"
+        command = [sys.executable, "-m", module, "--scheduler-file", str(self._file), *options]
         return subprocess.Popen(
-            [*command, *options, "--no-dashboard"], cwd=self._folder, env=self._env, stdout=self._log,
+            [*command, "--no-dashboard"], cwd=self._folder, env=self._env, stdout=self._log,
             stderr=self._log,
         )  # fmt: skip
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing
@@ -25,13 +22,19 @@ from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers
 from ckptkit.run.batch import failed, same
-from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
+from tests.conftest import COMMAND, ROOT, Ok, Run
 from tests.run.batches import (
+    answered,
+    counts,
     deadly,
+    expected,
+    interrupted,
     interrupted_in_destructor,
+    jobs_of,
     make,
     noted,
     slow,
+    states,
     strip,
     suicidal,
     without_sum,
@@ -48,8 +51,9 @@ def into(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def jobs_of(pattern: object, into: Path, **options: Any) -> list[batch.Job]:
-    return batch.plan(batch.find([str(pattern)], str(into)), ["strip"], **options)
+@pytest.fixture
+def pattern(tmp_path: Path) -> Path:
+    return tmp_path / "runs/**/*.pth"
 
 
 def run_all(
@@ -57,10 +61,6 @@ def run_all(
 ) -> dict[str, batch.Outcome]:
     with closing(batch.run(work, jobs, str(into), **options)) as results:
         return {job.output: outcome for job, outcome in results}
-
-
-def states(found: dict[str, batch.Outcome]) -> dict[str, int]:
-    return dict(Counter(outcome.state for outcome in found.values()))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,41 +72,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def expected(runs: Sequence[Path], tmp_path: Path) -> dict[str, bytes]:
-    """Return what the same work makes of each file alone."""
-    for path in runs:
-        target = tmp_path / "alone" / path.relative_to(tmp_path / "runs")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        strip(str(path), str(target), force=False, dry_run=False)
-    return contents(tmp_path / "alone")
-
-
-def batch_json(run: Run, *args: object, code: int = 0) -> dict[str, Any]:
-    done = run("batch", *args, "--json")
-    assert done.code == code, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["schema"] == "ckptkit.batch/1"
-    return answer
-
-
-def counts(answer: dict[str, Any]) -> dict[str, int]:
-    return {state: count for state, count in answer["counts"].items() if count}
-
-
 class TestCommands:
-    def test_strip_module(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
-        done = run(
-            "batch", "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2
-        )
-        assert (done.code, done.stdout.split(";")[0]) == (
-            0,
-            f"strip-module into {into}: 25 written",
-        ), done.stderr
-        assert contents(into) == expected(runs, tmp_path)
-        assert without_sum(into / "0001/13.pth") == {
-            "weight": [13.0, -1.0, -1.0, -1.0],
-            "bias": [0.0, 0.0],
-        }
+    def test_strip_module(
+        self, runs: list[Path], into: Path, pattern: Path, ok: Ok, tmp_path: Path
+    ) -> None:
+        said = ok("batch", "strip-module", "--into", into, pattern, "--workers", 2)
+        assert said.startswith(f"strip-module into {into}: 25 written;")
+        assert contents(into) == expected(tmp_path / "runs")
+        weights = {"weight": [13.0, -1.0, -1.0, -1.0], "bias": [0.0, 0.0]}
+        assert without_sum(into / "0001/13.pth") == weights
 
     @pytest.mark.parametrize(
         "command",
@@ -116,14 +90,12 @@ class TestCommands:
         ],
     )  # fmt: skip
     def test_each_does_what_it_does_alone(
-        self, command: str, tmp_path: Path, into: Path, run: Run
+        self, command: str, tmp_path: Path, into: Path, ok: Ok
     ) -> None:
         (source,) = make(tmp_path / "runs", 1)
         suffix = ".safetensors" if "convert" in command else ".pth"
-        words = command.split()
-        alone = run(*words, source, tmp_path / f"alone{suffix}")
-        together = run("batch", *words, "--into", into, source)
-        assert (together.code, alone.code) == (0, 0), together.stderr
+        ok(*command.split(), source, tmp_path / f"alone{suffix}")
+        ok("batch", *command.split(), "--into", into, source)
         assert contents(into) == {f"0{suffix}": (tmp_path / f"alone{suffix}").read_bytes()}
 
     def test_a_recipe(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
@@ -134,35 +106,31 @@ class TestCommands:
         for prefix in ("module.", "none."):
             text = f"about: x\nsteps:\n  - strip: {prefix}\noutput: {{format: safetensors}}\n"
             recipe.write_text(text)
-            assert counts(batch_json(run, *args)) == {"done": 2}
-            assert counts(batch_json(run, *args)) == {"skipped": 2}
+            assert counts(run, *args) == {"done": 2}
+            assert counts(run, *args) == {"skipped": 2}
         assert set(load_file(into / "1.safetensors")) == {"module.weight", "module.bias"}
         recipe.write_text("steps: 3")
         assert run("batch", *args).code == 2
 
     def test_every_command_that_writes_is_there(self) -> None:
-        group = cli.main.get_command(click.Context(cli.main), "batch")
+        def found(name: str) -> click.Command:
+            command = cli.main.get_command(click.Context(cli.main), name)
+            assert command is not None
+            return command
+
+        group = found("batch")
         assert isinstance(group, click.Group)
-        writing = set()
-        for name in cli.COMMANDS:
-            found = cli.main.get_command(click.Context(cli.main), name)
-            assert found is not None
-            writing |= {name} if any(each.name == "in_place" for each in found.params) else set()
+        writing = {
+            name
+            for name in cli.COMMANDS
+            if any(each.name == "in_place" for each in found(name).params)
+        }
         assert set(group.list_commands(click.Context(group))) == writing
 
-    def test_help_has_the_options_of_the_command(self, run: Run) -> None:
-        text = run("batch", "remap", "--help").stdout
-        assert all(
-            each in text
-            for each in (
-                "--device",
-                "--device-values",
-                "--into DIR",
-                "--workers",
-                "SRC...",
-                "batch/1",
-            )
-        )
+    def test_help_has_the_options_of_the_command(self, ok: Ok) -> None:
+        text = ok("batch", "remap", "--help")
+        for each in ("--device", "--device-values", "--into DIR", "--workers", "SRC...", "batch/1"):
+            assert each in text
         assert "DST" not in text and "--in-place" not in text
 
     def test_options_that_do_not_go_together(self, runs: list[Path], into: Path, run: Run) -> None:
@@ -170,51 +138,51 @@ class TestCommands:
         assert (done.code, into.exists()) == (2, False)
         assert done.stderr.count("use either --to DEVICE or --device A=B") == 1
 
-    def test_dry_run(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
-        pattern = tmp_path / "runs/**/*.pth"
-        answer = batch_json(run, "strip-module", "--dry-run", "--into", into, pattern)
-        assert (counts(answer), into.exists()) == ({"planned": 25}, False)
-        batch_json(run, "strip-module", "--into", into, *runs[:1])
-        done = run("batch", "strip-module", "--dry-run", "--into", into, runs[0], runs[11])
-        assert (
-            f"0.pth: already done, from {runs[0]}\n11.pth: to write, from {runs[11]}\n"
-            in done.stdout
-        )
+    def test_dry_run(self, runs: list[Path], into: Path, pattern: Path, run: Run, ok: Ok) -> None:
+        words = ("strip-module", "--into", into)
+        assert counts(run, *words, "--dry-run", pattern) == {"planned": 25}
+        assert not into.exists()
+        counts(run, *words, runs[0])
+        said = ok("batch", *words, "--dry-run", runs[0], runs[11])
+        assert f"0.pth: already done, from {runs[0]}\n11.pth: to write, from {runs[11]}\n" in said
 
 
 class TestNames:
     def test_below_the_fixed_part(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
         jobs = jobs_of(tmp_path / "runs/000*/*1*.pth", into)
         assert [job.output for job in jobs][:3] == ["0000/1.pth", "0001/10.pth", "0001/11.pth"]
-        assert [job.output for job in jobs_of(runs[3], into)] == ["3.pth"]
 
-    def test_suffixes(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
-        assert [job.output for job in jobs_of(runs[0], into, format="safetensors")] == [
-            "0.safetensors"
-        ]
-        assert [job.output for job in jobs_of(runs[0], into, format="torch-zip")] == ["0.pth"]
-        assert [job.output for job in jobs_of(runs[0], into, shards=True)] == ["0"]
+    @pytest.mark.parametrize(
+        ("name", "options", "output"),
+        [
+            ("runs/0000/3.pth", {}, "3.pth"),
+            ("runs/0000/3.pth", {"format": "safetensors"}, "3.safetensors"),
+            ("runs/0000/3.pth", {"format": "torch-zip"}, "3.pth"),
+            ("runs/0000/3.pth", {"shards": True}, "3"),
+            ("run.pth.tar", {"format": "safetensors"}, "run.safetensors"),
+        ],
+    )
+    def test_suffixes(
+        self, name: str, options: Any, output: str, runs: list[Path], into: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "run.pth.tar").write_bytes(runs[0].read_bytes())
-        (job,) = jobs_of(tmp_path / "run.pth.tar", into, format="safetensors")
-        assert job.output == "run.safetensors"
+        (job,) = jobs_of(tmp_path / name, into, **options)
+        assert job.output == output
 
     def test_folders_that_are_checkpoints(self, tmp_path: Path, into: Path, run: Run) -> None:
         for step in (1, 2):
-            folder = tmp_path / f"steps/step-{step}"
+            folder, name = tmp_path / f"steps/step-{step}", "model-00001-of-00001.safetensors"
             folder.mkdir(parents=True)
-            save_file(
-                {"module.w": torch.full((2,), float(step))},
-                folder / "model-00001-of-00001.safetensors",
-            )
-            places = {"weight_map": {"module.w": "model-00001-of-00001.safetensors"}}
+            save_file({"module.w": torch.full((2,), float(step))}, folder / name)
+            places = {"weight_map": {"module.w": name}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(places))
         pattern = tmp_path / "steps/step-*"
-        batch_json(run, "convert", "--format", "safetensors", "--into", into, pattern)
+        counts(run, "convert", "--format", "safetensors", "--into", into, pattern)
         assert load_file(into / "step-2.safetensors")["module.w"].tolist() == [2, 2]
-        for _ in range(2):
-            answer = batch_json(run, "strip-module", "--into", tmp_path / "kept", pattern)
+        for state in ("done", "skipped"):
+            answer = answered(run, "strip-module", "--into", tmp_path / "kept", pattern)
             assert {job["output"] for job in answer["jobs"]} == {"step-1", "step-2"}
-        assert counts(answer) == {"skipped": 2}
+            assert answer["counts"][state] == 2
         assert (tmp_path / "kept/step-1").is_dir()
 
     def test_collisions(self, runs: list[Path], into: Path, tmp_path: Path, run: Run) -> None:
@@ -225,20 +193,18 @@ class TestNames:
         assert str(runs[0]) in done.stderr and "more/0.pth" in done.stderr
         (runs[0].parent / "0").mkdir()
         (runs[0].parent / "0/x.pth").write_bytes(runs[0].read_bytes())
-        with pytest.raises(
-            UsageError, match="would overwrite each other"
-        ):  # a folder 0, and a folder x in it
+        # a folder 0, and a folder x in it
+        with pytest.raises(UsageError, match="would overwrite each other"):
             jobs_of(tmp_path / "runs/**/[0x].pth", into, shards=True)
 
-    def test_one_file_named_twice_is_one(
-        self, runs: list[Path], tmp_path: Path, into: Path
-    ) -> None:
+    def test_one_file_named_twice_is_one(self, runs: list[Path], into: Path) -> None:
         assert len(batch.find([str(runs[0]), f"{runs[0].parent}/../0000/0.pth"], str(into))) == 1
 
-    def test_outputs_are_no_inputs(self, runs: list[Path], tmp_path: Path, run: Run) -> None:
-        pattern, into = tmp_path / "runs/**/*.pth", tmp_path / "runs/out"
+    def test_outputs_are_no_inputs(
+        self, runs: list[Path], pattern: Path, tmp_path: Path, run: Run
+    ) -> None:
         for want in ({"done": 25}, {"skipped": 25}):
-            assert counts(batch_json(run, "strip-module", "--into", into, pattern)) == want
+            assert counts(run, "strip-module", "--into", tmp_path / "runs/out", pattern) == want
         done = run("batch", "strip-module", "--into", tmp_path / "runs", pattern)
         assert done.code == 2 and "in the output folder" in done.stderr
 
@@ -254,60 +220,60 @@ class TestNames:
 
 class TestSkipping:
     def test_what_is_done_is_not_done_again(
-        self, runs: list[Path], into: Path, tmp_path: Path, run: Run
+        self, runs: list[Path], into: Path, pattern: Path, run: Run
     ) -> None:
-        args = ("strip-module", "--into", into, tmp_path / "runs/**/*.pth")
-        assert counts(batch_json(run, *args)) == {"done": 25}
-        assert counts(batch_json(run, *args)) == {"skipped": 25}
+        args = ("strip-module", "--into", into, pattern)
+        assert counts(run, *args) == {"done": 25}
+        assert counts(run, *args) == {"skipped": 25}
         torch.save({"module.other": torch.ones(1)}, runs[3])
         (into / "0000/4.pth").unlink()
         before = (into / "0000/5.pth").stat()
-        assert counts(batch_json(run, *args)) == {"done": 2, "skipped": 23}
+        assert counts(run, *args) == {"done": 2, "skipped": 23}
         assert without_sum(into / "0000/3.pth") == {"other": [1.0]}
         assert (into / "0000/5.pth").stat() == before
 
     def test_other_options_do_it_again(self, runs: list[Path], into: Path, run: Run) -> None:
-        args = ("--into", into, *runs[:2])
-        batch_json(run, "strip-module", *args)
-        assert counts(batch_json(run, "add-module", *args)) == {"done": 2}
-        assert counts(batch_json(run, "add-module", "--prefix", "x.", *args)) == {"done": 2}
-        assert counts(batch_json(run, "add-module", "--prefix", "x.", "--durable", *args)) == {
-            "skipped": 2
-        }
+        for words, state in (
+            (("strip-module",), "done"),
+            (("add-module",), "done"),
+            (("add-module", "--prefix", "x."), "done"),
+            (("add-module", "--prefix", "x.", "--durable"), "skipped"),
+        ):
+            assert counts(run, *words, "--into", into, *runs[:2]) == {state: 2}
         assert "x.module.bias" in without_sum(into / "0.pth")
 
     def test_folders_are_never_replaced(self, runs: list[Path], into: Path, run: Run) -> None:
         args = ("--into", into, "--shard-size", "1GB", *runs[:2])
-        batch_json(run, "strip-module", *args)
-        assert counts(batch_json(run, "strip-module", *args)) == {"skipped": 2}
-        (into / batch.MANIFEST).unlink()
-        assert counts(batch_json(run, "strip-module", *args)) == {"found": 2}
-        answer = batch_json(run, "add-module", *args, code=2)
+        for state in ("done", "skipped", "found"):
+            if state == "found":
+                (into / batch.MANIFEST).unlink()
+            assert counts(run, "strip-module", *args) == {state: 2}
+        answer = answered(run, "add-module", *args, code=2)
         assert "is a folder and not empty" in answer["jobs"][0]["error"]["message"]
 
     def test_what_somebody_changed_is_not_replaced(
         self, runs: list[Path], into: Path, run: Run
     ) -> None:
         args = ("strip-module", "--into", into, *runs[:2])
-        batch_json(run, *args)
+        counts(run, *args)
         (into / "0.pth").write_bytes(b"mine")
-        answer = batch_json(run, *args, code=2)
-        assert counts(answer) == {"skipped": 1, "failed": 1}
+        answer = answered(run, *args, code=2)
+        assert (answer["counts"]["skipped"], answer["counts"]["failed"]) == (1, 1)
         assert answer["jobs"][0]["error"]["hint"] == "--force replaces it"
         assert (into / "0.pth").read_bytes() == b"mine"
-        assert counts(batch_json(run, *args, "--force")) == {"skipped": 1, "done": 1}
+        assert counts(run, *args, "--force") == {"skipped": 1, "done": 1}
 
     def test_without_the_manifest_outputs_are_compared(
-        self, runs: list[Path], into: Path, run: Run, tmp_path: Path
+        self, runs: list[Path], into: Path, run: Run
     ) -> None:
         args = ("strip-module", "--into", into, *runs[:3])
-        batch_json(run, *args)
+        counts(run, *args)
         (into / batch.MANIFEST).unlink()
         data = bytearray((into / "1.pth").read_bytes())
         data[len(data) // 2] ^= 1
         (into / "1.pth").write_bytes(data)
-        assert counts(batch_json(run, *args, code=2)) == {"found": 2, "failed": 1}
-        assert counts(batch_json(run, *args, "--force")) == {"skipped": 2, "done": 1}
+        assert counts(run, *args, code=2) == {"found": 2, "failed": 1}
+        assert counts(run, *args, "--force") == {"skipped": 2, "done": 1}
 
     @pytest.mark.parametrize(
         "end", [b'{"output": "0000/1.p', b"\xff\x00", b'{"output": 3}\n[]\nnull\n{}\n']
@@ -319,22 +285,20 @@ class TestSkipping:
         run_all(strip, jobs[:5], into)
         with (into / batch.MANIFEST).open("ab") as file:
             file.write(end)
-        assert states(run_all(strip, jobs, into)) == {"skipped": 5, "done": 5}
-        assert states(run_all(strip, jobs, into)) == {"skipped": 10}
+        assert states(run_all(strip, jobs, into).values()) == {"skipped": 5, "done": 5}
+        assert states(run_all(strip, jobs, into).values()) == {"skipped": 10}
 
-    def test_one_batch_at_a_time(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
+    def test_one_batch_at_a_time(self, runs: list[Path], into: Path) -> None:
         pytest.importorskip("fcntl")
-        with (
-            batch.manifest(str(into)),
-            pytest.raises(UsageError, match="another batch is writing to this folder"),
-        ):
-            run_all(strip, jobs_of(runs[0], into), into)
-        assert states(run_all(strip, jobs_of(runs[0], into), into)) == {"done": 1}
+        jobs, said = jobs_of(runs[0], into), "another batch is writing to this folder"
+        with batch.manifest(str(into)), pytest.raises(UsageError, match=said):
+            run_all(strip, jobs, into)
+        assert states(run_all(strip, jobs, into).values()) == {"done": 1}
 
     def test_same_compares_every_byte(self, runs: list[Path], tmp_path: Path) -> None:
-        for name, options in (("a.pth", None), ("b.safetensors", None)):
+        for name in ("a.pth", "b.safetensors"):
             path = tmp_path / name
-            plan = convert(runs[0], path, options=options).plan
+            plan = convert(runs[0], path).plan
             assert isinstance(plan, Plan) and same(plan, str(path))
             data = path.read_bytes()
             for at in (0, len(data) // 2, len(data) - 1):
@@ -349,112 +313,88 @@ class TestFailures:
         runs[3].write_bytes(runs[3].read_bytes()[:-100])
         torch.save({"module.w": torch.ones(1), "w": torch.ones(1)}, runs[12])
         runs[20].unlink()
-        done = run(
-            "batch", "strip-module", "--into", into, *runs, tmp_path / "gone.pth", "--workers", 2
-        )
-        assert (done.code, f"strip-module into {into}: 22 written, 4 failed" in done.stdout) == (
-            3,
-            True,
-        ), done
+        words = ("strip-module", "--into", into)
+        done = run("batch", *words, *runs, tmp_path / "gone.pth", "--workers", 2)
+        assert done.code == 3
+        assert f"strip-module into {into}: 22 written, 4 failed" in done.stdout
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert [
-            str(path) in line
-            for path, line in zip((runs[3], runs[12], runs[20]), lines, strict=False)
-        ] == [True] * 3
+        for path, line in zip((runs[3], runs[12], runs[20]), lines, strict=False):
+            assert str(path) in line
         assert set(contents(into)) == {path.name for path in runs} - {"3.pth", "12.pth", "20.pth"}
-        answer = batch_json(
-            run, "strip-module", "--into", into, *[path for path in runs if path.exists()], code=3
-        )
-        assert counts(answer) == {"skipped": 22, "failed": 2}
+        left = [path for path in runs if path.exists()]
+        assert counts(run, *words, *left, code=3) == {"skipped": 22, "failed": 2}
 
     def test_warnings_name_their_file(self, tmp_path: Path, into: Path, run: Run) -> None:
         for number in range(30):
             torch.save({"w": torch.ones(1)}, tmp_path / f"{number:02}.pth")
-        done = run("batch", "strip-module", "--into", into, tmp_path / "*.pth")
-        assert done.stderr.startswith("warning: 00.pth: ")
-        assert done.stderr.endswith(
-            "note: 10 more files with warnings or notes (--json lists them)\n"
-        )
-        assert run("batch", "strip-module", "-q", "--into", tmp_path / "quiet", tmp_path / "*.pth")[
-            1:
-        ] == ("", "")
+        said = run("batch", "strip-module", "--into", into, tmp_path / "*.pth").stderr
+        assert said.startswith("warning: 00.pth: ")
+        more = "note: 10 more files with warnings or notes (--json lists them)\n"
+        assert said.endswith(more)
+        quiet = run("batch", "strip-module", "-q", "--into", tmp_path / "q", tmp_path / "*.pth")
+        assert (quiet.stdout, quiet.stderr) == ("", "")
 
-    @pytest.mark.parametrize(("shown", "code"), [("b\x1b[2Jad.pth", 3)])
-    def test_names_are_escaped(
-        self, shown: str, code: int, tmp_path: Path, into: Path, run: Run
-    ) -> None:
-        (tmp_path / shown).write_bytes(b"text")
-        done = run("batch", "strip-module", "--into", into, tmp_path / shown)
-        assert done.code == code and "\x1b" not in done.stdout + done.stderr
+    def test_names_are_escaped(self, tmp_path: Path, into: Path, run: Run) -> None:
+        (tmp_path / "b\x1b[2Jad.pth").write_bytes(b"text")
+        done = run("batch", "strip-module", "--into", into, tmp_path / "b\x1b[2Jad.pth")
+        assert done.code == 3 and "\x1b" not in done.stdout + done.stderr
 
 
 class TestKilled:
-    def test_a_worker(self, tmp_path: Path, into: Path) -> None:
+    def test_a_worker(self, pattern: Path, tmp_path: Path, into: Path) -> None:
         """One that dies once, one that always kills its worker, and all that were with them."""
         runs = make(tmp_path / "runs", 40)
         runs[5].rename(runs[5].with_name("killer.pth"))
         runs[30].rename(runs[30].with_name("once.pth"))
-        jobs = jobs_of(tmp_path / "runs/**/*.pth", into)
         with workers.opened(2) as pool:
-            found = run_all(deadly, jobs, into, pool=pool)
+            found = run_all(deadly, jobs_of(pattern, into), into, pool=pool)
         assert "its worker was killed twice" in str(found.pop("0000/killer.pth").error)
-        assert set(states(found)) == {
-            "done",
-            "found",
-        }  # found: made by a worker that died before it could say so
+        # found: made by a worker that died before it could say so
+        assert set(states(found.values())) == {"done", "found"}
         assert len(contents(into)) == 39  # and nothing half-written
         assert all(set(without_sum(into / name)) == {"weight", "bias"} for name in contents(into))
 
-    def test_from_outside(self, tmp_path: Path, into: Path) -> None:
-        runs = make(tmp_path / "runs", 60)
-        jobs = jobs_of(tmp_path / "runs/**/*.pth", into)
+    def test_from_outside(self, pattern: Path, tmp_path: Path, into: Path) -> None:
+        make(tmp_path / "runs", 60)
+        jobs = jobs_of(pattern, into)
         with (
             workers.opened(2) as pool,
             closing(batch.run(slow, jobs, str(into), pool=pool)) as results,
         ):
             assert pool is not None
-            found = dict([next(results)])
+            found = [next(results)[1]]
             os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
-            found.update(results)
-        assert Counter(outcome.state for outcome in found.values()) == {"done": 60}
-        assert contents(into) == expected(runs, tmp_path)
+            found += [outcome for _, outcome in results]
+        assert states(found) == {"done": 60}
+        assert contents(into) == expected(tmp_path / "runs")
 
     def test_workers_that_cannot_work(
-        self, tmp_path: Path, into: Path, monkeypatch: pytest.MonkeyPatch
+        self, pattern: Path, tmp_path: Path, into: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(batch, "DEATHS", 2)
         make(tmp_path / "runs", 30)
-        jobs = jobs_of(tmp_path / "runs/**/*.pth", into)
         with pytest.raises(OutputError, match="workers keep dying"), workers.opened(2) as pool:
-            run_all(suicidal, jobs, into, pool=pool)
+            run_all(suicidal, jobs_of(pattern, into), into, pool=pool)
 
     @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-    def test_the_client(self, sign: signal.Signals, tmp_path: Path, into: Path, run: Run) -> None:
+    def test_the_client(
+        self, sign: signal.Signals, pattern: Path, tmp_path: Path, into: Path, run: Run
+    ) -> None:
         """Files that exist are complete; a second run does the rest; the workers are gone."""
-        runs = make(tmp_path / "runs", 400)
-        want = expected(runs, tmp_path)
-        args = ("strip-module", "--into", into, tmp_path / "runs/**/*.pth")
-        client = subprocess.Popen(
-            [*COMMAND, "batch", *map(str, args), "--workers", "2"],
-            env=ENVIRONMENT,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-        )
-        deadline = time.monotonic() + 60
-        while noted(into) < 60:
-            assert time.monotonic() < deadline and client.poll() is None
-            time.sleep(0.005)
-        client.send_signal(sign)
-        assert client.wait(30) == (-9 if sign == signal.SIGKILL else 130)
-        assert client.stderr is not None
-        said = client.stderr.read()  # returns when the workers, which have it too, are gone
-        client.stderr.close()
+        make(tmp_path / "runs", 400)
+        want = expected(tmp_path / "runs")
+        args = ("strip-module", "--into", into, pattern)
+        code, said = interrupted(
+            [*COMMAND, "batch", *args, "--workers", "2"], lambda: noted(into) >= 60,
+            lambda client: client.send_signal(sign), cwd=ROOT,
+        )  # fmt: skip
+        assert code == (-9 if sign == signal.SIGKILL else 130)
         assert b"Traceback" not in said
         left = contents(into)
         whole = {name: data for name, data in left.items() if name.endswith(".pth")}
         assert whole.items() <= want.items() and len(whole) < 400
         assert len(left) == len(whole) or sign == signal.SIGKILL
-        done = counts(batch_json(run, *args))
+        done = counts(run, *args)
         assert done["skipped"] + done.get("found", 0) == len(whole)
         assert done["skipped"] > 0 and done["done"] == 400 - len(whole)
         assert contents(into) == want
@@ -469,18 +409,14 @@ class TestKilled:
         assert "Traceback" not in capfd.readouterr().err
 
 
-def test_thousands_of_small_files(tmp_path: Path, into: Path, run: Run) -> None:
+def test_thousands_of_small_files(tmp_path: Path, pattern: Path, into: Path, run: Run) -> None:
     runs = make(tmp_path / "runs", 3_000)
-    answer = batch_json(
-        run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2
-    )
-    assert counts(answer) == {"done": 3_000}
+    args = ("strip-module", "--into", into, pattern)
+    assert counts(run, *args, "--workers", 2) == {"done": 3_000}
     for path in runs[::997]:
-        number = float(path.stem)
-        assert without_sum(into / path.relative_to(tmp_path / "runs"))["weight"][0] == number
-    assert counts(batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth")) == {
-        "skipped": 3_000
-    }
+        made = without_sum(into / path.relative_to(tmp_path / "runs"))
+        assert made["weight"][0] == float(path.stem)
+    assert counts(run, *args) == {"skipped": 3_000}
 
 
 def test_a_package_that_is_not_installed_is_no_bug() -> None:

@@ -4,9 +4,6 @@ both."""
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import torch
 from ckptkit.core.errors import PathError, UsageError
 from ckptkit.run import batch, workers
 from tests.conftest import COMMAND, ENVIRONMENT, Run
-from tests.run.batches import Dask, dask, make, strip
+from tests.run.batches import counts, dask, expected, interrupted, make, states, strip
 
 s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
@@ -56,20 +53,16 @@ def store(
     fs = s3fs.S3FileSystem()
     fs.mkdir(BUCKET)
     for path in make(tmp_path / "in", 12):
-        fs.pipe_file(
-            f"{BUCKET}/in/{path.relative_to(tmp_path / 'in').as_posix()}", path.read_bytes()
-        )
+        name = path.relative_to(tmp_path / "in").as_posix()
+        fs.pipe_file(f"{BUCKET}/in/{name}", path.read_bytes())
     yield fs
     fs.invalidate_cache()
     fs.rm(BUCKET, recursive=True)
     fs.invalidate_cache()
 
 
-def batch_json(run: Run, account: dict[str, str], *args: object, code: int = 0) -> dict[str, int]:
-    done = run("batch", "strip-module", "--json", *args, env=account)
-    assert done.code == code, done.stderr
-    counts: dict[str, int] = json.loads(done.stdout)["counts"]
-    return {state: count for state, count in counts.items() if count}
+def counted(run: Run, account: dict[str, str], *args: object, code: int = 0) -> dict[str, int]:
+    return counts(run, "strip-module", *args, code=code, env=account)
 
 
 def objects(store: Any) -> dict[str, bytes]:
@@ -79,58 +72,45 @@ def objects(store: Any) -> dict[str, bytes]:
     return {path.removeprefix(f"{BUCKET}/out/"): store.cat_file(path) for path in found}
 
 
-def expected(tmp_path: Path) -> dict[str, bytes]:
-    found = {}
-    for path in (tmp_path / "in").rglob("*.pth"):
-        strip(str(path), str(tmp_path / "alone.pth"), force=True, dry_run=False)
-        found[path.relative_to(tmp_path / "in").as_posix()] = (tmp_path / "alone.pth").read_bytes()
-    return found
-
-
 @pytest.mark.parametrize("options", [(), ("--workers", 2)])
 def test_both_ends(
     options: tuple[object, ...], store: Any, account: dict[str, str], run: Run, tmp_path: Path
 ) -> None:
-    assert batch_json(run, account, "--into", OUT, PATTERN, *options) == {"done": 12}
-    assert objects(store) == expected(tmp_path)
+    assert counted(run, account, "--into", OUT, PATTERN, *options) == {"done": 12}
+    assert objects(store) == expected(tmp_path / "in")
     weights = torch.load(io.BytesIO(objects(store)["0001/10.pth"]), weights_only=True)
     assert weights["weight"][0] == 10
-    assert batch_json(run, account, "--into", OUT, PATTERN, *options) == {"skipped": 12}
+    assert counted(run, account, "--into", OUT, PATTERN, *options) == {"skipped": 12}
 
 
 def test_on_a_cluster(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     with dask(tmp_path, workers=2, env=account) as cluster:
-        assert isinstance(cluster, Dask)
-        assert batch_json(run, account, "--into", OUT, PATTERN, "--scheduler", cluster.url) == {
-            "done": 12
-        }
-    assert objects(store) == expected(tmp_path)
+        words = ("--into", OUT, PATTERN, "--scheduler", cluster.url)
+        assert counted(run, account, *words) == {"done": 12}
+    assert objects(store) == expected(tmp_path / "in")
 
 
 def test_one_end(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
-    assert batch_json(run, account, "--into", tmp_path / "here", PATTERN) == {"done": 12}
-    assert (tmp_path / "here/0001/11.pth").read_bytes() == expected(tmp_path)["0001/11.pth"]
-    assert batch_json(run, account, "--into", f"{OUT}/", tmp_path / "in/**/*.pth") == {"done": 12}
-    assert objects(store) == expected(tmp_path)
-    assert batch_json(run, account, "--into", OUT, tmp_path / "in/**/*.pth") == {"skipped": 12}
+    assert counted(run, account, "--into", tmp_path / "here", PATTERN) == {"done": 12}
+    assert (tmp_path / "here/0001/11.pth").read_bytes() == expected(tmp_path / "in")["0001/11.pth"]
+    assert counted(run, account, "--into", f"{OUT}/", tmp_path / "in/**/*.pth") == {"done": 12}
+    assert objects(store) == expected(tmp_path / "in")
+    assert counted(run, account, "--into", OUT, tmp_path / "in/**/*.pth") == {"skipped": 12}
 
 
 def test_skipping(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
-    batch_json(run, account, "--into", OUT, PATTERN)
+    counted(run, account, "--into", OUT, PATTERN)
     store.rm(f"{BUCKET}/out/0000/1.pth")
     store.pipe_file(f"{BUCKET}/in/0000/2.pth", (tmp_path / "in/0000/3.pth").read_bytes())
     store.pipe_file(f"{BUCKET}/out/0000/4.pth", b"mine")
-    assert batch_json(run, account, "--into", OUT, PATTERN, code=2) == {
-        "skipped": 9,
-        "done": 2,
-        "failed": 1,
-    }
+    found = counted(run, account, "--into", OUT, PATTERN, code=2)
+    assert found == {"skipped": 9, "done": 2, "failed": 1}
     assert objects(store)["0000/4.pth"] == b"mine"
     assert objects(store)["0000/2.pth"] == objects(store)["0000/3.pth"]
     store.rm(f"{BUCKET}/out/{batch.MANIFEST}")
     store.pipe_file(f"{BUCKET}/in/0000/0.pth", b"text")
-    assert batch_json(run, account, "--into", OUT, PATTERN, code=3) == {"found": 10, "failed": 2}
+    assert counted(run, account, "--into", OUT, PATTERN, code=3) == {"found": 10, "failed": 2}
 
 
 def test_the_client_is_killed(
@@ -138,18 +118,16 @@ def test_the_client_is_killed(
 ) -> None:
     """Its manifest may be behind: what nobody noted is compared, byte for byte."""
     args = ["--into", OUT, PATTERN]
-    command = [*COMMAND, "batch", "strip-module", *args]
-    client = subprocess.Popen(command, env={**ENVIRONMENT, **account}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not store.find(f"{BUCKET}/out", refresh=True):
-        assert time.monotonic() < deadline and client.poll() is None
-        time.sleep(0.005)
-    client.kill()
-    client.wait()
+    interrupted(
+        [*COMMAND, "batch", "strip-module", *args],
+        lambda: store.find(f"{BUCKET}/out", refresh=True),
+        lambda client: client.kill(),
+        env={**ENVIRONMENT, **account},
+    )
     left = objects(store)
-    assert left.items() <= expected(tmp_path).items()
-    assert batch_json(run, account, *args) == {"found": len(left), "done": 12 - len(left)}
-    assert objects(store) == expected(tmp_path)
+    assert left.items() <= expected(tmp_path / "in").items()
+    assert counted(run, account, *args) == {"found": len(left), "done": 12 - len(left)}
+    assert objects(store) == expected(tmp_path / "in")
 
 
 def test_the_manifest_is_written_on_the_way(
@@ -165,8 +143,8 @@ def test_the_manifest_is_written_on_the_way(
     assert len(noted) == 3
     results.close()
     with workers.opened(2) as pool:
-        states = [outcome.state for _, outcome in batch.run(strip, jobs, OUT, pool=pool)]
-    assert (states.count("skipped"), states.count("done")) == (3, 9)
+        found = states(outcome for _, outcome in batch.run(strip, jobs, OUT, pool=pool))
+    assert found == {"skipped": 3, "done": 9}
 
 
 def test_keys_that_lead_elsewhere(store: Any, tmp_path: Path) -> None:
@@ -177,13 +155,13 @@ def test_keys_that_lead_elsewhere(store: Any, tmp_path: Path) -> None:
 
 
 def test_refusals(store: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing matches"):
-        batch.find([f"s3://{BUCKET}/in/*.bin"], str(tmp_path))
-    with pytest.raises(UsageError, match="wildcard in its host"):
-        batch.find(["s3://*/in/*.bin"], str(tmp_path))
-    with pytest.raises(UsageError, match="in the output folder"):
-        batch.find([PATTERN], f"s3://{BUCKET}/in/")
-    with pytest.raises(PathError, match="HTTP servers do not list folders"):
-        batch.find(["https://127.0.0.1:9/in/*.bin"], str(tmp_path))
+    for source, into, error, said in (
+        (f"s3://{BUCKET}/in/*.bin", str(tmp_path), UsageError, "nothing matches"),
+        ("s3://*/in/*.bin", str(tmp_path), UsageError, "wildcard in its host"),
+        (PATTERN, f"s3://{BUCKET}/in/", UsageError, "in the output folder"),
+        ("https://127.0.0.1:9/in/*.bin", str(tmp_path), PathError, "HTTP servers do not list"),
+    ):
+        with pytest.raises(error, match=said):
+            batch.find([source], into)
     (absent,) = batch.find([f"s3://{BUCKET}/in/absent.pth"], str(tmp_path))
     assert (absent.mark, absent.name) == (None, "absent.pth")

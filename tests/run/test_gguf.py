@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ckptkit.run import recipes
 from ckptkit.run.recipes.gguf import models
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok, Run
 from tests.formats.gguf_files import Entry, made
 
 VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere"), "gguf")
@@ -43,15 +43,14 @@ def assert_equal(found: Any, expected: Any, ulps: dict[str, int]) -> None:
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:
+def test_vectors(case: Path, tmp_path: Path, ok: Ok) -> None:
     """By the recipe and by `gguf`; and back, with the sizes of config.json."""
     for check in runs(case):
         source, out = case.parent / check["source"], tmp_path / "out.safetensors"
         expected = load_file(case.parent / check["expect"])
         dtype = ["--dequantize", check["dequantize"]] if check["dequantize"] else []
         for recipe in (check["recipe"], "gguf"):
-            done = command("run", recipe, source, out, *dtype, "--force")
-            assert done.exit_code == 0, done.stderr
+            ok("run", recipe, source, out, *dtype, "--force")
             found = load_file(out)
             assert_equal(found, expected, check.get("ulps", {}))
         if check["dequantize"]:
@@ -61,10 +60,8 @@ def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:
             name: each.dtype for name, each in expected.items()
         }
         config, back = case.parent / "config.hf.json", tmp_path / "back.safetensors"
-        done = command("run", check["recipe"], out, back, "--reverse", "--config", config)
-        assert done.exit_code == 0, done.stderr
-        done = command("convert", source, tmp_path / "plain.safetensors")
-        assert done.exit_code == 0, done.stderr
+        ok("run", check["recipe"], out, back, "--reverse", "--config", config)
+        ok("convert", source, tmp_path / "plain.safetensors")
         plain, again = load_file(tmp_path / "plain.safetensors"), load_file(back)
         assert sorted(plain) == sorted(again)
         for name, tensor in plain.items():
@@ -78,7 +75,7 @@ OTHER = {"bos_token_id", "eos_token_id", "n_inner", "partial_rotary_factor", "mu
 
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:
+def test_config_of_the_vectors(case: Path, tmp_path: Path, ok: Ok) -> None:
     """config.json has the values of the model that was converted."""
     original = case.parent / "config.hf.json"
     if not original.exists():
@@ -86,14 +83,13 @@ def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> 
     expected = json.loads(original.read_text())
     expected["rope_theta"] = (expected.get("rope_parameters") or {}).get("rope_theta")
     expected["num_experts"] = expected.get("num_local_experts")
-    done = command("run", "gguf", case.parent / "model.gguf", tmp_path / "hf")
-    assert done.exit_code == 0, done.stderr
+    said = ok("run", "gguf", case.parent / "model.gguf", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     for field, value in config.items():
         assert field in OTHER or value == expected[field], field
     assert {"model_type", "vocab_size", "architectures"} <= {*config}
-    assert ("a GGUF file has no pooler" in done.stdout) == (config["model_type"] == "bert")
-    assert ("n_group" in done.stdout) == (config["model_type"] == "deepseek_v2")
+    assert ("a GGUF file has no pooler" in said) == (config["model_type"] == "bert")
+    assert ("n_group" in said) == (config["model_type"] == "deepseek_v2")
 
 
 # By hand
@@ -122,16 +118,15 @@ def model(folder: Path, architecture: str, tensors: list[Entry], **values: Any) 
     return path
 
 
-def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:
+def test_llama_by_hand(tmp_path: Path, ok: Ok) -> None:
     """Heads of q turned, k by its own heads; the head is tied, the rotary factors a note."""
     source = model(
         tmp_path, "llama", LLAMA, attention__head_count=4, attention__head_count_kv=2,
         embedding_length=8, attention__layer_norm_rms_epsilon=1e-5,
     )  # fmt: skip
-    done = command("run", "gguf", source, tmp_path / "hf")
-    assert done.exit_code == 0, done.stderr
-    assert "does not contain the rotary scaling in 'rope_freqs.weight'" in done.stdout
-    assert "used the recipe gguf-llama" in done.stdout
+    said = ok("run", "gguf", source, tmp_path / "hf")
+    assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
+    assert "used the recipe gguf-llama" in said
     found = load_file(tmp_path / "hf" / "model.safetensors")
     weight = torch.arange(64.0).view(8, 8) + 1
     assert "lm_head.weight" not in found
@@ -144,8 +139,7 @@ def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:
     assert config["rms_norm_eps"] == 1e-5
     untied = model(tmp_path, "llama", [*LLAMA, entry("output.weight", 5, 8)],
                    attention__head_count=4)  # fmt: skip
-    done = command("run", "gguf", untied, tmp_path / "untied")
-    assert done.exit_code == 0, done.stderr
+    ok("run", "gguf", untied, tmp_path / "untied")
     assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")
     config = json.loads((tmp_path / "untied" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
@@ -159,14 +153,13 @@ def test_variants() -> None:
 
 
 def config_for(
-    folder: Path, command: Ckptkit, architecture: str, tensors: list[Entry], **values: Any
+    folder: Path, ok: Ok, architecture: str, tensors: list[Entry], **values: Any
 ) -> tuple[dict[str, Any], str]:
     """The config.json of a file, and what the command printed."""
     shutil.rmtree(folder / "hf", ignore_errors=True)
-    done = command("run", "gguf", model(folder, architecture, tensors, **values), folder / "hf")
-    assert done.exit_code == 0, done.stderr
+    said = ok("run", "gguf", model(folder, architecture, tensors, **values), folder / "hf")
     found: dict[str, Any] = json.loads((folder / "hf" / "config.json").read_text())
-    return found, done.stdout
+    return found, said
 
 
 def floats(name: str, values: torch.Tensor) -> Entry:
@@ -177,7 +170,7 @@ HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> None:
+def test_scaling_of_llama_3(factor: float, tmp_path: Path, ok: Ok) -> None:
     """Factors by the formula of transformers; others stay a note."""
     wavelengths = 2 * torch.pi * 500_000.0 ** (torch.arange(0, 128, 2).float() / 128)
     smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
@@ -185,27 +178,27 @@ def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> 
     values = {**HEADS, "rope__freq_base": 500_000.0}
     tensors = [*LLAMA[:2], *LLAMA[3:]]
     scaled = [*tensors, floats("rope_freqs.weight", factors)]
-    config, said = config_for(tmp_path, command, "llama", scaled, **values)
+    config, said = config_for(tmp_path, ok, "llama", scaled, **values)
     assert config["rope_scaling"] == {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     assert "rotary" not in said
     other = [*tensors, floats("rope_freqs.weight", factors * 1.01)]
-    config, said = config_for(tmp_path, command, "llama", other, **values)
+    config, said = config_for(tmp_path, ok, "llama", other, **values)
     assert "rope_scaling" not in config
     assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     ones = [*tensors, floats("rope_freqs.weight", torch.ones(64))]
-    config, said = config_for(tmp_path, command, "llama", ones, **values)
+    config, said = config_for(tmp_path, ok, "llama", ones, **values)
     assert "rope_scaling" not in config and "rotary" not in said
 
 
-def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:
+def test_scaling_by_the_metadata(tmp_path: Path, ok: Ok) -> None:
     tensors = [*LLAMA[:2], *LLAMA[3:]]
 
     def scaling(**values: Any) -> tuple[Any, bool]:
         given = {f"rope__scaling__{key}": value for key, value in values.items()}
-        found, said = config_for(tmp_path, command, "llama", tensors, **HEADS, **given)
+        found, said = config_for(tmp_path, ok, "llama", tensors, **HEADS, **given)
         return found.get("rope_scaling"), "does not contain the rotary scaling" in said
 
     assert scaling(type="linear", factor=4.0) == ({"rope_type": "linear", "factor": 4.0}, False)
@@ -224,21 +217,20 @@ def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:
 
 
 @pytest.mark.parametrize("factors", [[0.0, 8.0], [-1.0, 8.0], [float("nan")] * 2, [], [8.0] * 5000])
-def test_factors_that_are_none(factors: list[float], tmp_path: Path, command: Ckptkit) -> None:
+def test_factors_that_are_none(factors: list[float], tmp_path: Path, ok: Ok) -> None:
     """Numbers that no converter writes: a note, without a value made up."""
     tensors = [*LLAMA[:2], *LLAMA[3:], floats("rope_freqs.weight", torch.tensor(factors))]
     for base in (10_000.0, 0.0, -1.0):
-        config, said = config_for(tmp_path, command, "llama", tensors, **HEADS,
+        config, said = config_for(tmp_path, ok, "llama", tensors, **HEADS,
                                   rope__freq_base=base)  # fmt: skip
         assert "rope_scaling" not in config
         assert "does not contain the rotary scaling in 'rope_freqs.weight'" in said
     source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
-    done = command("run", "gguf", source, tmp_path / "other")
-    assert done.exit_code == 0
-    assert "llama.rope.freq_base must be a finite number, but is 'many'" in done.stdout
+    printed = ok("run", "gguf", source, tmp_path / "other")
+    assert "llama.rope.freq_base must be a finite number, but is 'many'" in printed
 
 
-def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:
+def test_scaling_of_long_phi_3(tmp_path: Path, ok: Ok) -> None:
     names = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
     tensors = [
         *LLAMA[:2],
@@ -247,7 +239,7 @@ def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:
         floats("rope_factors_short.weight", torch.tensor([1.0, 1.05])),
     ]
     config, said = config_for(
-        tmp_path, command, "phi3", tensors, **HEADS, rope__scaling__original_context_length=4096,
+        tmp_path, ok, "phi3", tensors, **HEADS, rope__scaling__original_context_length=4096,
         rope__scaling__attn_factor=1.19, context_length=131072,
     )  # fmt: skip
     scaling = {"type": "longrope", "long_factor": [1.08, 4.5], "short_factor": [1.0, 1.05]}
@@ -261,16 +253,16 @@ def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:
     [("gemma2", 46, 144), ("gemma2", 42, None), ("gemma3", 62, 144), ("gemma3", 46, None)],
 )
 def test_scale_of_gemma_27b(
-    architecture: str, layers: int, found: int | None, tmp_path: Path, command: Ckptkit
+    architecture: str, layers: int, found: int | None, tmp_path: Path, ok: Ok
 ) -> None:
     norms = [entry(f"blk.0.{each}_norm.weight", 8) for each in ("post_attention", "post_ffw")]
     tensors = [*LLAMA[:2], *LLAMA[3:], *norms]
     sizes = {"block_count": layers, "embedding_length": 4608, "attention__head_count": 32}
-    config, _ = config_for(tmp_path, command, architecture, tensors, **sizes)
+    config, _ = config_for(tmp_path, ok, architecture, tensors, **sizes)
     assert config.get("query_pre_attn_scalar") == found
 
 
-def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:
+def test_config_of_deepseek(tmp_path: Path, ok: Ok) -> None:
     """V3 by the bias of its experts; sizes of old files, with kv_b whole; groups of V2."""
     names = ["attn_q", "attn_kv_a_mqa", "attn_kv_b", "attn_output"]
     tensors = [
@@ -280,41 +272,38 @@ def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:
     old = {"attention__head_count": 2, "attention__head_count_kv": 2, "attention__key_length": 6,
            "attention__value_length": 4, "rope__dimension_count": 2}  # fmt: skip
     groups = {"expert_group_count": 8, "expert_group_used_count": 3}
-    config, said = config_for(tmp_path, command, "deepseek2", tensors, **old, **groups)
+    config, said = config_for(tmp_path, ok, "deepseek2", tensors, **old, **groups)
     assert config["model_type"] == "deepseek_v2" and "n_group" not in said
     assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"]) == (4, 2)
     assert (config["v_head_dim"], config["num_key_value_heads"]) == (4, 2)
     assert (config["topk_method"], config["n_group"]) == ("group_limited_greedy", 8)
     bias = [*tensors, entry("blk.0.exp_probs_b.bias", 4)]
     for more, values in ((bias, {}), (tensors, {"expert_gating_func": 2})):
-        config, said = config_for(tmp_path, command, "deepseek2", more, **old, **values)
+        config, said = config_for(tmp_path, ok, "deepseek2", more, **old, **values)
         assert config["architectures"] == ["DeepseekV3ForCausalLM"]
         assert "n_group and topk_group have the defaults" in said
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8)])
-def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, command: Ckptkit) -> None:
+def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, ok: Ok) -> None:
     tensors = [*LLAMA[:2], *LLAMA[3:], entry("blk.0.ffn_gate_inp_shexp.weight", *shape)]
-    config_for(tmp_path, command, "qwen2moe", tensors, **HEADS)
+    config_for(tmp_path, ok, "qwen2moe", tensors, **HEADS)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     gate = found["model.layers.0.mlp.shared_expert_gate.weight"]
     assert torch.equal(gate, torch.arange(8.0)[None] + 1)
-    done = command("diff", tmp_path / "model.gguf", tmp_path / "hf")
-    assert done.exit_code == 0, done.stdout
-    done = command("convert", tmp_path / "hf", tmp_path / "back.gguf", "--like",
+    ok("diff", tmp_path / "model.gguf", tmp_path / "hf")
+    ok("convert", tmp_path / "hf", tmp_path / "back.gguf", "--like",
                    tmp_path / "model.gguf")  # fmt: skip
-    assert done.exit_code == 0, done.stderr
     assert (tmp_path / "back.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
 @pytest.mark.parametrize("with_gate", [True, False])
-def test_t5_with_a_gate_and_without(with_gate: bool, tmp_path: Path, command: Ckptkit) -> None:
+def test_t5_with_a_gate_and_without(with_gate: bool, tmp_path: Path, ok: Ok) -> None:
     names = ["attn_q", "attn_k", "attn_v", "attn_o", "attn_rel_b", "attn_norm", "ffn_up",
              "ffn_down", "ffn_norm", *(["ffn_gate"] * with_gate)]  # fmt: skip
     tensors = [entry(f"enc.blk.0.{name}.weight", 4, 4) for name in names]
     tensors += [entry("token_embd.weight", 5, 4), entry("enc.output_norm.weight", 4)]
-    done = command("run", "gguf", model(tmp_path, "t5encoder", tensors), tmp_path / "hf")
-    assert done.exit_code == 0, done.stderr
+    ok("run", "gguf", model(tmp_path, "t5encoder", tensors), tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     dense = "encoder.block.0.layer.1.DenseReluDense"
     wi = {f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"} if with_gate else {f"{dense}.wi.weight"}
@@ -324,12 +313,12 @@ def test_t5_with_a_gate_and_without(with_gate: bool, tmp_path: Path, command: Ck
     assert config.get("scale_decoder_outputs", True) is not with_gate
 
 
-def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:
+def test_other_files_are_refused(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out.safetensors"
 
     def refused(recipe: str, source: Path, said: str, *words: str) -> None:
-        done = command("run", recipe, source, out, *words)
-        assert done.exit_code in (2, 3), done.stdout
+        done = run("run", recipe, source, out, *words)
+        assert done.code in (2, 3), done.stdout
         assert said in done.stderr
         assert not out.exists()
 
@@ -367,44 +356,42 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:
 
 @pytest.mark.parametrize("value", [{"feed_forward_length": [8, 8]}, {"rope__freq_base": math.inf}])
 def test_values_that_only_the_configuration_needs(
-    value: dict[str, Any], tmp_path: Path, command: Ckptkit
+    value: dict[str, Any], tmp_path: Path, ok: Ok
 ) -> None:
     """The rules need neither; the note names the key."""
     source = model(tmp_path, "llama", LLAMA, attention__head_count=4, **value)
     for out in ("out.safetensors", "hf"):
-        done = command("run", "gguf", source, tmp_path / out)
-        assert done.exit_code == 0, done.stderr
+        printed = ok("run", "gguf", source, tmp_path / out)
         (key,) = value
-        said = " ".join(done.stdout.split())
+        said = " ".join(printed.split())
         assert f"cannot make config.json: llama.{key.replace('__', '.')} must be a finite" in said
         assert not (tmp_path / "hf" / "config.json").exists()
 
 
-def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:
+def test_an_unknown_type_is_named(tmp_path: Path, run: Run, ok: Ok) -> None:
     """By the name in the file, with the command that writes all other tensors."""
     tensors = [Entry(each.name, each.shape, 155, bytes(64)) if "ffn_up" in str(each.name) else each
                for each in LLAMA]  # fmt: skip
     source = model(tmp_path, "llama", tensors, **HEADS)
-    done = command("run", "gguf", source, tmp_path / "hf")
-    assert done.exit_code == 3
+    done = run("run", "gguf", source, tmp_path / "hf")
+    assert done.code == 3
     assert "cannot dequantize 'blk.0.ffn_up.weight' (gguf)" in done.stderr
     assert "its type 155 is unknown" in done.stderr
     assert "--dequantize bfloat16 --drop blk.0.ffn_up.weight` writes the other" in done.stderr
     words = ("convert", source, tmp_path / "out.safetensors", "--dequantize", "bfloat16")
-    done = command(*words)
-    assert done.exit_code == 3
+    done = run(*words)
+    assert done.code == 3
     assert "--drop blk.0.ffn_up.weight` drops such tensors" in done.stderr
-    done = command(*words, "--drop", "blk.0.ffn_up.weight")
-    assert done.exit_code == 0, done.stderr
+    ok(*words, "--drop", "blk.0.ffn_up.weight")
     assert len(load_file(tmp_path / "out.safetensors")) == len(LLAMA) - 1
-    done = command(*words, "--keys", "output_norm.*")
-    assert done.exit_code == 2
+    done = run(*words, "--keys", "output_norm.*")
+    assert done.code == 2
     assert "--dequantize bfloat16 --keep 'output_norm.*'`?" in done.stderr
-    done = command("average", source, source, tmp_path / "mean.pth")
+    done = run("average", source, source, tmp_path / "mean.pth")
     assert "--drop blk.0.ffn_up.weight` writes the other tensors" in done.stderr
-    done = command("lora", "check", source)  # `check` is no source whose suffix a DST could have
-    assert done.exit_code != 0 and "did you mean" not in done.stderr
-    done = command("show", source, "blk.0.ffn_up.weight")
+    done = run("lora", "check", source)  # `check` is no source whose suffix a DST could have
+    assert done.code != 0 and "did you mean" not in done.stderr
+    done = run("show", source, "blk.0.ffn_up.weight")
     assert "its elements have the unknown dtype ggml type 155" in done.stderr
 
 
@@ -423,7 +410,7 @@ def blocks(rows: int, order: str = "<") -> tuple[bytes, torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, ok: Ok) -> None:
     """Permuted, split and stacked in blocks, and dequantized then; in both byte orders."""
     data, numbers = blocks(8, order)
     tensors = [Entry(f"{name}.weight", (8, 64), 8, data) for name in ("q", "a.0", "a.1")]
@@ -434,15 +421,14 @@ def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) 
     ]
     steps = [{"rules": lines}, {"dequantize": "float32"}]
     (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
-    done = command("run", tmp_path / "r.yaml", tmp_path / "m.gguf", tmp_path / "out.safetensors")
-    assert done.exit_code == 0, done.stderr
+    ok("run", tmp_path / "r.yaml", tmp_path / "m.gguf", tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")
     assert torch.equal(found["q.weight"], numbers.view(2, 2, 2, 64).transpose(1, 2).reshape(8, 64))
     for name, part in zip("xy", numbers.view(2, 4, 64), strict=True):
         assert torch.equal(found[f"{name}.weight"], torch.stack([part, part]))
 
 
-def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:
+def test_blocks_are_not_cut(tmp_path: Path, run: Run, ok: Ok) -> None:
     data, _ = blocks(8)
     tensors = [Entry("q.weight", (8, 64), 8, data), Entry("k.weight", (8, 64), 2, bytes(16 * 18))]
     (tmp_path / "m.gguf").write_bytes(made([("general.name", "x")], tensors))
@@ -452,9 +438,9 @@ def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:
         ("{p:q|k}.weight [o i] -> qk.weight [(p o) i]", "q.weight is Q8_0, but k.weight is Q4_0"),
     ):
         out = tmp_path / "out.safetensors"
-        done = command("convert", tmp_path / "m.gguf", out, "--rule", rule)
-        assert done.exit_code == 3
+        done = run("convert", tmp_path / "m.gguf", out, "--rule", rule)
+        assert done.code == 3
         assert said in done.stderr
         assert "dequantize first: --dequantize bfloat16" in done.stderr
         words = ("--dequantize", "float32", "--force")
-        assert command("convert", tmp_path / "m.gguf", out, "--rule", rule, *words).exit_code == 0
+        ok("convert", tmp_path / "m.gguf", out, "--rule", rule, *words)

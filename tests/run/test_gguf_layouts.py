@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.conftest import Ckptkit
+from tests.conftest import Ok, Run
 from tests.run.test_gguf import floats, model
 
 State = dict[str, torch.Tensor]
@@ -277,13 +277,12 @@ def assert_close(found: State, expected: State, computed: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_layout(name: str, tmp_path: Path, ok: Ok) -> None:
     torch.manual_seed(5)
     case = CASES[name]()
     tensors = [floats(each, tensor) for each, tensor in case.file.items()]
     source = model(tmp_path, name, tensors, **case.values)
-    done = command("run", "gguf", source, tmp_path / "hf")
-    assert done.exit_code == 0, done.stderr
+    ok("run", "gguf", source, tmp_path / "hf")
     computed = ("norm.weight", "A_log", "ssm_a") if "qwen" in name else ("nothing",)
     assert_close(load_file(tmp_path / "hf" / "model.safetensors"), case.hf, computed)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -292,26 +291,22 @@ def test_layout(name: str, tmp_path: Path, command: Ckptkit) -> None:
     save_file(case.hf, tmp_path / "original.safetensors")
     back = tmp_path / "back.safetensors"
     words = ("--reverse", "--config", tmp_path / "config.json")
-    done = command("run", f"gguf-{name}", tmp_path / "original.safetensors", back, *words)
-    assert done.exit_code == 0, done.stderr
+    ok("run", f"gguf-{name}", tmp_path / "original.safetensors", back, *words)
     assert_close(load_file(back), case.file, computed)
-    done = command("diff", source, tmp_path / "original.safetensors")
-    assert done.exit_code == 0, done.stdout
-    done = command("convert", tmp_path / "original.safetensors", tmp_path / "new.gguf",
+    ok("diff", source, tmp_path / "original.safetensors")
+    ok("convert", tmp_path / "original.safetensors", tmp_path / "new.gguf",
                    "--like", source)  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    done = command("convert", tmp_path / "new.gguf", tmp_path / "new.safetensors")
-    assert done.exit_code == 0, done.stderr
+    ok("convert", tmp_path / "new.gguf", tmp_path / "new.safetensors")
     assert_close(load_file(tmp_path / "new.safetensors"), case.file, computed)
 
 
 @pytest.mark.parametrize("name", ["qwen3next", "qwen35", "qwen35moe"])
 @pytest.mark.parametrize("key", ["ssm__group_count", "ssm__state_size", "ssm__inner_size"])
-def test_sizes_that_do_not_fit(name: str, key: str, tmp_path: Path, command: Ckptkit) -> None:
+def test_sizes_that_do_not_fit(name: str, key: str, tmp_path: Path, run: Run) -> None:
     """Sizes that would cut q, k and v at other rows are refused."""
     case = CASES[name]()
     tensors = [floats(each, tensor) for each, tensor in case.file.items()]
     source = model(tmp_path, name, tensors, **{**case.values, key: 1})
-    done = command("run", "gguf", source, tmp_path / "hf")
-    assert (done.exit_code, (tmp_path / "hf").exists()) == (3, False)
+    done = run("run", "gguf", source, tmp_path / "hf")
+    assert (done.code, (tmp_path / "hf").exists()) == (3, False)
     assert "attn_qkv" in done.stderr

@@ -58,13 +58,11 @@ class TestMegatronLlama:
             ({"num_experts": 4}, "args.num_experts is 4"),
             ({"normalization": "x" * 1000}, "args.normalization is 'xx"),
             ({"hidden_size": [1, 2]}, "hidden_size must be a short scalar or string, but is "),
-            (
-                {"max_position_embeddings": 10**60},
-                "max_position_embeddings must be a short scalar or string, but is 1000",
-            ),
+            ({"max_position_embeddings": 10**60},
+             "max_position_embeddings must be a short scalar or string, but is 1000"),
             ({"params_dtype": None}, "args has no params_dtype"),
         ],
-    )
+    )  # fmt: skip
     def test_arguments_that_do_not_fit(
         self, run: Run, tmp_path: Path, said: dict[str, Any], message: str
     ) -> None:

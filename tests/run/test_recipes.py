@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.core.errors import UsageError
 from ckptkit.run import recipes
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Ok, Run
 
 Loaded = dict[str, torch.Tensor]
 
@@ -95,13 +95,12 @@ MADE: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_the_plain_network_comes_out(
-    name: str, tmp_path: Path, run: Run, simulated_cuda: Any
+    name: str, tmp_path: Path, ok: Ok, simulated_cuda: Any
 ) -> None:
     make, shift = MADE[name]
     with simulated_cuda(1):
         torch.save(make(), tmp_path / "run.ckpt")
-    done = run("run", name, tmp_path / "run.ckpt", tmp_path / "net.pth")
-    assert done.code == 0, done.stderr
+    ok("run", name, tmp_path / "run.ckpt", tmp_path / "net.pth")
     found = ckptkit.load(tmp_path / "net.pth", map_location="cpu")
     expected = renamed("", shift)
     assert list(found) == list(expected)
@@ -112,10 +111,9 @@ def test_the_plain_network_comes_out(
     )  # nothing of the framework is left
 
 
-def test_a_zero_folder_for_transformers(tmp_path: Path, run: Run) -> None:
+def test_a_zero_folder_for_transformers(tmp_path: Path, ok: Ok) -> None:
     source = ROOT / "fixtures" / "deepspeed" / "zero3-bf16-3ranks"
-    done = run("run", "deepspeed-hf", source, tmp_path / "hf")
-    assert done.code == 0, done.stderr
+    ok("run", "deepspeed-hf", source, tmp_path / "hf")
     expected = {
         name: tensor.bfloat16()
         for name, tensor in ckptkit.load(source).items()
@@ -171,22 +169,20 @@ format = "torch-zip"
 """
 
 
-def test_steps_in_their_order(tmp_path: Path, run: Run) -> None:
-    done = run("run", write(tmp_path, STEPS), source(tmp_path), tmp_path / "out")
-    assert done.code == 0, done.stderr
+def test_steps_in_their_order(tmp_path: Path, ok: Ok) -> None:
+    ok("run", write(tmp_path, STEPS), source(tmp_path), tmp_path / "out")
     found = load_file(tmp_path / "out")
     assert torch.equal(found["weight"], net().state_dict()["2.weight"].bfloat16())
 
 
-def test_toml(tmp_path: Path, run: Run) -> None:
-    done = run("run", write(tmp_path, TOML, "toml"), source(tmp_path), tmp_path / "out")
-    assert done.code == 0, done.stderr
+def test_toml(tmp_path: Path, ok: Ok) -> None:
+    ok("run", write(tmp_path, TOML, "toml"), source(tmp_path), tmp_path / "out")
     assert torch.load(tmp_path / "out", weights_only=True)["0.weight"].dtype == torch.float64
 
 
-def test_the_command_line_comes_first(tmp_path: Path, run: Run) -> None:
+def test_the_command_line_comes_first(tmp_path: Path, ok: Ok) -> None:
     recipe = write(tmp_path, "steps: [{weights: true}]\noutput: {format: safetensors}")
-    assert run("run", recipe, source(tmp_path), tmp_path / "out", "--format", "torch-zip").code == 0
+    ok("run", recipe, source(tmp_path), tmp_path / "out", "--format", "torch-zip")
     assert torch.load(tmp_path / "out", weights_only=True)
 
 
@@ -217,44 +213,26 @@ def test_files_beside(tmp_path: Path) -> None:
     [
         ("steps: [{strip: 3}]", "step 1 (strip): 3 is not a string", None),
         ("steps: [{strop: module.}]", "step 1: 'strop' is not a step", "did you mean strip?"),
-        (
-            "steps: [strip]",
-            "step 1 must be a mapping from the name of one step to its argument",
-            "write, for example, `- strip: module.`",
-        ),
+        ("steps: [strip]", "step 1 must be a mapping from the name of one step to its argument",
+         "write, for example, `- strip: module.`"),
         ("steps: []", "has no list of steps", None),
         ("about: x", "has no list of steps", None),
         ("stops: []", "unknown: 'stops'; the known keys are about", None),
         ("- 1", "unknown: [1]; the known keys are about", None),
-        (
-            "steps: [{weights: yes please}]",
-            "step 1 (weights): must be true, got 'yes please'",
-            None,
-        ),
-        (
-            "steps: [{select: {kept: a}}]",
-            "step 1 (select): unknown: 'kept'; the known keys are drop, keep",
-            None,
-        ),
-        (
-            "steps: [{rename: {map: a}}]",
-            "step 1 (rename): 'a' is not a mapping whose keys and values are strings",
-            None,
-        ),
-        (
-            "steps: [{weights: true}]\noutput: {all: 3}",
-            "output: all has a value of the wrong type: 3",
-            None,
-        ),
+        ("steps: [{weights: yes please}]", "step 1 (weights): must be true, got 'yes please'",
+         None),
+        ("steps: [{select: {kept: a}}]",
+         "step 1 (select): unknown: 'kept'; the known keys are drop, keep", None),
+        ("steps: [{rename: {map: a}}]",
+         "step 1 (rename): 'a' is not a mapping whose keys and values are strings", None),
+        ("steps: [{weights: true}]\noutput: {all: 3}",
+         "output: all has a value of the wrong type: 3", None),
         ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
         ("steps: [", "is not valid: while parsing a flow node", None),
-        (
-            "steps: !!python/object/apply:os.system [id]",
-            "is not valid: could not determine a constructor",
-            None,
-        ),
+        ("steps: !!python/object/apply:os.system [id]",
+         "is not valid: could not determine a constructor", None),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_recipe(text: str, said: str, hint: str | None, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         recipes.load(str(write(tmp_path, text)))

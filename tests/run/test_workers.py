@@ -3,14 +3,11 @@ die."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
@@ -28,8 +25,22 @@ from ckptkit.edits.elements import cast
 from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish import copying
 from ckptkit.run import batch, workers
-from tests.conftest import COMMAND, ENVIRONMENT, Run
-from tests.run.batches import Dask, dask, deadly, make, noted, slow, strip
+from tests.conftest import COMMAND, Ok, Run
+from tests.run.batches import (
+    Dask,
+    counts,
+    dask,
+    deadly,
+    expected,
+    interrupted,
+    jobs_of,
+    make,
+    noted,
+    slow,
+    states,
+)
+
+PATTERN = "runs/**/*.pth"
 
 
 @pytest.fixture(scope="module")
@@ -81,59 +92,40 @@ def test_one_conversion(
     monkeypatch.setattr(copying, "TASK", 1 << 20)
     path = big(tmp_path / source)
     (tmp_path / "spread").mkdir()
-    counts: list[int] = []
+    written: list[int] = []
     submitted: list[object] = []
-    monkeypatch.setattr(
-        pool, "submit", lambda *given, call=pool.submit: submitted.append(1) or call(*given)
-    )
+    submit = pool.submit
+    monkeypatch.setattr(pool, "submit", lambda *given: submitted.append(1) or submit(*given))
+    spread = tmp_path / "spread" / destination
     done = convert(
-        path,
-        tmp_path / "spread" / destination,
-        step,
-        executor=pool,
-        progress=lambda count, _: counts.append(count),
+        path, spread, step, executor=pool, progress=lambda count, _: written.append(count)
     )
     convert(path, tmp_path / destination, step)
     want = (tmp_path / destination).read_bytes()
-    assert (tmp_path / "spread" / destination).read_bytes() == want
-    assert sum(counts) == len(want) == done.plan.size
+    assert spread.read_bytes() == want
+    assert sum(written) == len(want) == done.plan.size
     assert len(submitted) >= 4
     assert len(list((tmp_path / "spread").iterdir())) == 1
 
 
-def test_commands(cluster: Dask, tmp_path: Path, run: Run) -> None:
+def ways(cluster: Dask) -> dict[str, list[object]]:
+    return {"one": [], "two": ["--workers", 2], "dask": ["--scheduler", cluster.url]}
+
+
+def test_commands(cluster: Dask, tmp_path: Path, ok: Ok) -> None:
     path = big(tmp_path / "in.safetensors")
-    for name, options in {
-        "one": [],
-        "two": ["--workers", 2],
-        "dask": ["--scheduler", cluster.url],
-    }.items():
-        done = run("convert", path, tmp_path / f"{name}.pth", *options)
-        assert done.code == 0, done.stderr
-    assert len({(tmp_path / f"{name}.pth").read_bytes() for name in ("one", "two", "dask")}) == 1
+    for name, options in ways(cluster).items():
+        ok("convert", path, tmp_path / f"{name}.pth", *options)
+    assert len({(tmp_path / f"{name}.pth").read_bytes() for name in ways(cluster)}) == 1
 
 
 def test_a_batch(cluster: Dask, tmp_path: Path, run: Run) -> None:
     runs = make(tmp_path / "runs", 60)
     runs[7].write_bytes(b"text")
     found: dict[str, dict[str, bytes]] = {}
-    for name, options in {
-        "one": [],
-        "two": ["--workers", 2],
-        "dask": ["--scheduler", cluster.url],
-    }.items():
-        done = run(
-            "batch",
-            "strip-module",
-            "--json",
-            "--into",
-            tmp_path / name,
-            tmp_path / "runs/**/*.pth",
-            *options,
-        )
-        assert done.code == 3, done.stderr
-        counts = json.loads(done.stdout)["counts"]
-        assert (counts["done"], counts["failed"]) == (59, 1)
+    for name, options in ways(cluster).items():
+        words = ("strip-module", "--into", tmp_path / name, tmp_path / PATTERN, *options)
+        assert counts(run, *words, code=3) == {"done": 59, "failed": 1}
         found[name] = {each.name: each.read_bytes() for each in (tmp_path / name).rglob("*.pth")}
     assert found["one"] == found["two"] == found["dask"]
     assert len(found["one"]) == 59
@@ -143,7 +135,7 @@ def test_a_worker_of_a_cluster_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     monkeypatch.setattr(workers, "FRESH", 0)
     make(tmp_path / "runs", 60)
-    jobs = batch.plan(batch.find([str(tmp_path / "runs/**/*.pth")], str(tmp_path / "out")), "slow")
+    jobs = jobs_of(tmp_path / PATTERN, tmp_path / "out")
     with dask(tmp_path, workers=2) as cluster, workers.opened(scheduler=cluster.url) as pool:
         assert pool is not None
         while pool.workers() < 2:
@@ -152,32 +144,25 @@ def test_a_worker_of_a_cluster_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
             found = [next(results)[1]]
             cluster.workers[0].kill()
             found += [outcome for _, outcome in results]
-    assert Counter(outcome.state for outcome in found).keys() <= {"done", "found"}
+    assert states(found).keys() <= {"done", "found"}
     assert len(found) == 60
-    for job in jobs:
-        alone = tmp_path / "alone.pth"
-        strip(job.input.path, str(alone), force=True, dry_run=False)
-        assert (tmp_path / "out" / job.output).read_bytes() == alone.read_bytes()
+    for name, data in expected(tmp_path / "runs").items():
+        assert (tmp_path / "out" / name).read_bytes() == data
 
 
 def test_the_scheduler_of_a_cluster_is_killed(tmp_path: Path) -> None:
     """One clear error, and none of Dask's tracebacks. The next run does the rest."""
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     make(tmp_path / "runs", 400)
-    words = ["batch", "strip-module", "--into", tmp_path / "out", tmp_path / "runs/**/*.pth"]
+    words = ["batch", "strip-module", "--into", tmp_path / "out", tmp_path / PATTERN]
     with dask(tmp_path, workers=1) as cluster:
-        client = subprocess.Popen(
-            [*COMMAND, *map(str, words), "--scheduler", cluster.url],
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
+        code, told = interrupted(
+            [*COMMAND, *words, "--scheduler", cluster.url],
+            lambda: noted(tmp_path / "out") >= 20,
+            lambda _: cluster.end_scheduler(),
         )
-        while noted(tmp_path / "out") < 20:
-            assert client.poll() is None
-            time.sleep(0.005)
-        cluster.end_scheduler()
-        _, said = client.communicate(timeout=60)
-    assert client.returncode == 4
+    assert code == 4, told
+    said = told.decode()
     first, hint = said.splitlines()
     assert first.startswith(f"error: {cluster.url}: the scheduler canceled the work")
     assert hint.startswith("hint: ")
@@ -188,57 +173,35 @@ def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     runs = make(tmp_path / "runs", 20)
     runs[5].rename(runs[5].with_name("killer.pth"))
-    jobs = batch.plan(
-        batch.find([str(tmp_path / "runs/**/*.pth")], str(tmp_path / "out")), "deadly"
-    )
+    jobs = jobs_of(tmp_path / PATTERN, tmp_path / "out")
     env = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
     with (
         dask(tmp_path, 2, env, ("--nanny",)) as cluster,
         workers.opened(scheduler=cluster.url) as pool,
     ):
-        found = {
-            job.output: outcome
-            for job, outcome in batch.run(deadly, jobs, str(tmp_path / "out"), pool=pool)
-        }
+        results = batch.run(deadly, jobs, str(tmp_path / "out"), pool=pool)
+        found = {job.output: outcome for job, outcome in results}
     assert "its worker was killed twice" in str(found.pop("0000/killer.pth").error)
-    assert Counter(outcome.state for outcome in found.values()).keys() <= {"done", "found"}
+    assert states(found.values()).keys() <= {"done", "found"}
     assert len(list((tmp_path / "out").rglob("*.pth"))) == 19
 
 
 def test_the_client_of_a_cluster_is_killed(cluster: Dask, tmp_path: Path, run: Run) -> None:
     """Workers may end what they are at; the next run finds that, and does the rest."""
     make(tmp_path / "runs", 250)
-    args = (
-        "batch",
-        "strip-module",
-        "--json",
-        "--into",
-        tmp_path / "out",
-        tmp_path / "runs/**/*.pth",
+    words = ("strip-module", "--into", tmp_path / "out", tmp_path / PATTERN)
+    words = (*words, "--scheduler", cluster.url)
+    interrupted(
+        [*COMMAND, "batch", *words],
+        lambda: noted(tmp_path / "out") >= 20,
+        lambda client: client.kill(),
     )
-    command = [*COMMAND, *map(str, args), "--scheduler", cluster.url]
-    client = subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    while noted(tmp_path / "out") < 20:
-        assert time.monotonic() < deadline and client.poll() is None
-        time.sleep(0.005)
-    client.kill()
-    client.wait()
-    done = run(*args, "--scheduler", cluster.url)
-    assert done.code == 0, done.stderr
-    counts = json.loads(done.stdout)["counts"]
-    assert counts["skipped"] > 0
-    assert counts["skipped"] + counts["found"] + counts["done"] == 250
-    first, last = (
-        (tmp_path / "out/0000/0.pth").read_bytes(),
-        (tmp_path / "out/0024/249.pth").read_bytes(),
-    )
-    strip(
-        str(tmp_path / "runs/0024/249.pth"), str(tmp_path / "alone.pth"), force=True, dry_run=False
-    )
-    assert first != last == (tmp_path / "alone.pth").read_bytes()
+    found = counts(run, *words)
+    assert found.pop("skipped") > 0
+    assert found.keys() <= {"found", "done"}
+    first, last = (tmp_path / "out" / name for name in ("0000/0.pth", "0024/249.pth"))
+    alone = expected(tmp_path / "runs")["0024/249.pth"]
+    assert first.read_bytes() != last.read_bytes() == alone
     assert len(list((tmp_path / "out").rglob("*.pth"))) == 250
 
 
@@ -290,12 +253,14 @@ def wait_and_tell(folder: str) -> None:
         Path(folder, "undone").touch()
 
 
+def missing() -> Any:
+    raise ModuleNotFoundError("No module named 'ckptkit'")
+
+
 class TestRefusals:
     def test_both(self) -> None:
-        with (
-            pytest.raises(UsageError, match="either --workers or --scheduler"),
-            workers.opened(2, "tcp://x:1"),
-        ):
+        said = "either --workers or --scheduler"
+        with pytest.raises(UsageError, match=said), workers.opened(2, "tcp://x:1"):
             pass
 
     def test_no_dask(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,34 +272,27 @@ class TestRefusals:
     def test_no_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
         monkeypatch.setattr(workers, "ANSWER", 1)
-        with (
-            pytest.raises(OutputError, match="no scheduler answers"),
-            workers.opened(scheduler="tcp://127.0.0.1:9"),
-        ):
+        pool = workers.opened(scheduler="tcp://127.0.0.1:9")
+        with pytest.raises(OutputError, match="no scheduler answers"), pool:
             pass
 
     def test_no_workers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
         monkeypatch.setattr(workers, "PATIENCE", 1)
-        with (
-            dask(tmp_path, workers=0) as cluster,
-            pytest.raises(OutputError, match="has no workers"),
-            workers.opened(scheduler=cluster.url),
-        ):
-            pass
+        with dask(tmp_path, workers=0) as cluster:
+            pool = workers.opened(scheduler=cluster.url)
+            with pytest.raises(OutputError, match="has no workers"), pool:
+                pass
 
     @pytest.mark.parametrize(
-        "versions", [("0", "has ckptkit"), ("ckptkit.missing", "cannot run ckptkit")]
+        ("name", "value", "said"),
+        [("__version__", "0", "has ckptkit"), ("_version", missing, "cannot run ckptkit")],
     )
     def test_other_versions(
-        self, versions: tuple[str, str], cluster: Dask, monkeypatch: pytest.MonkeyPatch
+        self, name: str, value: object, said: str, cluster: Dask, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        version, said = versions
         with monkeypatch.context() as patch:
-            if version == "0":
-                patch.setattr(workers, "__version__", "0")
-            else:
-                patch.setattr(workers, "_version", missing)
+            patch.setattr(workers, name, value)
             with pytest.raises(OutputError, match=said), workers.opened(scheduler=cluster.url):
                 pass
 
@@ -353,7 +311,3 @@ def test_a_killed_worker_reads_as_a_broken_executor() -> None:
     seen = workers._Remote(inner, "tcp://x:2")
     inner.set_exception(error)
     assert isinstance(seen.exception(timeout=0), BrokenExecutor)
-
-
-def missing() -> Any:
-    raise ModuleNotFoundError("No module named 'ckptkit'")
