@@ -2,8 +2,8 @@
 command mends it.
 
 The table is that of the README. Each test makes the files that its row names in a folder of its
-own, sees torch fail with the message, runs the command of the row as it stands there, and loads
-what it wrote with torch.
+own, sees torch fail with the message, runs the command of the row, and loads what it wrote with
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -32,114 +32,11 @@ from fixtures.making.frameworks import lightning
 from tests import forked
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT
 
-HEADING = "## Sixteen problems"
-
-
-class Problem(NamedTuple):
-    """A problem: what goes wrong, the message that people search for, and what to type."""
-
-    what: str
-    message: str
-    command: str
-
-
-PROBLEMS = (
-    Problem(
-        "the keys begin with `module.` (DataParallel, DDP)",
-        'Missing key(s) in state_dict: "weight". Unexpected key(s) in state_dict: "module.weight"',
-        "ckptkit strip-module run.pth plain.pth",
-    ),
-    Problem(
-        "the keys begin with `_orig_mod.` (torch.compile)",
-        'Missing key(s) in state_dict: "weight". Unexpected key(s) in state_dict: "_orig_mod.weight"',
-        "ckptkit strip-module run.pth plain.pth --prefix _orig_mod.",
-    ),
-    Problem(
-        "the file was saved on a GPU, and this machine has no GPU",
-        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
-        "ckptkit remap run.pth cpu.pth --to cpu",
-    ),
-    Problem(
-        "`weights_only=True` refuses an object that was saved beside the weights",
-        "Weights only load failed ... GLOBAL argparse.Namespace was not an allowed global",
-        "ckptkit convert run.pth plain.pth --objects drop",
-    ),
-    Problem(
-        "a whole module was pickled, and its class no longer exists",
-        "No module named 'my_old_project'",
-        "ckptkit convert run.pth weights.safetensors",
-    ),
-    Problem(
-        "safetensors refuses to save tied weights",
-        "Some tensors share memory, this will lead to duplicate memory on disk",
-        "ckptkit convert run.pth net.safetensors",
-    ),
-    Problem(
-        "the download or the save was truncated",
-        "PytorchStreamReader failed reading zip archive: failed finding central directory",
-        "ckptkit recover cut.pth intact.pth",
-    ),
-    Problem(
-        "the file is a Git LFS pointer to the checkpoint",
-        "invalid load key, 'v'",
-        "ckptkit doctor run.pth",
-    ),
-    Problem(
-        "a slice of a tensor was saved, and the file contains the whole tensor",
-        "(no error: the file is large)",
-        "ckptkit convert run.pth small.pth --compact",
-    ),
-    Problem(
-        "two thirds of the file are optimizer state",
-        "(no error: the file is large)",
-        "ckptkit extract run.pth model.pth --key model",
-    ),
-    Problem(
-        "the checkpoint is a folder of DeepSpeed ZeRO",
-        "Is a directory",
-        "ckptkit extract zero net.pth --key module",
-    ),
-    Problem(
-        "the checkpoint is a folder of FSDP or torch.distributed.checkpoint",
-        "Is a directory",
-        "ckptkit convert step_100 net.pth",
-    ),
-    Problem(
-        "the model and the checkpoint have different numbers of classes, and `strict=False` does not help",
-        "size mismatch for head.weight: copying a param with shape torch.Size([10, 4]) from checkpoint",
-        "ckptkit convert run.pth body.pth --drop 'head.*'",
-    ),
-    Problem(
-        "you need safetensors, and the .bin file is larger than the memory",
-        "DefaultCPUAllocator: can't allocate memory",
-        "ckptkit convert pytorch_model.bin model.safetensors",
-    ),
-    Problem(
-        "a plain module cannot load a checkpoint of Lightning",
-        'Missing key(s) in state_dict ... Unexpected key(s) in state_dict: "epoch", "global_step"',
-        "ckptkit doctor run.ckpt --fix net.pth",
-    ),
-    Problem(
-        "the adapter loads, but the output of the model is unchanged",
-        "(no error: peft warns of missing keys)",
-        "ckptkit lora check adapter --base base",
-    ),
+SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("## Sixteen problems")[1]
+# For each problem, the message that people search for, and what to type.
+PROBLEMS: list[tuple[str, str]] = re.findall(
+    r"^\| .* \| (.*) \| `(.*)` \|$", SECTION.split("\n## ")[0], re.MULTILINE
 )
-
-
-def table() -> str:
-    """The problems as the README shows them."""
-    rows = [f"| {what} | `{message}` | `{command}` |" for what, message, command in PROBLEMS]
-    rows = [re.sub(r"`(\(no error: [^`]*\))`", r"\1", row) for row in rows]
-    return (
-        "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows])
-        + "\n"
-    )
-
-
-class Done(NamedTuple):
-    code: int
-    stdout: str
 
 
 @pytest.fixture(autouse=True)
@@ -147,69 +44,55 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def fails(
-    number: int,
-    attempt: Callable[[], object],
-    *,
-    kind: type[Exception] | tuple[type[Exception], ...],
-) -> None:
+def fails(number: int, attempt: Callable[[], object], *, kind: type[Exception]) -> None:
     """Torch says what the table says: each of the pieces between the dots."""
     with pytest.raises(kind) as caught:
         attempt()
     said = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", f"{caught.value}"))
-    for piece in re.split(r" \.\.\. |\. (?=Unexpected)", PROBLEMS[number - 1].message):
+    message = PROBLEMS[number - 1][0].strip("`")
+    for piece in re.split(r" \.\.\. |\. (?=Unexpected)", message):
         assert piece in said
 
 
-def run(number: int, *, code: int = 0, limit: int | None = None) -> Done:
-    """The command of the table, as it stands there, in a process of its own; `limit` is all the
-    memory it may have."""
-    program, *words = shlex.split(PROBLEMS[number - 1].command)
+def run(number: int, *, code: int = 0, limit: int | None = None) -> str:
+    """Run the command of the table, as it stands there, in a process of its own. `limit` is all the
+    memory it may have. Return its output."""
+    program, *words = shlex.split(PROBLEMS[number - 1][1])
     assert program == "ckptkit"
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
     done = subprocess.run(
         [*COMMAND, *words],
-        capture_output=True,
-        encoding="utf-8",
-        env=ENVIRONMENT,
-        timeout=120,
-        preexec_fn=None
-        if limit is None
-        else lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+        capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=120, preexec_fn=limited,
+    )  # fmt: skip
     assert done.returncode == code, (done.stdout, done.stderr)
-    return Done(done.returncode, done.stdout)
+    return done.stdout
 
 
 def load(path: str) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def test_the_readme_has_the_table() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if HEADING not in readme:
-        pytest.skip(f"the README has no section {HEADING!r} yet")
-    assert table() in readme.split(HEADING)[1].split("\n## ")[0]
-
-
-def test_01_module_prefix() -> None:
-    torch.save(nn.DataParallel(nn.Linear(2, 2, bias=False)).state_dict(), "run.pth")
-    fails(
-        1, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError
+def test_each_row_has_a_test() -> None:
+    numbers = sorted(
+        int(number) for name in globals() for number in re.findall(r"^test_(\d+)", name)
     )
-    run(1)
-    nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
+    assert [1, *numbers] == [*range(1, len(PROBLEMS) + 1)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
-def test_02_orig_mod_prefix() -> None:
-    compiled = torch.compile(nn.Linear(2, 2, bias=False))
-    assert isinstance(compiled, nn.Module)
-    torch.save(compiled.state_dict(), "run.pth")
-    fails(
-        2, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError
-    )
-    run(2)
-    nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
+@pytest.mark.parametrize(("number", "wrap"), [(1, nn.DataParallel), (2, torch.compile)])
+def test_02_prefixes(number: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def net() -> nn.Module:
+        return nn.Linear(2, 2, bias=False)
+
+    torch.save(wrap(net()).state_dict(), "run.pth")
+    fails(number, lambda: net().load_state_dict(load("run.pth")), kind=RuntimeError)
+    run(number)
+    net().load_state_dict(load("plain.pth"))
 
 
 def test_03_cuda_on_a_cpu_machine(
@@ -225,9 +108,8 @@ def test_03_cuda_on_a_cpu_machine(
 
 
 def test_04_weights_only_refuses() -> None:
-    torch.save(
-        {"model": nn.Linear(2, 2).state_dict(), "args": Namespace(lr=0.1), "epoch": 3}, "run.pth"
-    )
+    state = nn.Linear(2, 2).state_dict()
+    torch.save({"model": state, "args": Namespace(lr=0.1), "epoch": 3}, "run.pth")
     fails(4, lambda: load("run.pth"), kind=pickle.UnpicklingError)
     run(4)
     found = load("plain.pth")
@@ -277,7 +159,7 @@ def test_08_git_lfs_pointer() -> None:
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 440449768\n"
     )
     fails(8, lambda: torch.load("run.pth", weights_only=False), kind=pickle.UnpicklingError)
-    said = run(8, code=3).stdout
+    said = run(8, code=3)
     assert "Git LFS pointer" in said and "440,449,768 bytes" in said
     assert "     git lfs pull\n" in said
 
@@ -296,9 +178,8 @@ def test_10_the_optimizer_weighs_most() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "run.pth"
-    )
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "epoch": 1}, "run.pth")
     run(10)
     assert Path("model.pth").stat().st_size < 0.4 * Path("run.pth").stat().st_size
     model.load_state_dict(load("model.pth"))
@@ -364,7 +245,7 @@ def test_14_larger_than_the_memory() -> None:
         encoding="utf-8",
         timeout=120,
     )
-    assert PROBLEMS[13].message in plain.stderr
+    assert PROBLEMS[13][0].strip("`") in plain.stderr
     run(14, limit=256 << 20)
     state = load_file("model.safetensors")
     assert len(state) == 10 and all(
@@ -382,7 +263,7 @@ def test_15_lightning() -> None:
 
     torch.save(lightning(net()), "run.ckpt")
     fails(15, lambda: net().load_state_dict(load("run.ckpt")), kind=RuntimeError)
-    assert "no problems left" in run(15).stdout
+    assert "no problems left" in run(15)
     net().load_state_dict(load("net.pth"))
 
 
@@ -402,7 +283,7 @@ def test_16_an_adapter_without_effect() -> None:
     model = nn.ModuleDict({"model": nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})})
     done = model.load_state_dict(state, strict=False)
     assert len(done.unexpected_keys) == 2
-    said = run(16, code=1).stdout
+    said = run(16, code=1)
     assert "error (prefix)" in said
     command = shlex.split(next(line for line in said.splitlines() if "lora merge" in line))
     subprocess.run([*COMMAND, *command[1:]], check=True, env=ENVIRONMENT, timeout=120)
