@@ -105,7 +105,7 @@ FIRST, SECOND = f"module.{NAMES[0]}.0", "module.\x1b[2Jmissing"
 CALLS: dict[str, list[list[str]]] = {
     "inspect": [
         *(["F"], ["G"], ["S"], ["C"], ["F", "--tree"], ["F", "--flat"], ["F", "--keys", "*"], ["F", "--key", SECOND]),
-        *(["G", "--sort", "name"], ["F", "--textconv"], ["G", "--textconv"], ["C", "--textconv"]),
+        ["G", "--sort", "name"],
     ],
     "strip-module": [["G", "O"], ["F", "O", "--key", "model"], ["F", "O", "--dry-run"], ["S", "OS"], ["F", "F"]],
     "add-module": [["G", "O"], ["G", "O", "--prefix", "\x1b[2J"]],

@@ -204,17 +204,6 @@ def test_what_is_not_read_is_not_loaded_either(models: Path) -> None:
         ckptkit.load_into(built(models, "Up"), path)
 
 
-def test_a_weight_is_one_line_of_text_for_git(path: Path, run: Run, tmp_path: Path) -> None:
-    lines = run("inspect", "--textconv", path).stdout.splitlines()
-    (line,) = [line for line in lines if line.startswith(L)]
-    assert line.startswith(f"{L}.weight: fp8 128x128 [200, 130] cpu sha256 ")
-    scale = row("F32", [2, 2], struct.pack("<4f", 0.5, 2, 4, 0.125))
-    tensors = {**FP8, f"{L}.weight_scale_inv": scale, "norm.weight": ones([4], "BF16")}
-    other = write(tmp_path / "other" / "model.safetensors", tensors, config=BLOCKS)
-    changed = set(run("inspect", "--textconv", other).stdout.splitlines()) ^ set(lines)
-    assert len(changed) == 2 and all(line.startswith(f"{L}.weight: fp8") for line in changed)
-
-
 def test_verify_names_scales_that_are_no_numbers(run: Run, tmp_path: Path) -> None:
     scale = row("F32", [2, 2], struct.pack("<4f", 0.5, float("nan"), float("inf"), 0))
     tensors = {**FP8, f"{L}.weight_scale_inv": scale}
