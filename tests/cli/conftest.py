@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,16 +19,25 @@ from ckptkit.cli import main
 Ckptkit = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test works in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def ckptkit() -> Ckptkit:
-    """``ckptkit("inspect", path)``: the result, its exit code, what it printed."""
+    """``ckptkit("inspect --json", path)``: the result, its exit code, what it printed.
 
-    def invoke(*args: object) -> Result:
-        result = CliRunner().invoke(
-            main, [os.fspath(arg) if isinstance(arg, Path) else str(arg) for arg in args]
-        )
+    The first argument is split as a shell splits it. `code` is the exit code that must come.
+    """
+
+    def invoke(words: str = "", *args: object, code: int | None = None) -> Result:
+        given = [os.fspath(arg) if isinstance(arg, Path) else str(arg) for arg in args]
+        result = CliRunner().invoke(main, [*shlex.split(words), *given])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
+        assert code in (None, result.exit_code), result.output
         return result
 
     return invoke
@@ -37,18 +47,16 @@ def ckptkit() -> Ckptkit:
 def as_json(ckptkit: Ckptkit) -> Callable[..., Any]:
     """``as_json("inspect", path)``: what the command prints with --json, exit code 0."""
 
-    def invoke(command: str, *args: object) -> Any:
-        result = ckptkit(command, "--json", *args)
-        assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
+    def invoke(*args: object) -> Any:
+        return json.loads(ckptkit(*args, "--json", code=0).stdout)
 
     return invoke
 
 
 @pytest.fixture
-def run_pth(tmp_path: Path) -> Path:
+def run_pth() -> Path:
     """A checkpoint as a training script leaves it, from a DataParallel model."""
-    path = tmp_path / "run.pth"
+    path = Path("run.pth")
     path.write_bytes(_trained())
     return path
 

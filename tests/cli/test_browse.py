@@ -15,8 +15,7 @@ from tests.conftest import COMMAND, ENVIRONMENT
 
 
 def test_it_needs_a_terminal(ckptkit: Ckptkit, run_pth: Path) -> None:
-    result = ckptkit("browse", run_pth)
-    assert result.exit_code == 2
+    result = ckptkit("browse", run_pth, code=2)
     assert (
         "needs a terminal" in result.stderr
         and f"`ckptkit inspect --tree {run_pth}`" in result.stderr
@@ -32,17 +31,14 @@ def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.M
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
-    result = ckptkit("browse", run_pth)
-    assert result.exit_code == 2 and "pip install textual" in result.stderr
+    assert "pip install textual" in ckptkit("browse", run_pth, code=2).stderr
 
 
-def test_a_file_that_cannot_be_read(
-    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
     monkeypatch.setattr("ckptkit.cli.render.is_terminal", lambda stream: True)
-    (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
-    assert ckptkit("browse", tmp_path / "bad.pth").exit_code == 3
+    Path("bad.pth").write_bytes(b"no checkpoint")
+    assert ckptkit("browse bad.pth").exit_code == 3
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

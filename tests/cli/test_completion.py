@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from ckptkit.cli import COMMANDS, completing, main
 from tests.cli.conftest import Ckptkit
 from tests.conftest import COMMAND, ENVIRONMENT
 
-Tab = Callable[..., list[str]]
+Tab = Callable[[str], list[str]]
 
 
 def parameters() -> Iterator[tuple[str, click.Parameter]]:
@@ -42,120 +43,84 @@ def types_of_parameters() -> Iterator[None]:
 
 @pytest.fixture
 def tab() -> Tab:
-    """``tab("show", path, "mo")``: what is offered for the last word; ``file`` stands for the
+    """``tab("show run.pth mo")``: what is offered for the last word; ``file`` stands for the
     shell's own list."""
     completer = BashComplete(main, {}, "ckptkit", "_CKPTKIT_COMPLETE")
 
-    def offered(*words: object) -> list[str]:
-        *args, incomplete = map(str, words)
+    def offered(words: str) -> list[str]:
+        *args, incomplete = shlex.split(words)
         found = completer.get_completions(args, incomplete)
         return [item.value if item.type == "plain" else item.type for item in found]
 
     return offered
 
 
-def test_commands_options_choices(tab: Tab) -> None:
-    assert tab("in") == ["inspect"]
-    assert tab("inspect", "--tr") == ["--tree"]
-    assert tab("inspect", "--sort", "s") == ["size"]
-
-
 @pytest.mark.parametrize(
-    "words", [("inspect", ""), ("convert", "x"), ("convert", "a.pth", ""), ("doctor", "--fix", "")]
+    ("words", "offered"),
+    [
+        ("in", "inspect"),
+        ("inspect --tr", "--tree"),
+        ("inspect --sort s", "size"),
+        ("inspect ''", "file"),
+        ("convert x", "file"),
+        ("convert a.pth ''", "file"),
+        ("doctor --fix ''", "file"),
+        ("show run.pth module.1.w", "module.1.weight"),
+        ("show run.pth module.1.r", "module.1.running_mean module.1.running_var"),
+        ("inspect run.pth --keys module.0.w", "module.0.weight"),
+        ("convert run.pth out.pth --keep module.2.b", "module.2.bias"),
+        ("batch convert run.pth --drop module.2.b", "module.2.bias"),
+        ("show run.pth nothing", ""),
+        ("inspect run.pth --key ''", "model optimizer optimizer.state optimizer.param_groups"),
+        ("diff run.pth ema.pth --key-b ''", "ema"),
+        ("diff run.pth ema.pth --key m", "model"),
+        ("inspect two.pth --keys ''", ""),  # which of them?
+        ("inspect --key b two.pth --keys ''", "y.w"),
+        ("strip-module run.pth --prefix ''", "module. module.1."),
+        ("add-module run.pth --prefix ''", "module. module.1."),
+        ("remap run.pth --to c", "cpu cuda cuda:0"),
+        ("remap run.pth --device ''", "cpu="),
+        ("convert run.pth --cast bf", "bfloat16"),
+        ("convert run.pth out.pth --quantize ''", "fp8-block mxfp4"),
+        ("convert run.pth --format shard", "sharded sharded-bin"),
+        ("run tim", "timm timm-vit file"),
+    ],
 )
-def test_files(tab: Tab, words: tuple[str, ...]) -> None:
-    assert tab(*words) == ["file"]
-
-
-def test_names(tab: Tab, run_pth: Path) -> None:
-    inner = ["module.1.weight", "module.1.bias", "module.1.running_mean", "module.1.running_var"]
-    assert tab("show", run_pth, "module.1.")[:4] == inner
-    assert tab("show", run_pth, "module.1.w") == ["module.1.weight"]
-    assert tab("inspect", run_pth, "--keys", "module.0.w") == ["module.0.weight"]
-    assert tab("convert", run_pth, "out.pth", "--keep", "module.2.b") == ["module.2.bias"]
-    assert tab("batch", "convert", run_pth, "--drop", "module.2.b") == ["module.2.bias"]
-    assert tab("show", run_pth, "nothing") == []
+def test_what_is_offered(words: str, offered: str, tab: Tab, run_pth: Path) -> None:
+    torch.save({"ema": {"w": torch.ones(1)}}, "ema.pth")
+    torch.save({"a": {"x.w": torch.ones(1)}, "b": {"y.w": torch.ones(1)}}, "two.pth")
+    assert tab(words) == offered.split()
 
 
 def test_help_beside_a_name(run_pth: Path) -> None:
     completer = BashComplete(main, {}, "ckptkit", "_CKPTKIT_COMPLETE")
-    (item,) = completer.get_completions(["show", str(run_pth)], "module.0.w")
+    (item,) = completer.get_completions(["show", "run.pth"], "module.0.w")
     assert item.help == "float32 [3, 4]"
-
-
-def test_entries(tab: Tab, run_pth: Path) -> None:
-    assert tab("inspect", run_pth, "--key", "") == [
-        "model",
-        "optimizer",
-        "optimizer.state",
-        "optimizer.param_groups",
-    ]
-    torch.save({"ema": {"w": torch.ones(1)}}, run_pth.with_name("b.pth"))
-    assert tab("diff", run_pth, run_pth.with_name("b.pth"), "--key-b", "") == ["ema"]
-    assert tab("diff", run_pth, run_pth.with_name("b.pth"), "--key", "m") == ["model"]
-
-
-def test_names_in_the_entry_of_key(tab: Tab, run_pth: Path) -> None:
-    torch.save({"a": {"x.w": torch.ones(1)}, "b": {"y.w": torch.ones(1)}}, run_pth)
-    assert tab("inspect", run_pth, "--keys", "") == []  # which of them?
-    assert tab("inspect", "--key", "b", run_pth, "--keys", "") == ["y.w"]
-
-
-def test_prefixes_devices_tags_dtypes_formats_recipes(tab: Tab, run_pth: Path) -> None:
-    assert tab("strip-module", run_pth, "--prefix", "") == ["module.", "module.1."]
-    assert tab("add-module", run_pth, "--prefix", "") == ["module.", "module.1."]
-    assert tab("remap", run_pth, "--to", "c") == ["cpu", "cuda", "cuda:0"]
-    assert tab("remap", run_pth, "--device", "") == ["cpu="]
-    assert tab("convert", run_pth, "--cast", "bf") == ["bfloat16"]
-    assert tab("convert", run_pth, "out.pth", "--quantize", "") == ["fp8-block", "mxfp4"]
-    assert tab("convert", run_pth, "--format", "shard") == ["sharded", "sharded-bin"]
-    assert tab("run", "tim") == ["timm", "timm-vit", "file"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint", b"PK\x03\x04 cut"])
 def test_silent_on_errors(
-    tab: Tab, tmp_path: Path, content: bytes | None, capfd: pytest.CaptureFixture[str]
+    tab: Tab, content: bytes | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "run.pth"
     if content is not None:
-        path.write_bytes(content)
-    assert (
-        tab("show", path, "")
-        == tab("inspect", path, "--key", "")
-        == tab("strip-module", "--prefix", "")
-        == []
-    )
-    assert tab("show", "https://host.invalid/run.pth", "") == []
+        Path("run.pth").write_bytes(content)
+    for words in ("show run.pth", "inspect run.pth --key", "strip-module --prefix"):
+        assert tab(f"{words} ''") == []
+    assert tab("show https://host.invalid/run.pth ''") == []
     assert capfd.readouterr() == ("", "")
 
 
-def test_names_that_a_shell_would_act_on_are_not_offered(tab: Tab, tmp_path: Path) -> None:
-    bad = [
-        "$(touch x)",
-        "`id`",
-        "a;b",
-        "a b",
-        "a\nplain,b",
-        "--force",
-        "a'b",
-        'a"b',
-        "a*",
-        "~root",
-        "a\x1b[2J",
-        "ä",
-        "!!",
-    ]
-    torch.save({name: torch.ones(1) for name in [*bad, "good.w"]}, tmp_path / "run.pth")
-    assert tab("show", tmp_path / "run.pth", "") == ["good.w"]
+def test_names_that_a_shell_would_act_on_are_not_offered(tab: Tab) -> None:
+    bad = ["$(touch x)", "`id`", "a;b", "a b", "a\nplain,b", "--force", "a'b", 'a"b', "a*", "~root", "a\x1b[2J", "ä", "!!"]  # fmt: skip
+    torch.save({name: torch.ones(1) for name in [*bad, "good.w"]}, "run.pth")
+    assert tab("show run.pth ''") == ["good.w"]
 
 
-def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
-    names = [f"net.layers.{n}.{kind}" for n in range(30) for kind in ("a.w", "b.w", "c.w")]
-    torch.save(
-        {f"{name}{i}": torch.ones(1) for name in names for i in range(10)}, tmp_path / "run.pth"
-    )
-    assert tab("show", tmp_path / "run.pth", "net.") == [f"net.layers.{n}." for n in range(30)]
-    assert len(tab("show", tmp_path / "run.pth", "net.layers.3.")) == 30
+def test_of_too_many_where_they_part(tab: Tab) -> None:
+    names = [f"net.layers.{n}.{kind}.w{i}" for n in range(30) for kind in "abc" for i in range(10)]
+    torch.save({name: torch.ones(1) for name in names}, "run.pth")
+    assert tab("show run.pth net.") == [f"net.layers.{n}." for n in range(30)]
+    assert len(tab("show run.pth net.layers.3.")) == 30
 
 
 # Texts of one's own: nothing can be offered.
@@ -186,17 +151,14 @@ def test_the_script(ckptkit: Ckptkit, shell: str) -> None:
     assert f"_CKPTKIT_COMPLETE={shell}_complete" in script
 
 
-def installed(tmp_path: Path) -> dict[str, str]:
+def installed(folder: Path) -> dict[str, str]:
     """An environment in which ckptkit is a command."""
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin/ckptkit"
+    program = folder / "bin/ckptkit"
+    program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
     program.chmod(0o755)
-    return {
-        **ENVIRONMENT,
-        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-    }
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    return {**ENVIRONMENT, "PATH": path, "HOME": str(folder)}
 
 
 # What asks a shell for the completions of: ckptkit show run.pth module.0.

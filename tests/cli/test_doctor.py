@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import random
 import shlex
 import shutil
 import zipfile
@@ -25,13 +26,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
 
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ROOT
 
 Diagnose = Callable[..., dict[str, dict[str, Any]]]
-NET = """
+NETS = """
 from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
 
 class Net(nn.Module):
     def __init__(self, classes=3, tied=False):
@@ -41,15 +44,46 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 6 if tied else classes, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+
+class Most(nn.Module):
+    def __init__(self, classes=3):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, classes)
+
+def linear():
+    return nn.Linear(2, 2)
+
+def norm():
+    return nn.ModuleDict({"n": nn.BatchNorm1d(2)})
+
+def old():
+    return nn.Sequential(weight_norm(nn.Linear(3, 2)))
+
+def new():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
 """
+MODEL = ("--model", "nets.py:Net")
 
 
-def net(**options: object) -> nn.Module:
+@pytest.fixture(autouse=True)
+def nets(here: None) -> None:
+    Path("nets.py").write_text(NETS)
+
+
+def net(name: str = "Net", **options: object) -> nn.Module:
     namespace: dict[str, Any] = {}
-    exec(NET, namespace)
-    made = namespace["Net"](**options)
+    exec(NETS, namespace)
+    made = namespace[name](**options)
     assert isinstance(made, nn.Module)
     return made
+
+
+def state(prefix: str = "", old: str = " ", new: str = "", **options: object) -> dict[str, Any]:
+    """Return the weights of a Net, with other names."""
+    found = net(**options).state_dict().items()
+    return {prefix + name.replace(old, new): tensor for name, tensor in found}
 
 
 @pytest.fixture
@@ -58,7 +92,7 @@ def diagnose(ckptkit: Ckptkit) -> Diagnose:
     some."""
 
     def invoke(*args: object, code: int = 1) -> dict[str, dict[str, Any]]:
-        result = ckptkit("doctor", "--json", *args)
+        result = ckptkit("doctor --json", *args)
         found = json.loads(result.stdout)
         fails = any(cause["level"] != "note" for cause in found["causes"])
         assert result.exit_code == (code if code == 3 else int(fails)), result.stderr
@@ -77,8 +111,7 @@ def paste(ckptkit: Ckptkit) -> Callable[[dict[str, Any]], Path]:
     def invoke(cause: dict[str, Any]) -> Path:
         program, *words = shlex.split(cause["command"])
         assert program == "ckptkit"
-        result = ckptkit(*words)
-        assert result.exit_code == 0, (result.stdout, result.stderr)
+        ckptkit("", *words, code=0)
         return Path(words[words.index("--fix") + 1] if words[0] == "doctor" else words[-1])
 
     return invoke
@@ -87,340 +120,259 @@ def paste(ckptkit: Ckptkit) -> Callable[[dict[str, Any]], Path]:
 Paste = Callable[[dict[str, Any]], Path]
 
 
-def load(path: Path) -> Any:
+def load(path: Path | str) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
-    torch.save(net().state_dict(), tmp_path / "net.pth")
-    (tmp_path / "nets.py").write_text(NET)
-    assert diagnose(tmp_path / "net.pth", code=0) == {}
-    assert diagnose(tmp_path / "net.pth", "--model", f"{tmp_path / 'nets.py'}:Net", code=0) == {}
-    assert "found nothing" in ckptkit("doctor", tmp_path / "net.pth").stdout
+def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit) -> None:
+    torch.save(state(), "net.pth")
+    assert diagnose("net.pth", code=0) == diagnose("net.pth", *MODEL, code=0) == {}
+    assert "found nothing" in ckptkit("doctor net.pth").stdout
 
 
-def test_changed_bytes_are_loaded_in_silence(
-    diagnose: Diagnose, paste: Paste, tmp_path: Path
-) -> None:
-    torch.save({"a": torch.arange(100.0), "b": torch.ones(3)}, tmp_path / "run.pth")
-    data = (tmp_path / "run.pth").read_bytes()
+def test_changed_bytes_are_loaded_in_silence(diagnose: Diagnose, paste: Paste) -> None:
+    torch.save({"a": torch.arange(100.0), "b": torch.ones(3)}, "run.pth")
+    data = Path("run.pth").read_bytes()
     at = data.index(torch.arange(100.0).numpy().tobytes()) + 40
-    (tmp_path / "run.pth").write_bytes(data[:at] + b"abcd" + data[at + 4 :])
-    assert load(tmp_path / "run.pth")["a"][10] != 10  # and no error
-    cause = diagnose(tmp_path / "run.pth")["damaged"]
+    Path("run.pth").write_bytes(data[:at] + b"abcd" + data[at + 4 :])
+    assert load("run.pth")["a"][10] != 10  # and no error
+    cause = diagnose("run.pth")["damaged"]
     assert cause["title"].endswith("(a).") and "without an error" in cause["explanation"]
     assert load(paste(cause)).keys() == {"b"}
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
-def test_protocols_of_pickles(diagnose: Diagnose, paste: Paste, tmp_path: Path, old: bool) -> None:
-    new = not old
-    for protocol in (2, 3, 4, 5):
-        path = tmp_path / f"{protocol}.pth"
-        torch.save(
-            net().state_dict(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=new
-        )
-        if protocol < 4:
-            assert diagnose(path, code=0) == {} and load(path)
-            continue
-        with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 149"):
-            load(path)
-        cause = diagnose(path)["pickle"]
-        assert "opcode FRAME" in cause["title"] and "Unsupported operand" in cause["explanation"]
-        net().load_state_dict(load(paste(cause)))
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_protocols_of_pickles(diagnose: Diagnose, paste: Paste, protocol: int, new: bool) -> None:
+    how: Any = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": new}
+    torch.save(state(), "run.pth", **how)
+    if protocol < 4:
+        assert diagnose("run.pth", code=0) == {} and load("run.pth")
+        return
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 149"):
+        load("run.pth")
+    cause = diagnose("run.pth")["pickle"]
+    assert "opcode FRAME" in cause["title"] and "Unsupported operand" in cause["explanation"]
+    net().load_state_dict(load(paste(cause)))
 
 
-def test_a_part_whose_folder_is_incomplete_has_no_command(
-    diagnose: Diagnose, tmp_path: Path
-) -> None:
+def test_a_part_whose_folder_is_incomplete_has_no_command(diagnose: Diagnose) -> None:
     source = ROOT / "fixtures/deepspeed/zero2-fp32-3ranks/global_step2"
     (part,) = source.glob("*rank_1*optim_states.pt")
-    shutil.copy(part, tmp_path)
-    cause = diagnose(tmp_path / part.name)["part"]
-    assert cause["command"] is None and "into one folder" in cause["explanation"]
     (other,) = source.glob("*rank_2*optim_states.pt")
-    shutil.copy(other, tmp_path)
-    cause = diagnose(tmp_path / part.name)["part"]
-    assert cause["command"] is None and "cannot be read" in cause["explanation"]
+    for copied, said in ((part, "into one folder"), (other, "cannot be read")):
+        shutil.copy(copied, ".")
+        cause = diagnose(part.name)["part"]
+        assert cause["command"] is None and said in cause["explanation"]
 
 
 # Names
 
 
-def test_prefix_of_most_keys(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    state = {
-        ("module." if "mlp" not in name else "") + name: tensor
-        for name, tensor in net().state_dict().items()
-    }
-    torch.save(state, tmp_path / "run.pth")
-    cause = diagnose(tmp_path / "run.pth")["prefix"]
-    assert cause["title"].startswith("6 of 10 keys")
-    net().load_state_dict(load(paste(cause)))
+def test_prefix_of_most_keys(diagnose: Diagnose) -> None:
+    torch.save({**state("module.", "mlp", "x"), "a": torch.ones(1)}, "run.pth")
+    assert diagnose("run.pth")["prefix"]["title"].startswith("10 of 11 keys")
 
 
-def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
-    state = {"model." + name: tensor for name, tensor in net().state_dict().items()}
-    torch.save(
-        {"state_dict": state, "pytorch-lightning_version": "2.5.0", "epoch": 1},
-        tmp_path / "run.ckpt",
-    )
-    healthy = diagnose(tmp_path / "run.ckpt")["attribute"]  # for Lightning it is
-    assert "model." in healthy["command"] and (healthy["level"], healthy["fixable"]) == (
-        "note",
-        True,
-    )
-    torch.save(state, tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth")["attribute"]  # many networks have a part called model
+def test_prefix_of_lightning(diagnose: Diagnose) -> None:
+    run = {"state_dict": state("model."), "pytorch-lightning_version": "2.5.0", "epoch": 1}
+    torch.save(run, "run.ckpt")
+    healthy = diagnose("run.ckpt")["attribute"]  # for Lightning it is
+    assert "model." in healthy["command"]
+    assert (healthy["level"], healthy["fixable"]) == ("note", True)
+    torch.save(state("model."), "run.pth")
+    found = diagnose("run.pth")["attribute"]  # many networks have a part called model
     assert (found["level"], found["fixable"]) == ("note", False)
-    save_file(state, tmp_path / "run.safetensors")
-    assert diagnose(tmp_path / "run.safetensors", code=0) == {}
+    save_file(state("model."), "run.safetensors")
+    assert diagnose("run.safetensors", code=0) == {}
 
 
 def test_network_of_lightning_among_other_parts(
-    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit
 ) -> None:
     """A file with causes that --fix leaves is not reported to load."""
-    state = {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
-    state["criterion.weight"] = torch.ones(3)
-    torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0"}, tmp_path / "run.ckpt")
-    found = diagnose(tmp_path / "run.ckpt")
-    net().load_state_dict(load(paste(found["attribute"]))["state_dict"])
-    words = ("doctor", tmp_path / "run.ckpt", "--fix", tmp_path / "fixed.pth", "--force")
-    done = ckptkit(*words, "--fail-on", "note")
+    weights = {**state("model."), "criterion.weight": torch.ones(3)}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.5.0"}, "run.ckpt")
+    net().load_state_dict(load(paste(diagnose("run.ckpt")["attribute"]))["state_dict"])
+    words = "doctor run.ckpt --fix fixed.pth --force"
+    done = ckptkit(f"{words} --fail-on note", code=1)
     verdict = done.stdout.partition("\n\nnote: names and shapes")[0].splitlines()[-1]
-    assert done.exit_code == 1 and "loads" not in verdict
-    assert "not fixed" in done.stdout
-    assert ckptkit(*words).exit_code == 0  # what is left is a note
+    assert "loads" not in verdict and "not fixed" in done.stdout
+    ckptkit(words, code=0)  # what is left is a note
 
 
-def test_a_healthy_training_checkpoint_is_no_failure(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    torch.save(saved, tmp_path / "run.pth")
-    done = ckptkit("doctor", tmp_path / "run.pth")
-    assert done.exit_code == 0
+def test_a_healthy_training_checkpoint_is_no_failure(ckptkit: Ckptkit) -> None:
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    saved = {"model": state(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(saved, "run.pth")
+    done = ckptkit("doctor run.pth", code=0)
     assert done.stdout.splitlines()[0].endswith("torch-zip: 1 note")
     assert "1. note: The weights are in its entry 'model'" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("note: names and shapes were not checked")
+    torch.save(net("linear").state_dict(), "run.pth")
+    done = ckptkit("doctor run.pth --model nets.py:linear", code=0)
+    assert "not checked" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("level", "code"), [("error", 0), ("warning", 0), ("note", 1), ("never", 0), (None, 0)]
-)
-def test_the_level_that_fails(
-    ckptkit: Ckptkit, tmp_path: Path, level: str | None, code: int
-) -> None:
-    torch.save({"model": net().state_dict(), "epoch": 3}, tmp_path / "run.pth")
-    chosen = () if level is None else ("--fail-on", level)
-    assert ckptkit("doctor", *chosen, tmp_path / "run.pth").exit_code == code
-    wrapped = {f"module.{name}": tensor for name, tensor in net().state_dict().items()}
-    torch.save(wrapped, tmp_path / "wrapped.pth")
-    fails = int(level != "never")
-    assert ckptkit("doctor", *chosen, tmp_path / "wrapped.pth").exit_code == fails
+def test_the_level_that_fails(ckptkit: Ckptkit) -> None:
+    torch.save({"model": state(), "epoch": 3}, "run.pth")
+    torch.save(state("module."), "wrapped.pth")
+    for level, code in (("error", 0), ("warning", 0), ("note", 1), ("never", 0), (None, 0)):
+        chosen = () if level is None else ("--fail-on", level)
+        ckptkit("doctor run.pth", *chosen, code=code)
+        ckptkit("doctor wrapped.pth", *chosen, code=int(level != "never"))
 
 
-def test_with_a_model_names_are_checked(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Linear(2, 2)\n"
-    )
-    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "run.pth")
-    done = ckptkit("doctor", tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:make")
-    assert done.exit_code == 0 and "not checked" not in done.stdout
-
-
-def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(1)}, tmp_path / "it's.pth")
-    os.link(tmp_path / "it's.pth", tmp_path / "link.pth")
+def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit) -> None:
+    torch.save({"module.a": torch.ones(1)}, "it's.pth")
+    os.link("it's.pth", "link.pth")
     for name in ("it's.pth", "link.pth"):
-        done = ckptkit("doctor", tmp_path / "it's.pth", "--fix", tmp_path / name, "--force")
-        assert done.exit_code == 2 and "--in-place" not in done.stderr
+        done = ckptkit("doctor", "it's.pth", "--fix", name, "--force", code=2)
+        assert "--in-place" not in done.stderr
         option, path = shlex.split(done.stderr.partition("hint: use ")[2])
-        assert (option, path) == ("--fix", str(tmp_path / "it's-fixed.pth"))
-    assert ckptkit("doctor", tmp_path / "it's.pth", "--fix", path).exit_code == 0
+        assert (option, path) == ("--fix", "it's-fixed.pth")
+    ckptkit("doctor", "it's.pth", "--fix", path, code=0)
 
 
-def test_a_save_that_failed(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_a_save_that_failed(ckptkit: Ckptkit) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        torch.save({"a": torch.ones(2), "f": lambda: 0}, tmp_path / "failed.pth")
-    done = ckptkit("doctor", tmp_path / "failed.pth")
-    assert done.exit_code == 3 and "half-way" in done.stdout and "page" not in done.stdout
-    assert "half-way" in ckptkit("inspect", tmp_path / "failed.pth").stderr
+        torch.save({"a": torch.ones(2), "f": lambda: 0}, "failed.pth")
+    done = ckptkit("doctor failed.pth", code=3)
+    assert "half-way" in done.stdout and "page" not in done.stdout
+    assert "half-way" in ckptkit("inspect failed.pth").stderr
 
 
-MOST = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, classes=3):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, classes)
-"""
-
-
-def most(folder: Path, prefix: str = "", **options: int) -> tuple[nn.Module, Path]:
-    """A net, and a file with its weights, of which most begin otherwise than they do in the net."""
-    (folder / "nets.py").write_text(MOST)
-    namespace: dict[str, Any] = {}
-    exec(MOST, namespace)
+def most(prefix: str = "", **options: int) -> nn.Module:
+    """Return a net, and save its weights, of which most begin otherwise than they do in the net."""
     torch.manual_seed(1)
-    state = namespace["Net"](**options).state_dict()
-    state = {
-        name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value
-        for name, value in state.items()
+    saved = {
+        prefix + name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value
+        for name, value in net("Most", **options).state_dict().items()
     }
-    torch.save({prefix + name: value for name, value in state.items()}, folder / "run.pth")
-    return namespace["Net"](), folder / "run.pth"
+    torch.save(saved, "run.pth")
+    return net("Most")
+
+
+MOST = ("--model", "nets.py:Most")
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_most_keys_have_another_beginning(
-    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, prefix: str
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, prefix: str
 ) -> None:
     """Keys that match already stay unchanged, with each of the commands."""
-    model, path = most(tmp_path, prefix)
-    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
-    found = diagnose(path, *options)
+    model = most(prefix)
+    found = diagnose("run.pth", *MOST)
     right = [name for name in model.state_dict() if name.startswith(("norm.", "head."))]
     for cause in found.values():
-        keys = {key.removeprefix(prefix) for key in load(paste(cause))}
-        assert keys >= {*right}
-    keys = {name.removeprefix("module.") for name in load(path)}
-    named = {
-        part.split(" -> ")[0] for part in found["renamed"]["title"].partition(": ")[2].split(", ")
-    }
-    assert all(
-        name.removeprefix(prefix) in keys for name in named if "." in name and " and " not in name
-    )
-    done = ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
-    assert done.exit_code == 0 and "without the prefix, not changed" not in done.stderr
-    fixed, source = load(tmp_path / "fixed.pth"), load(path)
+        assert {key.removeprefix(prefix) for key in load(paste(cause))} >= {*right}
+    keys = {name.removeprefix("module.") for name in load("run.pth")}
+    pairs = found["renamed"]["title"].partition(": ")[2].split(", ")
+    named = [pair.split(" -> ")[0].removeprefix(prefix) for pair in pairs]
+    assert {name for name in named if "." in name and " and " not in name} <= keys
+    done = ckptkit("doctor run.pth --fix fixed.pth", *MOST, code=0)
+    assert "without the prefix, not changed" not in done.stderr
+    fixed, source = load("fixed.pth"), load("run.pth")
     model.load_state_dict(fixed)
     assert torch.equal(fixed["embed.weight"], source[prefix + "tok.weight"])
     assert torch.equal(fixed["layers.3.bias"], source[prefix + "encoder.blocks.3.bias"])
 
 
-def test_a_new_beginning_alone_is_one_substitution(
-    diagnose: Diagnose, paste: Paste, tmp_path: Path
-) -> None:
-    model, path = most(tmp_path)
-    state = {name.replace("tok.", "embed."): value for name, value in load(path).items()}
-    torch.save(state, path)
-    found = diagnose(path, "--model", f"{tmp_path / 'nets.py'}:Net")
+def test_a_new_beginning_alone_is_one_substitution(diagnose: Diagnose, paste: Paste) -> None:
+    model = most()
+    saved = {name.replace("tok.", "embed."): value for name, value in load("run.pth").items()}
+    torch.save(saved, "run.pth")
+    found = diagnose("run.pth", *MOST)
     assert found.keys() == {"renamed"} and " --sub " in found["renamed"]["command"]
     model.load_state_dict(load(paste(found["renamed"])))
 
 
-def test_a_new_beginning_and_another_head(
-    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
-) -> None:
-    _, path = most(tmp_path, classes=5)
-    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
-    assert diagnose(path, *options).keys() == {"renamed", "mismatched"}
-    ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
-    assert diagnose(tmp_path / "fixed.pth", *options).keys() == {"mismatched"}
-    head = [name for name in load(tmp_path / "fixed.pth") if "head" in name]
+def test_a_new_beginning_and_another_head(diagnose: Diagnose, ckptkit: Ckptkit) -> None:
+    most(classes=5)
+    assert diagnose("run.pth", *MOST).keys() == {"renamed", "mismatched"}
+    ckptkit("doctor run.pth --fix fixed.pth", *MOST)
+    assert diagnose("fixed.pth", *MOST).keys() == {"mismatched"}
+    head = [name for name in load("fixed.pth") if "head" in name]
     assert head == ["head.weight", "head.bias"]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\nfrom torch.nn.utils import weight_norm, parametrizations\n"
-        "def old():\n    return nn.Sequential(weight_norm(nn.Linear(3, 2)))\n"
-        "def new():\n    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))\n"
-    )
-    namespace: dict[str, Any] = {}
-    exec((tmp_path / "nets.py").read_text(), namespace)
-    for kind in ("old", "new"):
-        torch.save(namespace[kind]().state_dict(), tmp_path / f"{kind}.pth")
-    nets = f"{tmp_path / 'nets.py'}:"
-    namespace["new"]().load_state_dict(load(tmp_path / "old.pth"))  # by a hook of torch
-    assert diagnose(tmp_path / "old.pth", "--model", f"{nets}new", code=0) == {}
-    found = diagnose(tmp_path / "new.pth", "--model", f"{nets}old")
+def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste) -> None:
+    old, new = (nn.Sequential(each(nn.Linear(3, 2))) for each in (weight_norm, parametrizations.weight_norm))  # fmt: skip
+    torch.save(old.state_dict(), "old.pth")
+    torch.save(new.state_dict(), "new.pth")
+    new.load_state_dict(load("old.pth"))  # by a hook of torch
+    assert diagnose("old.pth", "--model", "nets.py:new", code=0) == {}
+    found = diagnose("new.pth", "--model", "nets.py:old")
     assert found.keys() == {"renamed"} and "100%" in found["renamed"]["explanation"]
-    namespace["old"]().load_state_dict(load(paste(found["renamed"])))
+    old.load_state_dict(load(paste(found["renamed"])))
 
 
-def test_unexpected_and_missing(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    state = net().state_dict()
-    del state["head.weight"]
-    torch.save({**state, "loss.centres": torch.ones(2)}, tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
+def test_unexpected_and_missing(diagnose: Diagnose, paste: Paste) -> None:
+    saved = state()
+    del saved["head.weight"]
+    torch.save({**saved, "loss.centres": torch.ones(2)}, "run.pth")
+    found = diagnose("run.pth", *MODEL)
     assert found.keys() == {"unexpected", "missing"}
     assert "head.weight" in found["missing"]["title"] and found["missing"]["command"] is None
-    assert load(paste(found["unexpected"])).keys() == state.keys()
+    assert load(paste(found["unexpected"])).keys() == saved.keys()
 
 
-def test_tied(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    tied = net(tied=True).state_dict()
-    save_file(
-        {name: tensor for name, tensor in tied.items() if name != "head.weight"},
-        tmp_path / "run.safetensors",
-    )
-    options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--arg", "tied=true")
-    found = diagnose(tmp_path / "run.safetensors", *options)
+def test_tied(diagnose: Diagnose, paste: Paste) -> None:
+    saved = state(tied=True)
+    del saved["head.weight"]
+    save_file(saved, "run.safetensors")
+    found = diagnose("run.safetensors", *MODEL, "--arg", "tied=true")
     assert found.keys() == {"tied"}
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"head.weight\""):
-        net(tied=True).load_state_dict(load_file(tmp_path / "run.safetensors"))
+        net(tied=True).load_state_dict(load_file("run.safetensors"))
     out = paste({"command": found["tied"]["command"].replace("run-tied.safetensors", "run.pth")})
-    net(tied=True).load_state_dict(load(out))
-    state = load(out)
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    net(tied=True).load_state_dict(fixed := load(out))
+    assert fixed["head.weight"].data_ptr() == fixed["embed.weight"].data_ptr()
 
 
-def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\ndef make():\n    return nn.ModuleDict({'n': nn.BatchNorm1d(2)})"
-    )
-    state: Any = nn.ModuleDict({"n": nn.BatchNorm1d(2)}).state_dict()
-    del state["n.num_batches_tracked"]
-    state._metadata["n"]["version"] = 1
-    torch.save(state, tmp_path / "old.pth")
-    assert diagnose(tmp_path / "old.pth", "--model", f"{tmp_path / 'nets.py'}:make", code=0) == {}
-    state._metadata["n"]["version"] = 2
-    torch.save(state, tmp_path / "new.pth")
-    assert "missing" in diagnose(tmp_path / "new.pth", "--model", f"{tmp_path / 'nets.py'}:make")
+def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose) -> None:
+    saved: Any = net("norm").state_dict()
+    del saved["n.num_batches_tracked"]
+    saved._metadata["n"]["version"] = 1
+    torch.save(saved, "old.pth")
+    assert diagnose("old.pth", "--model", "nets.py:norm", code=0) == {}
+    saved._metadata["n"]["version"] = 2
+    torch.save(saved, "new.pth")
+    assert "missing" in diagnose("new.pth", "--model", "nets.py:norm")
 
 
 # What is in it
 
 
-def test_arrays_that_weights_only_refuses(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+def test_arrays_that_weights_only_refuses(diagnose: Diagnose, paste: Paste) -> None:
     """Leaving out values that are objects would leave out the weights."""
-    torch.save({"w": torch.ones(2).numpy()}, tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth")
+    torch.save({"w": torch.ones(2).numpy()}, "run.pth")
+    found = diagnose("run.pth")
     assert torch.equal(load_file(paste(found["weights-only"]))["w"], torch.ones(2))
-    torch.save(torch.ones(2).numpy(), tmp_path / "array.pth")
-    assert diagnose(tmp_path / "array.pth")["weights-only"]["command"] is None
+    torch.save(torch.ones(2).numpy(), "array.pth")
+    assert diagnose("array.pth")["weights-only"]["command"] is None
 
 
-def test_what_loading_would_run_is_said(diagnose: Diagnose, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.system, ("true",)
-
-    torch.save({"model": net().state_dict(), "x": Evil()}, tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth")
-    assert (
-        "system" in found["weights-only"]["explanation"]
-        and "do not load the file" in found["weights-only"]["explanation"]
-    )
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
 
 
-def test_optimizer_of_the_weights_themselves(diagnose: Diagnose, tmp_path: Path) -> None:
+def test_what_loading_would_run_is_said(diagnose: Diagnose) -> None:
+    torch.save({"model": state(), "x": Evil()}, "run.pth")
+    said = diagnose("run.pth")["weights-only"]["explanation"]
+    assert "system" in said and "do not load the file" in said
+
+
+def test_optimizer_of_the_weights_themselves(diagnose: Diagnose) -> None:
     """Its groups hold the parameters: without it the file would be as large."""
     model = nn.Linear(512, 512)
-    groups = [{"params": list(model.parameters()), "lr": 0.1}]
-    held = {"param_groups": groups, "state": {}}
-    torch.save({"optimizer": held, "model": model.state_dict()}, tmp_path / "run.pth")
-    assert load(tmp_path / "run.pth")["model"]["weight"].data_ptr()
-    assert "optimizer" not in diagnose(tmp_path / "run.pth")
+    held = {"param_groups": [{"params": list(model.parameters()), "lr": 0.1}], "state": {}}
+    torch.save({"optimizer": held, "model": model.state_dict()}, "run.pth")
+    assert load("run.pth")["model"]["weight"].data_ptr()
+    assert "optimizer" not in diagnose("run.pth")
 
 
 class Arguments:
@@ -431,187 +383,151 @@ class Arguments:
 
 @pytest.mark.parametrize("value", [Arguments(), [Arguments()], {"a": Arguments(), "b": None}])
 def test_dropping_objects_that_are_all_there_is(
-    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, value: object
+    diagnose: Diagnose, ckptkit: Ckptkit, value: object
 ) -> None:
-    torch.save(value, tmp_path / "training_args.bin")
-    found = diagnose(tmp_path / "training_args.bin")
-    assert found["weights-only"]["command"] is None and not found["weights-only"]["fixable"]
-    assert "--objects drop" not in ckptkit("inspect", tmp_path / "training_args.bin").stdout
-    ckptkit("doctor", tmp_path / "training_args.bin", "--fix", tmp_path / "fixed.bin")
-    done = ckptkit(
-        "convert", tmp_path / "training_args.bin", tmp_path / "x.pth", "--objects", "drop"
-    )
-    assert done.exit_code == 2 and "nothing remains" in done.stderr
-    assert not (tmp_path / "fixed.bin").exists() and not (tmp_path / "x.pth").exists()
+    torch.save(value, "args.bin")
+    found = diagnose("args.bin")["weights-only"]
+    assert found["command"] is None and not found["fixable"]
+    assert "--objects drop" not in ckptkit("inspect args.bin").stdout
+    ckptkit("doctor args.bin --fix fixed.bin")
+    assert "nothing remains" in ckptkit("convert args.bin x.pth --objects drop", code=2).stderr
+    assert not Path("fixed.bin").exists() and not Path("x.pth").exists()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_quantized_program(
-    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
-) -> None:
+def test_quantized_program(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit) -> None:
     made: Any = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear})
-    torch.jit.save(torch.jit.script(made), tmp_path / "q.pt")
-    cause = diagnose(tmp_path / "q.pt")["program"]
-    state = load(paste(cause))
-    assert torch.equal(state["0.weight"], made[0].weight().dequantize())
-    assert ckptkit("doctor", tmp_path / "q.pt", "--fix", tmp_path / "fixed.pt").exit_code == 0
-    hints = [
-        line
-        for line in ckptkit("inspect", tmp_path / "q.pt").stdout.splitlines()
-        if "convert" in line
-    ]
+    torch.jit.save(torch.jit.script(made), "q.pt")
+    stripped = load(paste(diagnose("q.pt")["program"]))
+    assert torch.equal(stripped["0.weight"], made[0].weight().dequantize())
+    ckptkit("doctor q.pt --fix fixed.pt", code=0)
+    hints = [line for line in ckptkit("inspect q.pt").stdout.splitlines() if "convert" in line]
     assert hints and all("--dequantize" in line for line in hints)
-    packed = ckptkit("convert", tmp_path / "q.pt", tmp_path / "new.pth")
-    assert packed.exit_code == 2 and "--dequantize converts them" in packed.stderr
-    assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
+    assert "--dequantize converts them" in ckptkit("convert q.pt new.pth", code=2).stderr
+    assert load("fixed.pt").keys() == stripped.keys() == {"0.weight", "0.bias"}
 
 
 # The container
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.pdparams", "a.npz", "a.npy", "config.pkl"])
-def test_what_torch_load_refuses(
-    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, name: str
-) -> None:
-    arrays, path = (
-        {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")},
-        tmp_path / name,
-    )
+def test_what_torch_load_refuses(diagnose: Diagnose, paste: Paste, name: str) -> None:
+    arrays = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")}
     if name == "a.npz":
-        np.savez(path, **arrays)
+        np.savez(name, **arrays)
     elif name == "a.npy":
-        np.save(path, arrays["fc.bias"])
+        np.save(name, arrays["fc.bias"])
     else:
-        path.write_bytes(pickle.dumps({"lr": 0.1} if name == "config.pkl" else arrays, 2))
+        value: object = {"lr": 0.1} if name == "config.pkl" else arrays
+        Path(name).write_bytes(pickle.dumps(value, 2))
     for weights_only in (True, False):
         with pytest.raises((RuntimeError, pickle.UnpicklingError, EOFError)):
-            torch.load(path, weights_only=weights_only)
-    cause = diagnose(path)["not-torch"]
+            torch.load(name, weights_only=weights_only)
+    cause = diagnose(name)["not-torch"]
     if name in ("config.pkl", "a.npy"):  # which names no tensor
         assert cause["command"] is None
         return
     out = paste(cause)
-    state = load(out) if out.suffix == ".pth" else load_file(out)
-    assert {key: value.tolist() for key, value in state.items()} == {
+    found = load(out) if out.suffix == ".pth" else load_file(out)
+    assert {key: value.tolist() for key, value in found.items()} == {
         key: value.tolist() for key, value in arrays.items()
     }
     assert diagnose(out, code=0) == {}
 
 
-def test_states_of_generators_are_no_weights(
-    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path
-) -> None:
-    import random
-
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-    }
-    torch.save(state, tmp_path / "rng_state.pth")  # as transformers does
-    torch.save({"rng": np.random.RandomState(1), "epoch": 3, "model": 1}, tmp_path / "run.pth")
+def test_states_of_generators_are_no_weights(diagnose: Diagnose, ckptkit: Ckptkit) -> None:
+    states = {"python": random.getstate(), "numpy": np.random.get_state()}
+    torch.save({**states, "cpu": torch.get_rng_state()}, "rng_state.pth")  # as transformers does
+    torch.save({"rng": np.random.RandomState(1), "epoch": 3, "model": 1}, "run.pth")
     for name in ("rng_state.pth", "run.pth"):
-        found = diagnose(tmp_path / name)
+        found = diagnose(name)
         assert found.keys() == {"weights-only"} and found["weights-only"]["command"] is None
-        facts = json.loads(ckptkit("inspect", "--json", tmp_path / name).stdout)["files"][0]
+        facts = json.loads(ckptkit("inspect --json", name).stdout)["files"][0]
         assert facts["weights"] is None
 
 
-def test_slices_of_graphs_are_no_weights(diagnose: Diagnose, tmp_path: Path) -> None:
+def test_slices_of_graphs_are_no_weights(diagnose: Diagnose) -> None:
     """(data, slices), as PyTorch Geometric saves processed data sets."""
     data = {"x": torch.ones(5, 2), "edge_index": torch.zeros(2, 3, dtype=torch.int64)}
     slices = {"x": torch.tensor([0, 2, 5]), "edge_index": torch.tensor([0, 1, 3])}
-    torch.save((data, slices, None), tmp_path / "data.pt")
-    assert diagnose(tmp_path / "data.pt", code=0) == {}
-    torch.save({"model": slices}, tmp_path / "run.pth")  # a name that says what it is
-    assert "wrapper" in diagnose(tmp_path / "run.pth")
+    torch.save((data, slices, None), "data.pt")
+    assert diagnose("data.pt", code=0) == {}
+    torch.save({"model": slices}, "run.pth")  # a name that says what it is
+    assert "wrapper" in diagnose("run.pth")
 
 
-def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit) -> None:
     """skorch pickles its nets in this way."""
     inner = io.BytesIO()
-    torch.save(net().state_dict(), inner)
+    torch.save(state(), inner)
     value = {"history": [1, 2], "raw": inner.getvalue(), "odd": b"\x80\x04.", "long": bytes(10_000)}
-    (tmp_path / "net.pkl").write_bytes(pickle.dumps(value))
-    title = diagnose(tmp_path / "net.pkl")["inner"]["title"]
+    Path("net.pkl").write_bytes(pickle.dumps(value))
+    title = diagnose("net.pkl")["inner"]["title"]
     assert "raw (zip archive" in title and "odd" not in title and "long" not in title
-    assert "raw (zip archive" in ckptkit("inspect", tmp_path / "net.pkl").stdout
+    assert "raw (zip archive" in ckptkit("inspect net.pkl").stdout
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n"
 
 
 @pytest.mark.parametrize(
     "id, data",
     [
-        (
-            "lfs-pointer",
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n",
-        ),
+        ("lfs-pointer", POINTER),
         ("html", b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"),
         ("foreign", b"lmgg" + bytes(100)),
         ("foreign", b""),
     ],
 )
-def test_no_checkpoint(
-    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, id: str, data: bytes
-) -> None:
-    (tmp_path / "run.pth").write_bytes(data)
+def test_no_checkpoint(diagnose: Diagnose, ckptkit: Ckptkit, id: str, data: bytes) -> None:
+    Path("run.pth").write_bytes(data)
     with pytest.raises((pickle.UnpicklingError, EOFError, RuntimeError)):
-        torch.load(tmp_path / "run.pth", weights_only=False)
-    found = diagnose(tmp_path / "run.pth", code=3)
+        torch.load("run.pth", weights_only=False)
+    found = diagnose("run.pth", code=3)
     assert found.keys() == {id}
-    assert ckptkit("doctor", tmp_path / "run.pth").stdout.startswith(
-        f"{tmp_path / 'run.pth'}: cannot be read\n\n1. "
-    )
+    assert ckptkit("doctor run.pth").stdout.startswith("run.pth: cannot be read\n\n1. ")
     if id == "lfs-pointer":
         assert found[id]["command"] == "git lfs pull"
         assert "440,449,768 bytes" in found[id]["title"]
+    ckptkit("doctor run.pth --fix new.pth", code=3)
+    assert not Path("new.pth").exists()
 
 
 def test_a_name_that_this_torch_does_not_have(
-    diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save({"a": torch.ones(2, dtype=torch.float8_e4m3fn)}, tmp_path / "run.pth")
+    torch.save({"a": torch.ones(2, dtype=torch.float8_e4m3fn)}, "run.pth")
     monkeypatch.delattr(torch._utils, "_rebuild_tensor_v3")  # as in a torch from before it
-    assert "torch._utils._rebuild_tensor_v3" in diagnose(tmp_path / "run.pth")["newer"]["title"]
+    assert "torch._utils._rebuild_tensor_v3" in diagnose("run.pth")["newer"]["title"]
 
 
-def shards(folder: Path, suffix: str = ".safetensors") -> None:
-    folder.mkdir()
-    state = list(net().state_dict().items())
-    for number, part in enumerate((state[:5], state[5:]), 1):
-        save_file(dict(part), folder / f"model-0000{number}-of-00002{suffix}")
-
-
-def test_a_shard_is_missing(diagnose: Diagnose, tmp_path: Path) -> None:
-    shards(tmp_path / "net")
-    (tmp_path / "net" / "model-00002-of-00002.safetensors").unlink()
-    assert "1 of 2 shards are missing" in diagnose(tmp_path / "net", code=3)["unfinished"]["title"]
-
-
-def dcp(folder: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save({"model": net().state_dict(), "step": 3}, checkpoint_id=folder, no_dist=True)
+def test_a_shard_is_missing(diagnose: Diagnose) -> None:
+    Path("net").mkdir()
+    save_file({"w": torch.ones(1)}, "net/model-00001-of-00002.safetensors")
+    assert "1 of 2 shards are missing" in diagnose("net", code=3)["unfinished"]["title"]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_half_written_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+def test_half_written_dcp(diagnose: Diagnose, paste: Paste) -> None:
     """The save before it is whole, and it is what the command takes."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     for step in ("step_10", "step_9", "step_100"):
-        dcp(tmp_path / step)
-    (tmp_path / "step_100" / ".metadata").unlink()
-    cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
-    assert f"{tmp_path / 'step_10'} is complete" in cause["explanation"]
+        save({"model": state(), "step": 3}, checkpoint_id=step, no_dist=True)
+    Path("step_100/.metadata").unlink()
+    cause = diagnose("step_100", code=3)["unfinished"]
+    assert "step_10 is complete" in cause["explanation"]
     net().load_state_dict(load(paste(cause))["model"])
     for step in ("step_10", "step_9"):  # another run's, then
-        (tmp_path / step).rename(tmp_path / f"other_{step}")
-    cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
+        Path(step).rename(f"other_{step}")
+    cause = diagnose("step_100", code=3)["unfinished"]
     assert cause["command"] is None and "is complete" not in cause["explanation"]
 
 
-def test_half_written_zero(diagnose: Diagnose, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks", tmp_path / "run")
-    (tmp_path / "run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    found = diagnose(tmp_path / "run", code=3)
+def test_half_written_zero(diagnose: Diagnose) -> None:
+    shutil.copytree(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks", "run")
+    Path("run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    found = diagnose("run", code=3)
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing" in found["unfinished"]["title"]
 
 
@@ -619,106 +535,63 @@ def test_half_written_zero(diagnose: Diagnose, tmp_path: Path) -> None:
 
 
 def test_fix_does_all_in_one_plan(
-    ckptkit: Ckptkit, tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
+    ckptkit: Ckptkit, simulated_cuda: Callable[..., AbstractContextManager[None]]
 ) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    state = {
-        f"module.{name.replace('blocks', 'layers')}": tensor
-        for name, tensor in net().state_dict().items()
-    }
+    saved = {"model": state("module.", "blocks", "layers"), "args": Namespace(lr=1)}
     with simulated_cuda(7):
-        torch.save({"model": state, "args": Namespace(lr=1)}, tmp_path / "run.pth")
-    command = (
-        "doctor",
-        tmp_path / "run.pth",
-        "--model",
-        f"{tmp_path / 'nets.py'}:Net",
-        "--fix",
-        tmp_path / "new.pth",
-    )
-    result = ckptkit(*command)
-    assert result.exit_code == 0, result.stdout
-    assert "no problems left" in result.stdout
-    net().load_state_dict(load(tmp_path / "new.pth"))
-    assert ckptkit(*command).exit_code == 2  # it is there
-    assert ckptkit(*command, "--force").exit_code == 0
+        torch.save(saved, "run.pth")
+    words = "doctor run.pth --model nets.py:Net --fix new.pth"
+    assert "no problems left" in ckptkit(words, code=0).stdout
+    net().load_state_dict(load("new.pth"))
+    ckptkit(words, code=2)  # it is there
+    ckptkit(f"{words} --force", code=0)
 
 
-def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    state = {"module." + name: tensor for name, tensor in net(classes=9).state_dict().items()}
-    torch.save(state, tmp_path / "run.pth")
-    options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
-    result = ckptkit("doctor", tmp_path / "run.pth", *options)
-    assert result.exit_code == 1
-    said, _, rest = result.stdout.partition("remaining problems in")
+def test_fix_says_what_remains(ckptkit: Ckptkit) -> None:
+    torch.save(state("module.", classes=9), "run.pth")
+    words = "doctor run.pth --model nets.py:Net --fix new.pth"
+    said, _, rest = ckptkit(words, code=1).stdout.partition("remaining problems in")
     assert "stripped 'module.' from 10 keys" in said
     assert "head.weight is [9, 4] in the file and [3, 4] in the model" in rest
-    found = json.loads(
-        ckptkit("doctor", "--json", tmp_path / "run.pth", *options, "--force").stdout
-    )
+    found = json.loads(ckptkit(f"{words} --json --force").stdout)
     assert [cause["code"] for cause in found["causes"]] == ["prefix", "mismatched"]
     assert [cause["code"] for cause in found["fixed"]["remaining"]] == ["mismatched"]
 
 
-def test_fix_of_what_cannot_be_mended_writes_nothing(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    (tmp_path / "run.pth").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
-    assert result.exit_code == 3
-    assert not (tmp_path / "new.pth").exists()
-
-
-def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_fix_of_a_damaged_file(ckptkit: Ckptkit) -> None:
     whole = io.BytesIO()
     torch.save({"module.first": torch.arange(1e5), "module.last": torch.ones(100_000)}, whole)
-    (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
-    result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
-    assert result.exit_code == 1, result.stdout
+    Path("run.pth").write_bytes(whole.getvalue()[:-300_000])
+    result = ckptkit("doctor run.pth --fix new.pth", code=1)
     assert "new.pth loads, but 1 entry could not be recovered" in result.stdout
     assert "ckptkit strip-module" not in result.stdout  # which would meet the same damage
     assert "lost: module.last" in result.stderr
-    assert load(tmp_path / "new.pth").keys() == {"first"}
+    assert load("new.pth").keys() == {"first"}
 
 
-def test_paths_that_look_like_options(
-    ckptkit: Ckptkit,
-    diagnose: Diagnose,
-    paste: Paste,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nets.py").write_text(NET)
-    state = {
-        name.replace("blocks", "layers"): tensor for name, tensor in net().state_dict().items()
-    }
-    torch.save(state, tmp_path / "-run.pth")
-    found = diagnose("--model", "nets.py:Net", "--", "-run.pth")
+def test_paths_that_look_like_options(diagnose: Diagnose, paste: Paste) -> None:
+    torch.save(state("", "blocks", "layers"), "-run.pth")
+    found = diagnose(*MODEL, "--", "-run.pth")
     net().load_state_dict(load(paste(found["renamed"])))
 
 
-def test_several_files(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    good, ddp = tmp_path / "good.pth", tmp_path / "ddp.pth"
-    torch.save({"w": torch.ones(2)}, good)
-    torch.save({"module.w": torch.ones(2), "module.b": torch.ones(2)}, ddp)
-    both = ckptkit("doctor", good, ddp)
-    alone = [ckptkit("doctor", each) for each in (good, ddp)]
+def test_several_files(ckptkit: Ckptkit) -> None:
+    torch.save({"w": torch.ones(2)}, "good.pth")
+    torch.save({"module.w": torch.ones(2), "module.b": torch.ones(2)}, "ddp.pth")
+    both = ckptkit("doctor good.pth ddp.pth", code=1)
+    alone = [ckptkit("doctor good.pth", code=0), ckptkit("doctor ddp.pth", code=1)]
     assert both.stdout == "\n".join(each.stdout for each in alone)
-    assert [each.exit_code for each in (both, *alone)] == [1, 0, 1]
-    found = [
-        json.loads(line) for line in ckptkit("doctor", "--json", good, ddp).stdout.splitlines()
-    ]
-    assert [each["file"] for each in found] == [str(good), str(ddp)]
-    missing = ckptkit("doctor", tmp_path / "no.pth", good)
-    assert missing.exit_code == 3 and missing.stdout == alone[0].stdout
-    assert "no.pth: does not exist" in missing.stderr
-    fix = ckptkit("doctor", good, ddp, "--fix", tmp_path / "x.pth")
-    assert fix.exit_code == 2 and "--fix takes one FILE" in fix.stderr
+    lines = ckptkit("doctor --json good.pth ddp.pth").stdout.splitlines()
+    assert [json.loads(line)["file"] for line in lines] == ["good.pth", "ddp.pth"]
+    missing = ckptkit("doctor no.pth good.pth", code=3)
+    assert missing.stdout == alone[0].stdout and "no.pth: does not exist" in missing.stderr
+    fix = ckptkit("doctor good.pth ddp.pth --fix x.pth", code=2)
+    assert "--fix takes one FILE" in fix.stderr
 
 
-def test_two_records_of_one_name(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, path := tmp_path / "twice.pth")
-    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+def test_two_records_of_one_name(ckptkit: Ckptkit) -> None:
+    torch.save({"w": torch.ones(3)}, "twice.pth")
+    with zipfile.ZipFile("twice.pth", "a") as archive, pytest.warns(match="Duplicate name"):
         archive.writestr("twice/data/0", bytes(12))
-    said = " ".join(ckptkit("doctor", path).stdout.split())
+    said = " ".join(ckptkit("doctor twice.pth").stdout.split())
     assert "Two programs may read different values" in said and "save the file again" in said

@@ -66,7 +66,7 @@ class Matrix(nn.Module):
 """
 NAME = "it's a $run *"  # a shell would change it
 Make = Callable[[Path], Path]
-CASES: list[tuple[str, str, Make, tuple[str, ...], str]] = []
+CASES: dict[str, tuple[str, Make, tuple[str, ...], str]] = {}
 
 
 def case(code: str, *options: str, torch_says: str = "") -> Callable[[Make], Make]:
@@ -76,7 +76,7 @@ def case(code: str, *options: str, torch_says: str = "") -> Callable[[Make], Mak
     """
 
     def add(make: Make) -> Make:
-        CASES.append((make.__name__, code, make, options, torch_says))
+        CASES[make.__name__] = (code, make, options, torch_says)
         return make
 
     return add
@@ -90,13 +90,9 @@ def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {prefix + name: value for name, value in state.items()}
 
 
-def saved(folder: Path, value: object, suffix: str = ".pth") -> Path:
-    torch.save(value, folder / f"{NAME}{suffix}")
+def saved(folder: Path, value: object, suffix: str = ".pth", **how: Any) -> Path:
+    torch.save(value, folder / f"{NAME}{suffix}", **how)
     return folder / f"{NAME}{suffix}"
-
-
-def make_saved(value: Callable[[], object], folder: Path) -> Path:
-    return saved(folder, value())
 
 
 def halved() -> dict[str, Any]:
@@ -116,67 +112,6 @@ def rewritten(path: Path, version: str | None) -> Path:
     return path
 
 
-# What torch.save writes: a name, the code of its finding, the options of doctor, and the value.
-SAVED: list[tuple[str, str, str, Callable[[], object]]] = [
-    ("module", "prefix", "", lambda: prefixed("module.", weights())),
-    ("two_wrappers", "prefix", "", lambda: prefixed("module._orig_mod.", weights())),
-    ("some_are_wrapped", "prefix", "", lambda: {**prefixed("module.", weights()), "temperature": torch.ones(1)}),
-    ("wrapped_beside_a_model", "prefix", "--model nets.py:Net", lambda: prefixed("module.", weights())),
-    ("bare_beside_a_model", "prefix", "--model nets.py:Wrapped", lambda: weights()),
-    ("another_prefix_beside_a_model", "prefix", "--model nets.py:Wrapped", lambda: prefixed("net.", weights())),
-    ("prefix_of_one_of_two", "prefix", "--key gen", lambda: {"gen": prefixed("module._orig_mod.", weights()), "disc": weights()}),
-    ("bare_one_of_two_beside_a_model", "prefix", "--key gen --model nets.py:Wrapped", lambda: {"gen": weights(), "disc": weights()}),
-    ("unexpected_in_one_of_two", "unexpected", "--key gen --model nets.py:Net", lambda: {"gen": {**weights(), "more": torch.ones(9)}, "disc": weights()}),
-    ("renamed_in_one_of_two", "renamed", "--key gen --model nets.py:Named", lambda: {"gen": names("layers.", "encoder.layer."), "disc": weights()}),
-    ("dtype_of_one_of_two", "dtype", "--key gen --model nets.py:Net", lambda: {"gen": halved(), "disc": weights()}),
-    ("attribute", "attribute", "", lambda: prefixed("model.", weights())),
-    ("compiled_parts", "inner-prefix", "", lambda: {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}),
-    ("renamed_by_prefix", "renamed", "--model nets.py:Named", lambda: names("layers.", "encoder.layer.")),
-    ("tied", "tied", "--model nets.py:Tied", lambda: {"embed.weight": torch.ones(6, 4)}),
-    ("mismatched", "mismatched", "--model nets.py:Net", lambda: {**weights(), "2.weight": torch.ones(5, 3), "2.bias": torch.ones(5)}),
-    ("unexpected", "unexpected", "--model nets.py:Net", lambda: {**weights(), "a[0]*.weight": torch.ones(9), "it's": torch.ones(7)}),
-    ("dtype", "dtype", "--model nets.py:Net", lambda: halved()),
-    ("whole_module", "module", "", lambda: nn.Sequential(nn.Linear(2, 2))),
-    ("wrapper", "wrapper", "", lambda: {"model": weights(), "epoch": 3}),
-    ("wrapper_alone", "wrapper", "", lambda: {"state_dict": weights()}),
-    ("objects_beside", "weights-only", "", lambda: {"model": weights(), "args": Namespace(lr=0.1)}),
-    ("arrays", "weights-only", "", lambda: {"w": np.ones(2)}),
-    ("slices", "slices", "", lambda: {"a": torch.ones(1000, 1000)[:2]}),
-]  # fmt: skip
-for _name, _code, _options, _value in SAVED:
-    CASES.append((_name, _code, partial(make_saved, _value), tuple(_options.split()), ""))
-
-
-# Names
-
-
-@case("attribute")
-def lightning(folder: Path) -> Path:
-    state = prefixed("model.", weights())
-    return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
-
-
-@case("inner-prefix", "--key", "gen")
-def compiled_parts_of_one_of_two(folder: Path) -> Path:
-    state = {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}
-    return saved(folder, {"gen": state, "disc": weights()})
-
-
-@case("attribute")
-def lightning_with_a_loss(folder: Path) -> Path:
-    state = {**prefixed("net.", weights()), "loss.weight": torch.ones(2)}
-    return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
-
-
-@case("renamed", "--model", "nets.py:Named")
-def renamed_one_by_one(folder: Path) -> Path:
-    numbers = {f"layers.{n}.": f"block_{'abcd'[n]}." for n in range(4)}
-    found = names()
-    for old, new in numbers.items():
-        found = {name.replace(old, new): value for name, value in found.items()}
-    return saved(folder, prefixed("module.", found))
-
-
 def names(old: str = "", new: str = "") -> dict[str, Any]:
     """Return the state_dict of Named, with other beginnings of names."""
     namespace: dict[str, Any] = {}
@@ -185,33 +120,131 @@ def names(old: str = "", new: str = "") -> dict[str, Any]:
     return {name.replace(old, new, 1) if old else name: state[name] for name in state}
 
 
-# The content
+def lettered() -> dict[str, Any]:
+    """Return the state_dict of a wrapped Named, with letters in place of numbers."""
+    found = names()
+    for n, letter in enumerate("abcd"):
+        found = {
+            name.replace(f"layers.{n}.", f"block_{letter}."): each for name, each in found.items()
+        }
+    return prefixed("module.", found)
 
 
-@case("weights-only", torch_says="Weights only load failed")
-def objects(folder: Path) -> Path:
-    return saved(folder, {**weights(), "args": Namespace(lr=0.1)})
+def of_lightning(prefix: str, **more: Any) -> dict[str, Any]:
+    state = {**prefixed(prefix, weights()), **more}
+    return {"state_dict": state, "pytorch-lightning_version": "2.5"}
 
 
-@case("pickle", torch_says="Unsupported operand 149")
-def protocol_4(folder: Path) -> Path:
-    torch.save(weights(), folder / f"{NAME}.pth", pickle_protocol=4)
-    return folder / f"{NAME}.pth"
-
-
-@case("device", torch_says=r"Attempting to deserialize object on a? ?CUDA device")
-def device(folder: Path) -> Path:
-    source = ROOT / "fixtures/torch-zip/ddp_bare_cuda3.pth"
-    return Path(shutil.copy(source, folder / f"{NAME}.pth"))
-
-
-@case("optimizer")
-def optimizer(folder: Path) -> Path:
+def trained() -> dict[str, Any]:
     model = nn.Linear(512, 512)
     adam = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 512)).sum().backward()
     adam.step()
-    return saved(folder, {"model": model.state_dict(), "optimizer": adam.state_dict()})
+    return {"model": model.state_dict(), "optimizer": adam.state_dict()}
+
+
+def torch_bytes(value: object) -> bytes:
+    torch.save(value, held := io.BytesIO())
+    return held.getvalue()
+
+
+class Called:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dedent, ("a function that is not allowlisted",)
+
+
+def odd_module() -> nn.Module:
+    vars(module := nn.Linear(2, 2))["note"] = Called()
+    return module
+
+
+COMPILED = {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}
+# What torch.save writes: a name, the code of its finding, the options of doctor, the suffix, and the value.
+SAVED: list[tuple[str, str, str, str, Callable[[], object]]] = [
+    ("module", "prefix", "", ".pth", lambda: prefixed("module.", weights())),
+    ("two_wrappers", "prefix", "", ".pth", lambda: prefixed("module._orig_mod.", weights())),
+    ("some_are_wrapped", "prefix", "", ".pth", lambda: {**prefixed("module.", weights()), "temperature": torch.ones(1)}),
+    ("wrapped_beside_a_model", "prefix", "--model nets.py:Net", ".pth", lambda: prefixed("module.", weights())),
+    ("bare_beside_a_model", "prefix", "--model nets.py:Wrapped", ".pth", lambda: weights()),
+    ("another_prefix_beside_a_model", "prefix", "--model nets.py:Wrapped", ".pth", lambda: prefixed("net.", weights())),
+    ("prefix_of_one_of_two", "prefix", "--key gen", ".pth", lambda: {"gen": prefixed("module._orig_mod.", weights()), "disc": weights()}),
+    ("bare_one_of_two_beside_a_model", "prefix", "--key gen --model nets.py:Wrapped", ".pth", lambda: {"gen": weights(), "disc": weights()}),
+    ("unexpected_in_one_of_two", "unexpected", "--key gen --model nets.py:Net", ".pth", lambda: {"gen": {**weights(), "more": torch.ones(9)}, "disc": weights()}),
+    ("renamed_in_one_of_two", "renamed", "--key gen --model nets.py:Named", ".pth", lambda: {"gen": names("layers.", "encoder.layer."), "disc": weights()}),
+    ("dtype_of_one_of_two", "dtype", "--key gen --model nets.py:Net", ".pth", lambda: {"gen": halved(), "disc": weights()}),
+    ("attribute", "attribute", "", ".pth", lambda: prefixed("model.", weights())),
+    ("lightning", "attribute", "", ".ckpt", lambda: of_lightning("model.")),
+    ("lightning_with_a_loss", "attribute", "", ".ckpt", lambda: of_lightning("net.", **{"loss.weight": torch.ones(2)})),
+    ("compiled_parts", "inner-prefix", "", ".pth", lambda: COMPILED),
+    ("compiled_parts_of_one_of_two", "inner-prefix", "--key gen", ".pth", lambda: {"gen": COMPILED, "disc": weights()}),
+    ("renamed_by_prefix", "renamed", "--model nets.py:Named", ".pth", lambda: names("layers.", "encoder.layer.")),
+    ("renamed_one_by_one", "renamed", "--model nets.py:Named", ".pth", lambda: lettered()),
+    ("tied", "tied", "--model nets.py:Tied", ".pth", lambda: {"embed.weight": torch.ones(6, 4)}),
+    ("mismatched", "mismatched", "--model nets.py:Net", ".pth", lambda: {**weights(), "2.weight": torch.ones(5, 3), "2.bias": torch.ones(5)}),
+    ("unexpected", "unexpected", "--model nets.py:Net", ".pth", lambda: {**weights(), "a[0]*.weight": torch.ones(9), "it's": torch.ones(7)}),
+    ("dtype", "dtype", "--model nets.py:Net", ".pth", lambda: halved()),
+    ("whole_module", "module", "", ".pth", lambda: nn.Sequential(nn.Linear(2, 2))),
+    ("wrapper", "wrapper", "", ".pth", lambda: {"model": weights(), "epoch": 3}),
+    ("wrapper_alone", "wrapper", "", ".pth", lambda: {"state_dict": weights()}),
+    ("objects_beside", "weights-only", "", ".pth", lambda: {"model": weights(), "args": Namespace(lr=0.1)}),
+    ("objects", "weights-only", "", ".pth", lambda: {**weights(), "args": Namespace(lr=0.1)}),
+    ("arrays", "weights-only", "", ".pth", lambda: {"w": np.ones(2)}),
+    ("slices", "slices", "", ".pth", lambda: {"a": torch.ones(1000, 1000)[:2]}),
+    ("optimizer", "optimizer", "", ".pth", lambda: trained()),
+    ("not_safetensors", "suffix", "", ".safetensors", lambda: weights()),
+    ("ambiguous", "ambiguous", "", ".pth", lambda: {"gen": weights(), "disc": weights()}),
+]  # fmt: skip
+# What pickle writes.
+PICKLED: list[tuple[str, str, str, Callable[[], object]]] = [
+    ("inner", "inner", ".pkl", lambda: {"raw": torch_bytes(weights())}),
+    ("pickled_arrays", "not-torch", ".pkl", lambda: {"fc.weight": np.ones((2, 3))}),
+    ("pickled_module_with_unknown_calls", "suffix", ".pth", odd_module),
+]
+# Fixtures: a name, the code of the finding, the file or folder, and the suffix of the copy.
+COPIED = [
+    ("device", "device", "torch-zip/ddp_bare_cuda3.pth", ".pth"),
+    ("tar", "old-format", "torch-tar/dp_wrapped_cuda1.pth", ".pth"),
+    ("program", "program", "torchscript/scripted.pt", ".pt"),
+    ("dcp", "dcp", "dcp/fsdp_full", ""),
+    ("zero", "deepspeed", "deepspeed/zero2-fp32-3ranks", ""),
+]
+TORCH_SAYS = {
+    "device": r"Attempting to deserialize object on a? ?CUDA device",
+    "tar": r"legacy \.tar format",
+    "objects": "Weights only load failed",
+}
+
+
+def make_saved(value: Callable[[], object], suffix: str, folder: Path) -> Path:
+    return saved(folder, value(), suffix)
+
+
+def make_pickled(value: Callable[[], object], suffix: str, folder: Path) -> Path:
+    (folder / f"{NAME}{suffix}").write_bytes(pickle.dumps(value()))
+    return folder / f"{NAME}{suffix}"
+
+
+def copied(fixture: str, suffix: str, folder: Path) -> Path:
+    source, target = ROOT / "fixtures" / fixture, folder / f"{NAME}{suffix}"
+    return Path((shutil.copytree if source.is_dir() else shutil.copy)(source, target))
+
+
+for _name, _code, _options, _suffix, _value in SAVED:
+    CASES[_name] = (_code, partial(make_saved, _value, _suffix), tuple(_options.split()), TORCH_SAYS.get(_name, ""))  # fmt: skip
+for _name, _code, _suffix, _value in PICKLED:
+    CASES[_name] = (_code, partial(make_pickled, _value, _suffix), (), "")
+for _name, _code, _fixture, _suffix in COPIED:
+    CASES[_name] = (_code, partial(copied, _fixture, _suffix), (), TORCH_SAYS.get(_name, ""))
+
+
+@case("suffix", torch_says="Weights only load failed")
+def pickle_of_arrays(folder: Path) -> Path:
+    return make_pickled(lambda: {"w": np.ones(2)}, ".pth", folder)
+
+
+@case("pickle", torch_says="Unsupported operand 149")
+def protocol_4(folder: Path) -> Path:
+    return saved(folder, weights(), pickle_protocol=4)
 
 
 @case("quantized")
@@ -229,42 +262,12 @@ def quantized(folder: Path) -> Path:
     return folder / NAME
 
 
-@case("quantized", "--model", "nets.py:Matrix")
-def quantized_beside_a_model(folder: Path) -> Path:
-    return quantized(folder)
-
-
-@case("inner")
-def inner(folder: Path) -> Path:
-    held = io.BytesIO()
-    torch.save(weights(), held)
-    (folder / f"{NAME}.pkl").write_bytes(pickle.dumps({"raw": held.getvalue()}))
-    return folder / f"{NAME}.pkl"
-
-
-# The container
-
-
-@case("old-format", torch_says=r"legacy \.tar format")
-def tar(folder: Path) -> Path:
-    source = ROOT / "fixtures/torch-tar/dp_wrapped_cuda1.pth"
-    return Path(shutil.copy(source, folder / f"{NAME}.pth"))
+CASES["quantized_beside_a_model"] = ("quantized", quantized, ("--model", "nets.py:Matrix"), "")
 
 
 @case("suffix")
 def not_torch(folder: Path) -> Path:
     save_file(weights(), folder / f"{NAME}.pth")
-    return folder / f"{NAME}.pth"
-
-
-@case("suffix")
-def not_safetensors(folder: Path) -> Path:
-    return saved(folder, weights(), ".safetensors")
-
-
-@case("suffix", torch_says="Weights only load failed")
-def pickle_of_arrays(folder: Path) -> Path:
-    (folder / f"{NAME}.pth").write_bytes(pickle.dumps({"w": np.ones(2)}))
     return folder / f"{NAME}.pth"
 
 
@@ -275,24 +278,15 @@ def npz(folder: Path) -> Path:
 
 
 @case("not-torch")
-def pickled_arrays(folder: Path) -> Path:
-    (folder / f"{NAME}.pkl").write_bytes(pickle.dumps({"fc.weight": np.ones((2, 3))}))
-    return folder / f"{NAME}.pkl"
-
-
-@case("not-torch")
 def compressed(folder: Path) -> Path:
-    path = saved(folder, weights())
-    (folder / f"{NAME}.pth.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (folder / f"{NAME}.pth.gz").write_bytes(gzip.compress(torch_bytes(weights())))
     return folder / f"{NAME}.pth.gz"
 
 
 @case("not-torch")
 def stable_baselines(folder: Path) -> Path:
-    held = io.BytesIO()
-    torch.save(weights(), held)
     with zipfile.ZipFile(folder / f"{NAME}.zip", "w") as archive:
-        archive.writestr("policy.pth", held.getvalue())
+        archive.writestr("policy.pth", torch_bytes(weights()))
         archive.writestr("_stable_baselines3_version", "2.3.0")
     return folder / f"{NAME}.zip"
 
@@ -303,24 +297,6 @@ def unpacked(folder: Path) -> Path:
     return folder / NAME
 
 
-@case("suffix")
-def pickled_module_with_unknown_calls(folder: Path) -> Path:
-    class Called:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return dedent, ("a function that is not allowlisted",)
-
-    module = nn.Linear(2, 2)
-    vars(module)["note"] = Called()
-    (folder / f"{NAME}.pth").write_bytes(pickle.dumps(module))
-    return folder / f"{NAME}.pth"
-
-
-@case("program")
-def program(folder: Path) -> Path:
-    source = ROOT / "fixtures/torchscript/scripted.pt"
-    return Path(shutil.copy(source, folder / f"{NAME}.pt"))
-
-
 @case("no-version", torch_says=r"hasRecord\(\"version\"\)")
 def no_version(folder: Path) -> Path:
     return rewritten(saved(folder, weights()), None)
@@ -328,15 +304,6 @@ def no_version(folder: Path) -> Path:
 
 @case("no-index")
 def no_index(folder: Path) -> Path:
-    return shards(folder)
-
-
-@case("one-shard")
-def one_shard(folder: Path) -> Path:
-    return shards(folder) / "model-00001-of-00002.safetensors"
-
-
-def shards(folder: Path) -> Path:
     (folder / NAME).mkdir()
     state = list(weights().items())
     for number, part in enumerate((state[:2], state[2:]), 1):
@@ -344,20 +311,15 @@ def shards(folder: Path) -> Path:
     return folder / NAME
 
 
-@case("ambiguous")
-def ambiguous(folder: Path) -> Path:
-    return saved(folder, {"gen": weights(), "disc": weights()})
+@case("one-shard")
+def one_shard(folder: Path) -> Path:
+    return no_index(folder) / "model-00001-of-00002.safetensors"
 
 
 @case("part")
 def part(folder: Path) -> Path:
-    found = folder_of(folder, "deepspeed/zero2-fp32-3ranks") / "global_step2"
+    found = copied("deepspeed/zero2-fp32-3ranks", "", folder) / "global_step2"
     return next(found.glob("*rank_1*optim_states.pt"))
-
-
-@case("dcp")
-def dcp(folder: Path) -> Path:
-    return folder_of(folder, "dcp/fsdp_full")
 
 
 @case("parallel")
@@ -365,19 +327,10 @@ def llama_parts(folder: Path) -> Path:
     return release(folder / NAME, llama(1, version=3), 2, version=3)
 
 
-@case("deepspeed")
-def zero(folder: Path) -> Path:
-    return folder_of(folder, "deepspeed/zero2-fp32-3ranks")
-
-
-def folder_of(folder: Path, name: str) -> Path:
-    return Path(shutil.copytree(ROOT / "fixtures" / name, folder / NAME))
-
-
 @case("unfinished")
 def unfinished(folder: Path) -> Path:
     for step in ("step_9", "step_10"):
-        shutil.copytree(ROOT / "fixtures/dcp/fsdp_bare", folder / f"{NAME} {step}")
+        copied("dcp/fsdp_bare", f" {step}", folder)
     (folder / f"{NAME} step_10/.metadata").unlink()
     return folder / f"{NAME} step_10"
 
@@ -406,17 +359,15 @@ LOOKS = {"inner": "scan", "ambiguous": "doctor --key"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/ckptkit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptkit "$@"\n')
-    (tmp_path / "bin/ckptkit").chmod(0o755)
-    (tmp_path / "nets.py").write_text(NETS)
+    Path("bin").mkdir()
+    Path("bin/ckptkit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptkit "$@"\n')
+    Path("bin/ckptkit").chmod(0o755)
+    Path("nets.py").write_text(NETS)
     return tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize(
-    "code, make, options, torch_says", [each for _, *each in CASES], ids=[each[0] for each in CASES]
-)
+@pytest.mark.parametrize("code, make, options, torch_says", CASES.values(), ids=[*CASES])
 def test_the_finding_is_gone(
     code: str, make: Make, options: tuple[str, ...], torch_says: str, folder: Path,
     ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch,
@@ -460,7 +411,7 @@ def causes(ckptkit: Ckptkit, path: Path, options: tuple[str, ...]) -> dict[str, 
 
 def test_ambiguous_is_gone_with_the_key(folder: Path, ckptkit: Ckptkit) -> None:
     os.chdir(folder)
-    path = ambiguous(folder)
+    path = CASES["ambiguous"][1](folder)
     command = causes(ckptkit, path, ())["ambiguous"]["command"]
     found = json.loads(shell(f"{command} --json", folder, strict=False).stdout)
     assert [each["code"] for each in found["causes"]] == ["wrapper"]
@@ -502,5 +453,5 @@ def has_command(call: ast.Call) -> bool:
 def test_every_code_with_a_command_has_a_case() -> None:
     with_command = set[str]().union(*(codes_of(call) for call in calls() if has_command(call)))
     elsewhere = {"delta"}  # deltas/test_deltas.py::test_other_commands_know_a_delta
-    tested = {code for _, code, *_ in CASES} | {*OTHERS} | elsewhere
+    tested = {code for code, *_ in CASES.values()} | {*OTHERS} | elsewhere
     assert tested == with_command

@@ -61,9 +61,8 @@ CONDITIONS = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(tmp_path: Path) -> Iterator[Path]:
     """A folder, the working directory, with a checkpoint and what DST may be."""
-    monkeypatch.chdir(tmp_path)
     weights = {"module.a": torch.ones(2), "module.b": torch.zeros(300)}
     torch.save({"model": weights, "state_dict": weights, "ema": weights}, "run.pth")
     save_file(weights, "weights.safetensors")
@@ -77,7 +76,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         )
         yield tmp_path
         if mounted.returncode == 0:
-            subprocess.run(["umount", tmp_path / "locked"], check=True)
+            subprocess.run(["umount", Path("locked")], check=True)
     else:
         Path("locked").chmod(0o555)
         yield tmp_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from ckptkit.cli import main
 from tests.cli.conftest import Ckptkit
 
 Json = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("run_pth")
 
 
-def load(path: Path) -> Any:
+def load(path: str) -> Any:
     return torch.load(path, weights_only=True)
 
 
@@ -30,389 +30,250 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def without(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+def save(path: str, **names: str) -> None:
+    """Save a dict of state_dicts, whose names are given in one word."""
+    made = {key: {name: torch.ones(1) for name in text.split()} for key, text in names.items()}
+    torch.save(made, path)
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out.pth"
+def save_names(path: str, *names: str) -> None:
+    torch.save({name: torch.full((1,), float(n)) for n, name in enumerate(names)}, path)
 
 
-def test_strip_module(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
-    result = ckptkit("strip-module", run_pth, out)
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith(f"wrote {out}: 15 tensors, ")
-    assert result.stdout.endswith("; stripped 'module.' from 9 keys of model\n")
-    before, after = load(run_pth), load(out)
-    assert equal(after["model"], without("module.", before["model"]))
-    assert after["epoch"] == 3 and list(after) == list(before)
+def plain() -> dict[str, torch.Tensor]:
+    """Return the weights in run.pth without the prefix."""
+    model = load("run.pth")["model"]
+    return {name.removeprefix("module."): tensor for name, tensor in model.items()}
 
 
-def test_strip_module_takes_other_prefixes(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"_orig_mod.module.w": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "c.pth")
-    result = ckptkit(
-        "strip-module", "--prefix", "_orig_mod.", "--prefix", "module.", tmp_path / "c.pth", out
-    )
-    assert list(load(out)) == ["w", "b"]
-    assert "without the prefix, not changed: 'b'" in result.stderr
+def test_strip_module(ckptkit: Ckptkit) -> None:
+    said = ckptkit("strip-module run.pth out.pth", code=0).stdout
+    assert said.startswith("wrote out.pth: 15 tensors, ")
+    assert said.endswith("; stripped 'module.' from 9 keys of model\n")
+    after = load("out.pth")
+    assert equal(after["model"], plain())
+    assert after["epoch"] == 3 and list(after) == list(load("run.pth"))
 
 
-def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save(
-        {"model": {"module.w": torch.ones(1)}, "ema": {"module.w": torch.ones(1)}},
-        tmp_path / "e.pth",
-    )
-    result = ckptkit("strip-module", tmp_path / "e.pth", out)
-    assert "--key model --key ema" in result.stderr
-    assert list(load(out)["ema"]) == ["module.w"]
-    ckptkit("strip-module", "--force", "--key", "model", "--key", "ema", tmp_path / "e.pth", out)
-    assert list(load(out)["model"]) == list(load(out)["ema"]) == ["w"]
+def test_strip_module_takes_other_prefixes(ckptkit: Ckptkit) -> None:
+    save_names("c.pth", "_orig_mod.module.w", "b")
+    done = ckptkit("strip-module --prefix _orig_mod. --prefix module. c.pth out.pth")
+    assert list(load("out.pth")) == ["w", "b"]
+    assert "without the prefix, not changed: 'b'" in done.stderr
+
+
+def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit) -> None:
+    save("e.pth", model="module.w", ema="module.w")
+    assert "--key model --key ema" in ckptkit("strip-module e.pth out.pth").stderr
+    assert list(load("out.pth")["ema"]) == ["module.w"]
+    ckptkit("strip-module --force --key model --key ema e.pth out.pth")
+    assert list(load("out.pth")["model"]) == list(load("out.pth")["ema"]) == ["w"]
 
 
 @pytest.mark.parametrize(
     ("before", "options", "hint"),
     [
-        (
-            "_orig_mod.",
-            [],
-            " --prefix _orig_mod. ",
-        ),
-        ("module._orig_mod.", ["--prefix", "net."], " --prefix module. --prefix _orig_mod. "),
-        ("net.", ["--prefix", "module."], " --prefix net. "),
-        ("", ["--prefix", "net."], "ckptkit inspect"),
+        ("_orig_mod.", "", " --prefix _orig_mod. "),
+        ("module._orig_mod.", "--prefix net.", " --prefix module. --prefix _orig_mod. "),
+        ("net.", "--prefix module.", " --prefix net. "),
+        ("", "--prefix net.", "ckptkit inspect"),
     ],
 )
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("places", ["--in-place p.pth", "p.pth o.pth"])
 def test_nothing_to_strip_is_1_and_nothing_is_written(
-    before: str, options: list[str], hint: str, in_place: bool, ckptkit: Ckptkit, tmp_path: Path
+    before: str, options: str, hint: str, places: str, ckptkit: Ckptkit
 ) -> None:
     """The hint is the command for the prefix that the file has, and it works."""
-    path = tmp_path / "p.pth"
-    torch.save({f"{before}0.weight": torch.ones(1), f"{before}1.bias": torch.ones(1)}, path)
-    data = path.read_bytes()
-    places = ["--in-place", path] if in_place else [path, tmp_path / "o.pth"]
-    done = ckptkit("strip-module", *options, *places)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert hint in done.stderr and path.read_bytes() == data
-    assert os.listdir(tmp_path) == ["p.pth"]
+    save_names("p.pth", f"{before}0.weight", f"{before}1.bias")
+    data = Path("p.pth").read_bytes()
+    done = ckptkit(f"strip-module {options} {places}", code=1)
+    assert done.stdout == "" and hint in done.stderr
+    assert Path("p.pth").read_bytes() == data and not Path("o.pth").exists()
     if before:
-        ckptkit(*shlex.split(done.stderr.partition("ckptkit ")[2]))
-        assert list(load(places[-1])) == ["0.weight", "1.bias"]
+        ckptkit(done.stderr.partition("ckptkit ")[2])
+        assert list(load(places.split()[-1])) == ["0.weight", "1.bias"]
 
 
 @pytest.mark.parametrize("before", ["net.", ""])
-def test_keys_of_no_wrapper_are_copied_with_a_warning(
-    before: str, ckptkit: Ckptkit, tmp_path: Path, out: Path
-) -> None:
-    torch.save({f"{before}0.weight": torch.ones(1)}, tmp_path / "p.pth")
-    done = ckptkit("strip-module", tmp_path / "p.pth", out)
-    assert (done.exit_code, "no key starts with 'module.'" in done.stderr) == (0, True)
-    assert list(load(out)) == [f"{before}0.weight"]
-    assert ckptkit("strip-module", "--force", "--strict", tmp_path / "p.pth", out).exit_code == 2
+def test_keys_of_no_wrapper_are_copied_with_a_warning(before: str, ckptkit: Ckptkit) -> None:
+    save_names("p.pth", f"{before}0.weight")
+    done = ckptkit("strip-module p.pth out.pth", code=0)
+    assert "no key starts with 'module.'" in done.stderr
+    assert list(load("out.pth")) == [f"{before}0.weight"]
+    ckptkit("strip-module --force --strict p.pth out.pth", code=2)
 
 
-def test_a_batch_copies_files_without_the_prefix(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_a_batch_copies_files_without_the_prefix(ckptkit: Ckptkit) -> None:
     for name in ("module.w", "w"):
-        torch.save({name: torch.ones(1)}, tmp_path / f"{name}.pth")
-    done = ckptkit("batch", "strip-module", "--into", tmp_path / "out", tmp_path / "*.pth")
-    assert done.exit_code == 0 and "w.pth: no key starts with 'module.'" in done.stderr
-    assert [list(load(each)) for each in (tmp_path / "out").glob("*.pth")] == [["w"], ["w"]]
+        save_names(f"{name}.pth", name)
+    done = ckptkit("batch strip-module --into out '*w.pth'", code=0)
+    assert "w.pth: no key starts with 'module.'" in done.stderr
+    assert [list(load(str(each))) for each in Path("out").glob("*.pth")] == [["w"], ["w"]]
 
 
-def test_a_collision_is_3(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"module.w": torch.ones(1), "w": torch.zeros(1)}, tmp_path / "p.pth")
-    result = ckptkit("strip-module", tmp_path / "p.pth", out)
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "'w'" in result.stderr and not out.exists()
+def test_a_collision_is_3(ckptkit: Ckptkit) -> None:
+    save_names("p.pth", "module.w", "w")
+    done = ckptkit("strip-module p.pth out.pth", code=3)
+    assert done.stdout == "" and "'w'" in done.stderr and not Path("out.pth").exists()
 
 
-def test_add_module(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path) -> None:
-    ckptkit("strip-module", run_pth, tmp_path / "plain.pth")
-    assert ckptkit("add-module", tmp_path / "plain.pth", out).exit_code == 0
-    assert equal(load(out)["model"], load(run_pth)["model"])
-    assert (
-        ckptkit("add-module", "--prefix", "net.", "--force", tmp_path / "plain.pth", out).exit_code
-        == 0
-    )
-    assert all(name.startswith("net.") for name in load(out)["model"])
+def test_add_module(ckptkit: Ckptkit) -> None:
+    ckptkit("strip-module run.pth plain.pth")
+    ckptkit("add-module plain.pth out.pth", code=0)
+    assert equal(load("out.pth")["model"], load("run.pth")["model"])
+    ckptkit("add-module --prefix net. --force plain.pth out.pth", code=0)
+    assert all(name.startswith("net.") for name in load("out.pth")["model"])
 
 
-def test_remap(
-    ckptkit: Ckptkit, as_json: Json, tmp_path: Path, out: Path, simulated_cuda: Any
-) -> None:
+def test_remap(ckptkit: Ckptkit, as_json: Json, simulated_cuda: Any) -> None:
     with simulated_cuda(1):
-        torch.save({"w": torch.ones(3)}, tmp_path / "c.pth")
-    assert ckptkit("remap", tmp_path / "c.pth", out, "--device", "cuda:1=cuda:0").exit_code == 0
-    assert as_json("inspect", out)["files"][0]["tensors"][0]["device"] == "cuda:0"
-    result = ckptkit("remap", tmp_path / "c.pth", out, "--to", "cpu", "--force")
-    assert "cuda:1 -> cpu" in result.stdout
-    assert torch.equal(load(out)["w"], torch.ones(3))
+        torch.save({"w": torch.ones(3)}, "c.pth")
+    ckptkit("remap c.pth out.pth --device cuda:1=cuda:0", code=0)
+    assert as_json("inspect out.pth")["files"][0]["tensors"][0]["device"] == "cuda:0"
+    assert "cuda:1 -> cpu" in ckptkit("remap c.pth out.pth --to cpu --force").stdout
+    assert torch.equal(load("out.pth")["w"], torch.ones(3))
 
 
-def test_rename(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, tmp_path / "p.pth")
-    (tmp_path / "names.json").write_text('{"a.w": "first"}')
-    result = ckptkit(
-        "rename",
-        tmp_path / "p.pth",
-        out,
-        "--map",
-        tmp_path / "names.json",
-        "--sub",
-        r"^(?=b)b\.=c.",
-    )
-    assert result.exit_code == 0, result.stderr
-    assert list(load(out)) == ["first", "c.w"]
+def test_rename(ckptkit: Ckptkit) -> None:
+    save_names("p.pth", "a.w", "b.w")
+    Path("names.json").write_text('{"a.w": "first"}')
+    ckptkit(r"rename p.pth out.pth --map names.json --sub '^(?=b)b\.=c.'", code=0)
+    assert list(load("out.pth")) == ["first", "c.w"]
 
 
-REFUSED = [
-    ("remap run.pth out.pth", 2, ""),
-    ("remap run.pth out.pth --to cpu --device cuda:0=cpu", 2, ""),
-    ("remap run.pth out.pth --device cuda:0", 2, ""),
-    ("remap run.pth out.pth --to gpu", 2, ""),
-    ("rename run.pth out.pth", 2, ""),
-    ("rename run.pth out.pth --sub 'no equals'", 2, ""),
-    ("rename run.pth out.pth --map absent.json", 2, ""),
-    ("rename run.pth out.pth --map list.json", 2, ""),
-    ("rename run.pth out.pth --map nested.json", 2, ""),
-    ("strip-module run.pth", 2, ""),
-    ("strip-module --in-place run.pth out.pth", 2, ""),
-    ("strip-module run.pth mine.pth", 2, "--force"),
-    ("strip-module --force run.pth run.pth", 2, ""),
-    ("strip-module run.pth none/out.pth", 4, "none"),
-    ("extract run.pth out.pth --key nope", 2, "model"),
-    ("average run.pth out.pth", 2, "name two or more SRC"),
-    ("convert --in-place --format safetensors run.pth", 2, "has the suffix of torch-zip, but the"),
-    ("wrap run.pth out.safetensors --key model", 2, "--all keeps the entry"),
-]
+def test_extract_and_wrap_are_ways_back(ckptkit: Ckptkit) -> None:
+    ckptkit("extract run.pth model.pth --key model", code=0)
+    assert equal(load("model.pth"), load("run.pth")["model"])
+    ckptkit("wrap model.pth out.pth --key model", code=0)
+    assert equal(load("out.pth")["model"], load("run.pth")["model"])
+    ckptkit("wrap model.pth out.safetensors --key model --all", code=0)
 
 
-@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_refused(
-    words: str,
-    code: int,
-    said: str,
-    ckptkit: Ckptkit,
-    run_pth: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nothing is written, and the files of the user stay unchanged."""
-    monkeypatch.chdir(run_pth.parent)
-    Path("list.json").write_text("[]")
-    Path("nested.json").write_text('{"a": {"b": "c"}}')
-    Path("mine.pth").write_text("mine")
-    before = {path: path.read_bytes() for path in Path().iterdir()}
-    done = ckptkit(*shlex.split(words))
-    assert done.exit_code == code and said in done.stderr
-    assert {path: path.read_bytes() for path in Path().iterdir()} == before
-
-
-def test_extract_and_wrap_are_ways_back(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path
-) -> None:
-    assert ckptkit("extract", run_pth, tmp_path / "model.pth", "--key", "model").exit_code == 0
-    assert equal(load(tmp_path / "model.pth"), load(run_pth)["model"])
-    assert ckptkit("wrap", tmp_path / "model.pth", out, "--key", "model").exit_code == 0
-    assert equal(load(out)["model"], load(run_pth)["model"])
-
-
-def test_convert_names_what_is_left_out(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
-    target = tmp_path / "run.safetensors"
-    result = ckptkit("convert", run_pth, target)
-    assert result.exit_code == 0
-    stored, weights = load_file(target), load(run_pth)["model"]
+def test_convert_names_what_is_left_out(ckptkit: Ckptkit, as_json: Json) -> None:
+    assert "optimizer" in ckptkit("convert run.pth run.safetensors", code=0).stderr
+    stored, weights = load_file("run.safetensors"), load("run.pth")["model"]
     assert equal(dict(sorted(stored.items())), dict(sorted(weights.items())))
-    assert "optimizer" in result.stderr
+    found = as_json("convert --force --strip module. run.pth run.safetensors")
+    assert found["schema"] == "ckptkit.edit/1"
+    assert (found["inputs"], found["output"]) == (["run.pth"], "run.safetensors")
+    assert (found["format"], found["tensor_count"]) == ("safetensors", 9)
+    assert found["size"] == os.path.getsize("run.safetensors")
+    assert found["done"] == ["stripped 'module.' from 9 keys of model"]
+    assert any("optimizer" in line for line in found["left_out"])
+    assert (found["in_place"], found["dry_run"]) == (False, False)
+    done = ckptkit("convert --force --quiet run.pth run.safetensors")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_convert_applies_everything_in_its_order(
-    ckptkit: Ckptkit, tmp_path: Path, out: Path
-) -> None:
-    weights = {
-        "module.enc.w": torch.ones(2, 2),
-        "module.dec.w": torch.ones(2),
-        "module.enc.n": torch.ones(3).long(),
-    }
-    torch.save(weights, tmp_path / "p.pth")
-    result = ckptkit(
-        "convert", tmp_path / "p.pth", out,
-        "--compact", "--to", "cpu", "--cast", "enc.*=float16", "--sub", r"^net\.=", "--add", "net.",
-        "--strip", "module.", "--drop", "module.dec.*",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.stderr
-    assert {name: tensor.dtype for name, tensor in load(out).items()} == {
-        "enc.w": torch.float16,
-        "enc.n": torch.int64,
-    }
+def test_convert_applies_everything_in_its_order(ckptkit: Ckptkit) -> None:
+    shapes: dict[str, Any] = {"module.enc.w": (2, 2), "module.dec.w": 2}
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    torch.save({**weights, "module.enc.n": torch.ones(3).long()}, "p.pth")
+    words = r"--compact --to cpu --cast enc.*=float16 --sub '^net\.=' --add net. --strip module."
+    ckptkit(f"convert p.pth out.pth {words} --drop module.dec.*", code=0)
+    found = {name: tensor.dtype for name, tensor in load("out.pth").items()}
+    assert found == {"enc.w": torch.float16, "enc.n": torch.int64}
 
 
-def test_convert_wants_a_suffix_that_it_knows(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
-) -> None:
-    result = ckptkit("convert", run_pth, tmp_path / "run.unknown")
-    assert result.exit_code == 2
-    assert ".safetensors" in result.stderr and "--format" in result.stderr
-    assert (
-        ckptkit("convert", run_pth, tmp_path / "run.unknown", "--format", "torch-zip").exit_code
-        == 0
-    )
-    assert load(tmp_path / "run.unknown")["epoch"] == 3
+def test_convert_wants_a_suffix_that_it_knows(ckptkit: Ckptkit) -> None:
+    said = ckptkit("convert run.pth run.unknown", code=2).stderr
+    assert ".safetensors" in said and "--format" in said
+    ckptkit("convert run.pth run.unknown --format torch-zip", code=0)
+    assert load("run.unknown")["epoch"] == 3
 
 
 @pytest.mark.parametrize("name", ["run", "run-1.5", "run.pth2", "run.pth.best", "folder/"])
 def test_editing_keeps_the_format_under_a_name_without_another_suffix(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, name: str
+    ckptkit: Ckptkit, name: str
 ) -> None:
-    (tmp_path / "folder").mkdir()
-    assert ckptkit("strip-module", run_pth, f"{tmp_path}/{name}").exit_code == 0
-    assert load(tmp_path / (f"{name}run.pth" if name.endswith("/") else name))["epoch"] == 3
+    Path("folder").mkdir()
+    ckptkit(f"strip-module run.pth {name}", code=0)
+    assert load(f"{name}run.pth" if name.endswith("/") else name)["epoch"] == 3
 
 
 @pytest.mark.parametrize("command", ["strip-module", "recover", "ema", "extract --key model"])
-def test_every_writer_refuses_an_unknown_suffix(
-    ckptkit: Ckptkit, run_pth: Path, command: str
-) -> None:
-    name, *options = command.split()
-    torch.save({"model": {"module.w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, run_pth)
-    done = ckptkit(name, run_pth, run_pth.with_name("out.txt"), *options)
-    assert done.exit_code == 2 and "the suffix does not name a format" in done.stderr
-    assert not run_pth.with_name("out.txt").exists()
-    same = run_pth.rename(run_pth.with_name("run.best"))
-    again = run_pth.with_name("other.best")
-    assert ckptkit(name, same, again, *options).exit_code == 0 and again.exists()
+def test_every_writer_refuses_an_unknown_suffix(ckptkit: Ckptkit, command: str) -> None:
+    save("run.pth", model="module.w", ema="w")
+    said = ckptkit(f"{command} run.pth out.txt", code=2).stderr
+    assert "the suffix does not name a format" in said and not Path("out.txt").exists()
+    os.rename("run.pth", "run.best")
+    ckptkit(f"{command} run.best other.best", code=0)
+    assert Path("other.best").exists()
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_file_goes_into_a_folder(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, slash: str
-) -> None:
-    (tmp_path / "made").mkdir()
-    folder = f"{tmp_path}/made{slash}"
-    assert ckptkit("strip-module", run_pth, folder).exit_code == 0
-    assert ckptkit("convert", run_pth, folder, "--format", "safetensors").exit_code == 0
-    assert ckptkit("recover", run_pth, folder, "--force").exit_code == 0
-    assert sorted(os.listdir(folder)) == ["run.pth", "run.safetensors"]
-    assert ckptkit("strip-module", run_pth, folder).exit_code == 2
-    done = ckptkit("strip-module", run_pth, f"{tmp_path}/none/")
-    assert done.exit_code == 4 and f"mkdir -p {tmp_path}/none" in done.stderr
+def test_a_file_goes_into_a_folder(ckptkit: Ckptkit, slash: str) -> None:
+    Path("made").mkdir()
+    ckptkit(f"strip-module run.pth made{slash}", code=0)
+    ckptkit(f"convert run.pth made{slash} --format safetensors", code=0)
+    ckptkit(f"recover run.pth made{slash} --force", code=0)
+    assert sorted(os.listdir("made")) == ["run.pth", "run.safetensors"]
+    ckptkit(f"strip-module run.pth made{slash}", code=2)
+    said = ckptkit("strip-module run.pth none/", code=4).stderr
+    assert f"mkdir -p {Path('none').absolute()}\n" in said
 
 
-def test_standard_output_is_no_file(
-    ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run_pth.parent)
-    done = ckptkit("digest", run_pth, "-o", "-")
-    assert done.exit_code == 2 and "./- is a file called" in done.stderr
-    assert ckptkit("strip-module", run_pth, "./-").exit_code == 0
-    assert load(Path("-"))["epoch"] == 3
-    Path("-").unlink()
+def test_standard_output_is_no_file(ckptkit: Ckptkit) -> None:
+    assert "./- is a file called" in ckptkit("digest run.pth -o -", code=2).stderr
+    ckptkit("strip-module run.pth ./-", code=0)
+    assert load("-")["epoch"] == 3
 
 
-def test_standard_streams(run_pth: Path, ckptkit: Ckptkit) -> None:
+def test_standard_streams(ckptkit: Ckptkit) -> None:
     """One file each way: read in any order, so by way of temporary files."""
-    data = run_pth.read_bytes()
+    whole = Path("run.pth").read_bytes()
 
-    def piped(*words: str, data: bytes = data) -> Result:
-        return CliRunner().invoke(main, words, input=data)
+    def piped(words: str, data: bytes = whole) -> Result:
+        return CliRunner().invoke(main, shlex.split(words), input=data)
 
-    stripped = run_pth.with_name("stripped.pth")
-    ckptkit("strip-module", run_pth, stripped)
-    done = piped("strip-module", "-", "-")
-    assert done.stdout_bytes == stripped.read_bytes()
+    ckptkit("strip-module run.pth stripped.pth")
+    done = piped("strip-module - -")
+    assert done.stdout_bytes == Path("stripped.pth").read_bytes()
     assert done.stderr.startswith("note: wrote -: ")
-    again = piped("convert", "-", "-", "--format", "safetensors", "--quiet", data=done.stdout_bytes)
+    again = piped("convert - - --format safetensors --quiet", done.stdout_bytes)
     assert "0.weight" in safetensors.torch.load(again.stdout_bytes) and not again.stderr
     for words in ("inspect -", "verify -", "scan -", "doctor -", "digest -", "diff - -"):
-        assert piped(*words.split()).exit_code in (0, 1), words
+        assert piped(words).exit_code in (0, 1), words
     for words, why in (
         ("convert - -", "the suffix does not name a format"),
         ("convert - - --shard-size 5GB", "is a single file"),
         ("strip-module - - --json", "already contains the object of --json"),
         ("strip-module - --in-place", "cannot edit a folder or a remote file in place"),
     ):
-        done = piped(*words.split())
+        done = piped(words)
         assert done.exit_code == 2 and why in done.stderr and "error: -: " in done.stderr, words
-    assert piped("inspect", "-", data=b"").exit_code == 3
-    assert not run_pth.with_name("-").exists()
+    assert piped("inspect -", b"").exit_code == 3
+    assert not Path("-").exists()
 
 
-def test_objects(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, tmp_path / "o.pth")
-    kept = ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu")
-    assert kept.exit_code == 0 and "argparse.Namespace" in kept.stderr
-    assert (
-        ckptkit(
-            "remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "error", "--force"
-        ).exit_code
-        == 3
-    )
-    assert (
-        ckptkit(
-            "remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "drop", "--force"
-        ).exit_code
-        == 0
-    )
-    assert list(load(out)) == ["w"]
+def test_objects(ckptkit: Ckptkit) -> None:
+    torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, "o.pth")
+    words = "remap o.pth out.pth --to cpu --force"
+    assert "argparse.Namespace" in ckptkit(words, code=0).stderr
+    ckptkit(f"{words} --objects error", code=3)
+    ckptkit(f"{words} --objects drop", code=0)
+    assert list(load("out.pth")) == ["w"]
 
 
-def test_force(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
-    out.write_text("mine")
-    assert ckptkit("strip-module", "--force", run_pth, out).exit_code == 0
-    assert load(out)["epoch"] == 3
+def test_force_verify_and_durable(ckptkit: Ckptkit) -> None:
+    Path("out.pth").write_text("mine")
+    ckptkit("strip-module --force --verify --durable run.pth out.pth", code=0)
+    assert load("out.pth")["epoch"] == 3
 
 
-def test_in_place(ckptkit: Ckptkit, run_pth: Path) -> None:
-    expected = without("module.", load(run_pth)["model"])
-    result = ckptkit("strip-module", "--in-place", run_pth)
-    assert result.exit_code == 0, result.stderr
-    assert equal(load(run_pth)["model"], expected)
+def test_in_place(ckptkit: Ckptkit) -> None:
+    expected = plain()
+    ckptkit("strip-module --in-place run.pth", code=0)
+    assert equal(load("run.pth")["model"], expected)
 
 
-def test_dry_run_writes_nothing(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
-    result = ckptkit("strip-module", "--dry-run", run_pth, out)
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"would write {out}: 15 tensors, ")
-    assert "copied" in result.stdout
-    assert not out.exists()
+def test_in_place_on_a_link_says_what_stays(ckptkit: Ckptkit) -> None:
+    Path("link.pth").symlink_to("run.pth")
+    said = ckptkit("strip-module --in-place link.pth").stderr
+    assert "replaced the symlink; its target run.pth is unchanged" in said
 
 
-def test_quiet(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
-    result = ckptkit("convert", "--quiet", run_pth, out.with_suffix(".safetensors"))
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_verify_and_durable(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
-    assert ckptkit("strip-module", "--verify", "--durable", run_pth, out).exit_code == 0
-    assert load(out)["epoch"] == 3
-
-
-def test_the_json_report(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
-    target = tmp_path / "run.safetensors"
-    result = ckptkit("convert", "--json", "--strip", "module.", run_pth, target)
-    found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.edit/1"
-    assert (found["inputs"], found["output"]) == ([str(run_pth)], str(target))
-    assert (found["format"], found["tensor_count"], found["size"]) == (
-        "safetensors",
-        9,
-        target.stat().st_size,
-    )
-    assert found["done"] == ["stripped 'module.' from 9 keys of model"]
-    assert any("optimizer" in line for line in found["left_out"])
-    assert (found["in_place"], found["dry_run"]) == (False, False)
-
-
-def test_wrapping_for_a_format_of_weights_alone(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
-) -> None:
-    words = ("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all")
-    assert ckptkit(*words).exit_code == 0
-
-
-def test_in_place_on_a_link_says_what_stays(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "link.pth").symlink_to(run_pth)
-    done = ckptkit("strip-module", "--in-place", tmp_path / "link.pth")
-    assert f"replaced the symlink; its target {run_pth} is unchanged" in done.stderr
+def test_dry_run_writes_nothing(ckptkit: Ckptkit) -> None:
+    said = ckptkit("strip-module --dry-run run.pth out.pth", code=0).stdout
+    assert said.startswith("would write out.pth: 15 tensors, ") and "copied" in said
+    assert not Path("out.pth").exists()

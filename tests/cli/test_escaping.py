@@ -9,9 +9,9 @@ import json
 import re
 import sys
 import types
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,54 +27,35 @@ NAMES = [
     "=cmd|' /C calc'!A0", "@SUM(1)", "+1", "-1", "<script>alert(1)</script>", "%s%n{0}", "[bold]", "größe 模型",
 ]  # fmt: skip
 FOREIGN = "evil\x1b[2J"  # a module
-SILENT = {
-    "train",
-    "rules",
-    "formats",
-    "env",
-    "completion",
-    "browse",
-    "help",
-}  # print nothing of a file; browse has a screen
+# These print nothing of a file; browse has a screen.
+SILENT = {"train", "rules", "formats", "env", "completion", "browse", "help"}
 
 
 class Given:
-    """Files in a folder, by the names that the arguments below have for them."""
+    """Files in the working directory, by the names that the arguments below have for them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        weights = OrderedDict(
-            (f"module.{name}.{i}", torch.ones(2, 2)) for i, name in enumerate(NAMES)
-        )
-        self.paths = {
-            name: folder / f"{name}{odd}"
-            for name, odd in (("F", "\x1b[2J\n\u202e.pth"), ("G", ".pth"), ("S", ".safetensors"))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights = {f"module.{name}.{i}": torch.ones(2, 2) for i, name in enumerate(NAMES)}
+        second = {f"{name}2": value / (value - value) for name, value in weights.items()}
+        self.files = {
+            "F": "F\x1b[2J\n\u202e.pth", "G": "G.pth", "S": "S.safetensors",
+            "L": "L.safetensors", "C": "cut\x07.pth", "R": "recipe\x07.toml",
+        }  # fmt: skip
+        entries: dict[Any, object] = {
+            "model": weights,
+            "model_ema": weights,
+            **{f"{n}!": n for n in NAMES},
         }
-        self.folder = folder
-        torch.save(
-            {
-                "model": weights,
-                "model_ema": weights,
-                **{f"{n}!": n for n in NAMES},
-                3: self._object(monkeypatch),
-            },
-            self.paths["F"],
-        )
-        torch.save({f"{name}2": value for name, value in weights.items()}, self.paths["G"])
+        torch.save({**entries, 3: self._object(monkeypatch)}, self.files["F"])
+        torch.save(second, self.files["G"])
+        valid = [name for name in NAMES if "\ud800" not in name]
         whole = {name: value for name, value in weights.items() if "\ud800" not in name}
-        save_file(
-            whole, self.paths["S"], metadata={name: name for name in NAMES if "\ud800" not in name}
-        )
-        self.paths["L"] = folder / "L.safetensors"  # an adapter of one of them
-        name = next(f"{each}2" for each in weights if "\ud800" not in each)
-        factors = {
-            f"{name}.lora_A.weight": torch.ones(1, 2),
-            f"{name}.lora_B.weight": torch.ones(2, 1),
-        }
-        save_file(factors, self.paths["L"])
-        self.paths["C"] = folder / "cut\x07.pth"
-        self.paths["C"].write_bytes(self.paths["F"].read_bytes()[:-3000])
-        self.paths["R"] = folder / "recipe\x07.toml"
-        self.paths["R"].write_text('[[steps]]\nadd = "\\u001b[2J"\n')
+        save_file(whole, self.files["S"], metadata=dict(zip(valid, valid, strict=True)))
+        name = next(f"{each}2.lora_" for each in whole)  # an adapter of one of them
+        factors = {"A.weight": torch.ones(1, 2), "B.weight": torch.ones(2, 1)}
+        save_file({f"{name}{each}": value for each, value in factors.items()}, self.files["L"])
+        Path(self.files["C"]).write_bytes(Path(self.files["F"]).read_bytes()[:-3000])
+        Path(self.files["R"]).write_text('[[steps]]\nadd = "\\u001b[2J"\n')
         self.count = 0
 
     def _object(self, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -84,28 +65,22 @@ class Given:
         setattr(module, made.__name__, made)
         monkeypatch.setitem(sys.modules, FOREIGN, module)
         found = made()
-        found.field = "\x1b]0;x\x07"  # type: ignore[attr-defined]
+        found.field = "\x1b]0;x\x07"
         return found
 
     def arguments(self, words: Sequence[str]) -> list[str]:
-        """Words with the files put in; O, OS, OD are outputs that are not there yet."""
+        """Words with the files put in; O, OS, OD, OH are outputs that are not there yet."""
         self.count += 1
-        out = self.folder / f"out\x1b[{self.count}"
-        outputs = {
-            "O": f"{out}.pth",
-            "OS": f"{out}.safetensors",
-            "OD": str(out),
-            "OH": f"{out}.html",
-        }
-        files = {name: str(path) for name, path in self.paths.items()}
-        return [{**files, **outputs}.get(word, word) for word in words]
+        out = f"out\x1b[{self.count}"
+        outputs = {"O": f"{out}.pth", "OS": f"{out}.safetensors", "OD": out, "OH": f"{out}.html"}
+        return [{**self.files, **outputs}.get(word, word) for word in words]
 
 
 FIRST, SECOND = f"module.{NAMES[0]}.0", "module.\x1b[2Jmissing"
 CALLS: dict[str, list[list[str]]] = {
     "inspect": [
         *(["F"], ["G"], ["S"], ["C"], ["F", "--tree"], ["F", "--flat"], ["F", "--keys", "*"], ["F", "--key", SECOND]),
-        ["G", "--sort", "name"],
+        ["G", "--sort", "name"], ["S", "--names"],
     ],
     "strip-module": [["G", "O"], ["F", "O", "--key", "model"], ["F", "O", "--dry-run"], ["S", "OS"], ["F", "F"]],
     "add-module": [["G", "O"], ["G", "O", "--prefix", "\x1b[2J"]],
@@ -132,7 +107,7 @@ CALLS: dict[str, list[list[str]]] = {
     "doctor": [["F"], ["G"], ["S"], ["C"]],
     "scan": [["F"], ["F", "--strict"], ["G", "S", "C"], ["F", "--sarif"]],
     "stats": [["G"], ["F", "--key", "model"], ["S", "--csv"], ["G", "--fold"], ["G", "--depth", "1"]],
-    "show": [["S", FIRST], ["S", SECOND], ["G", f"{FIRST}2", "--with", "S", "--name-b", FIRST]],
+    "show": [["G", "--nan"], ["S", FIRST], ["S", SECOND], ["G", f"{FIRST}2", "--with", "S", "--name-b", FIRST]],
     "report": [["G", "-o", "OH"], ["G", "S", "-o", "OH"], ["F", "-o", "OH", "--values"]],
     "verify": [["F"], ["G"], ["S"], ["C"], ["G", "--values"]],
     "check": [
@@ -166,11 +141,10 @@ def test_every_command_is_tried() -> None:
 def test_CL_01_CL_02_CL_03_nothing_but_text_leaves(
     name: str, terminal: bool, tmp_path: Path, ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Given(tmp_path, monkeypatch)
+    given = Given(monkeypatch)
     monkeypatch.setattr(render, "is_terminal", lambda stream: terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(render, "COLOURS", dict.fromkeys(render.COLOURS, OURS))
-    monkeypatch.chdir(tmp_path)
     worked = 0
     for words in CALLS[name]:
         for options in ([], ["--json"]):
@@ -195,20 +169,20 @@ def test_CL_01_CL_02_CL_03_nothing_but_text_leaves(
     assert worked
 
 
-def test_CL_01_a_name_of_a_mebibyte(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_CL_01_a_name_of_a_mebibyte(ckptkit: Ckptkit) -> None:
     """Is shown whole in a pipe, escaped, and in no time."""
     name = "\x1b[2J" * (1 << 18)
-    torch.save({f"module.{name}": torch.ones(1), "module.b": torch.ones(1)}, tmp_path / "long.pth")
+    torch.save({f"module.{name}": torch.ones(1), "module.b": torch.ones(1)}, "long.pth")
     for command in ("inspect", "stats", "scan", "verify", "digest", "doctor"):
-        result = ckptkit(command, tmp_path / "long.pth")
+        result = ckptkit(command, "long.pth")
         assert result.exit_code in (0, 1, 3) and "\x1b" not in result.stdout + result.stderr
-    assert r"\x1b[2J" * (1 << 18) in ckptkit("inspect", tmp_path / "long.pth").stdout
+    assert r"\x1b[2J" * (1 << 18) in ckptkit("inspect long.pth").stdout
 
 
 def test_CL_01_a_page_shows_names_as_text(
     ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Given(tmp_path, monkeypatch)
+    given = Given(monkeypatch)
     assert ckptkit("report", *given.arguments(["G", "S", "-o", "OH"])).exit_code == 0
     (page,) = tmp_path.glob("*.html")
     text = page.read_text(encoding="utf-8")
@@ -219,14 +193,10 @@ def test_CL_01_a_page_shows_names_as_text(
     )
 
 
-def test_CL_02_no_cell_is_a_formula(
-    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_CL_02_no_cell_is_a_formula(ckptkit: Ckptkit) -> None:
     """A spreadsheet would compute a formula when it opens the file."""
-    given = Given(tmp_path, monkeypatch)
-    torch.save({name: torch.ones(1) for name in NAMES}, tmp_path / "bare.pth")
-    text = ckptkit("stats", "--csv", tmp_path / "bare.pth").stdout
-    header, *rows = csv.reader(io.StringIO(text))
-    assert given and len(rows) == len(NAMES)
+    torch.save({name: torch.ones(1) for name in NAMES}, "bare.pth")
+    header, *rows = csv.reader(io.StringIO(ckptkit("stats --csv bare.pth").stdout))
+    assert len(rows) == len(NAMES)
     column = header.index("name")
     assert [row[column] for row in rows if row[column][:1] in "=+-@\t\r"] == []

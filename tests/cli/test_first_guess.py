@@ -176,7 +176,6 @@ WRONG = [
     ("convert run.pth o.pth --no-optimizer", "ckptkit extract run.pth o.pth --key model"),
     ("convert run.pth o.pth --drop optimizer", "ckptkit extract run.pth o.pth --key model"),
     ("strip-optimizer run.pth o.pth", "ckptkit extract run.pth o.pth --key model"),
-    ("remove-module run.pth o.pth", "ckptkit strip-module run.pth o.pth"),
     ("strip-prefix run.pth o.pth module.", "ckptkit strip-module run.pth o.pth --prefix module."),
     ("convert run.pth o.pth --strip-prefix module.", "ckptkit convert run.pth o.pth --strip module."),
     ("rename net.pth o.pth conv=c", "ckptkit rename net.pth o.pth --sub conv=c"),
@@ -185,16 +184,11 @@ WRONG = [
     ("rename-keys net.pth o.pth s/conv/c/g", "ckptkit rename net.pth o.pth --sub conv=c"),
     ("extract ema.pth o.pth ema", "ckptkit extract ema.pth o.pth --key model_ema"),
     ("extract ema.pth o.pth --ema", "ckptkit ema ema.pth o.pth"),
-    ("extract-ema ema.pth o.pth", "ckptkit ema ema.pth o.pth"),
     ("wrap net.pth o.pth", "ckptkit wrap net.pth o.pth --key model"),
     ("wrap net.pth o.pth state_dict", "ckptkit wrap net.pth o.pth --key state_dict"),
     ("inspect net.pth --list", "ckptkit inspect net.pth --names"),
     ("inspect net.pth --shapes", "ckptkit inspect net.pth --flat"),
-    ("list-keys net.pth", "ckptkit inspect --names net.pth"),
     ("diff net.pth two.pth --tolerance 1e-3", "ckptkit diff net.pth two.pth --atol 1e-3"),
-    ("allclose net.pth two.pth", "ckptkit diff net.pth two.pth"),
-    ("is-safe net.pth", "ckptkit scan net.pth"),
-    ("load net.pth", "ckptkit inspect net.pth"),
     ("batch convert 'folder/*.pth' --format safetensors", "ckptkit batch convert 'folder/*.pth' --format safetensors --into out"),
     # merge, deltas, vocabularies
     ("slerp math.safetensors code.safetensors o.safetensors", "ckptkit merge --method slerp math.safetensors code.safetensors o.safetensors"),
@@ -212,7 +206,6 @@ WRONG = [
     ("run shards", "ckptkit run --list"),
     ("merge shards o.safetensors", "ckptkit convert shards o.safetensors"),
     ("merge shards/model-00001-of-00002.safetensors shards/model-00002-of-00002.safetensors o.safetensors", "ckptkit join shards/model-00001-of-00002.safetensors shards/model-00002-of-00002.safetensors o.safetensors"),
-    ("unshard shards o.safetensors", "ckptkit convert shards o.safetensors"),
     ("shard net.pth outd --size 5KB", "ckptkit convert net.pth outd --shard-size 5KB"),
     ("shard net.pth outd 5GB", "ckptkit convert --shard-size 5GB net.pth outd"),
     ("delta create math.safetensors code.safetensors d", "ckptkit delta make math.safetensors code.safetensors d"),
@@ -254,8 +247,6 @@ WRONG = [
     ("rename run.pth o.pth --from module. --to net.", r"ckptkit rename run.pth o.pth --sub '^module\.=net.'"),
     ("rename net.pth o.pth conv c", "ckptkit rename net.pth o.pth --sub conv=c"),
     ("rename net.pth o.safetensors", "ckptkit convert net.pth o.safetensors"),
-    ("unwrap run.pth o.pth", "ckptkit strip-module run.pth o.pth"),
-    ("split net.pth outd", "ckptkit convert --shard-size 5GB net.pth outd"),
     ("gguf inspect net.pth", "ckptkit inspect net.pth"),
     ("show run.pth optimizer", "ckptkit inspect run.pth --keys 'optimizer*'"),
     ("scan net.pth --fix o.pth", "ckptkit convert net.pth --objects drop o.pth"),
@@ -271,6 +262,37 @@ WRONG = [
     ("diff run.pth net.pth --optimizer", "ckptkit diff run.pth net.pth --all"),
     ("convert net.pth o.pth --legacy", "_use_new_zipfile_serialization=False"),
     ("set run.pth epoch 4", "with_value("),
+    ("inspect net.pth -f", "convert has --force: see `ckptkit convert --help`"),
+    # what is nearest
+    ("inspekt net.pth", "ckptkit inspect net.pth"),
+    ("inspekt none.pth", "hint: did you mean inspect? see `ckptkit --help`\n"),
+    ("stat net.pth", "ckptkit stats net.pth"),
+    ("dif net.pth two.pth", "ckptkit diff net.pth two.pth"),
+    ("strip run.pth o.pth", "ckptkit strip-module run.pth o.pth"),
+    ("xyzzy", "error: No such command 'xyzzy'.\nhint: see `ckptkit --help`\n"),
+    ("inspect --jsn none.pth", "use --json: see"),
+    ("extract run.pth o.pth --key modle", "hint: did you mean model? the entries are: model, optimizer,"),
+    ("extract run.pth o.pth --key Model", "hint: did you mean model? the entries are: model, optimizer,"),
+    ("convert net.pth o.pth --cast bfloat17", "hint: did you mean bfloat16, "),
+    ("doctor folder/1.pht", "did you mean folder/1.pth"),
+    ("inspect 'none/*.pth'", "no file matches this pattern"),
+    ("doctor 'none/*.pth'", "no file matches this pattern"),
+    # next steps
+    ("convert run.pth o.pth --key optimizer", "`ckptkit inspect --tree run.pth` shows"),
+    ("ema run.pth o.pth", "ckptkit inspect --tree run.pth"),
+    ("rename run.pth o.pth --sub 's/conv(.weight)/c/g'", "ckptkit rename run.pth o.pth --sub 'conv(.weight)=c'"),
+    ("rename run.pth o.pth --map map.json", "the keys are: module.conv.weight"),
+    ("rename run.pth o.pth --sub weight=bias", "ckptkit convert run.pth run-new.pth --drop module.conv.weight"),
+    ("convert run.pth o.pth --drop zzzz", "the keys are: module.conv.weight"),
+    ("run lightning run.pth o.pth", "the entries are: "),
+    ("diff run.pth --model a.py:B --arg name={", "'name=\"{\"'"),
+    ("average net.pth wide.safetensors o.pth", "ckptkit join net.pth wide.safetensors o.pth"),
+    ("completion", "Choose from: bash, zsh, fish\n"),
+    # several files
+    ("strip-module folder/0.pth folder/1.pth new", "ckptkit batch strip-module --into new folder/0.pth folder/1.pth"),
+    ("strip-module 'a b' new", "ckptkit batch strip-module --into new 'a b/*.pth'"),
+    ("run strip.toml folder new --dry-run", "ckptkit batch run strip.toml --dry-run --into new 'folder/*.pth'"),
+    ("convert --format safetensors 'folder/*.pth' new", "ckptkit batch convert --format safetensors --into new 'folder/*.pth'"),
 ]  # fmt: skip
 
 
@@ -327,6 +349,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("folder").mkdir()
         for number in range(3):
             torch.save(wrapped, f"folder/{number}.pth")
+        shutil.copytree("folder", "a b")
+        Path("map.json").write_text('{"zzzz": "x"}')
+        Path("strip.toml").write_text('[[steps]]\nstrip = "module."\n')
     return folder
 
 

@@ -20,8 +20,8 @@ PROGRAM = [sys.executable, "-m", "ckptkit"]
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
-    path = tmp_path / "small.pth"
+def small() -> Path:
+    path = Path("small.pth")
     torch.save({"module.w": torch.zeros(2)}, path)
     return path
 
@@ -29,15 +29,13 @@ def small(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> None:
     for option in ("-h", "--help"):
-        result = ckptkit(name, option)
-        assert result.exit_code == 0
+        result = ckptkit(name, option, code=0)
         assert f"  Example: ckptkit {name}" in result.stdout
         assert "\\b" not in result.stdout
 
 
 def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
-    result = ckptkit("--help")
-    assert result.exit_code == 0
+    result = ckptkit("--help", code=0)
     lines = result.stdout.partition("Look:\n")[2].splitlines()
     listed = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert [words[0] for words in listed] == list(cli.COMMANDS)
@@ -50,42 +48,28 @@ def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
 def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
     listed = {line.split()[0] for line in ckptkit("help").stdout.splitlines()[1:]}
     assert {*cli.TOPICS.values()} <= listed
-    assert "Manual: ckptkit help formats" in ckptkit("convert", "--help").stdout
+    assert "Manual: ckptkit help formats" in ckptkit("convert --help").stdout
 
 
 def test_help_shows_pages_and_commands(ckptkit: Ckptkit) -> None:
-    page = ckptkit("help", "diagnosis").stdout
+    page = ckptkit("help diagnosis").stdout
     assert (
         page.startswith("# Why a checkpoint does not load")
         and "<!--" not in page
         and "```" not in page
     )
-    assert ckptkit("help", "scan").stdout == ckptkit("scan", "--help").stdout
-    near = ckptkit("help", "formts")
-    assert near.exit_code == 2 and "did you mean formats" in near.stderr
+    assert ckptkit("help scan").stdout == ckptkit("scan --help").stdout
+    assert "did you mean formats" in ckptkit("help formts", code=2).stderr
 
 
 def test_no_command_is_usage_with_the_help(ckptkit: Ckptkit) -> None:
-    result = ckptkit()
-    assert result.exit_code == 2
+    result = ckptkit(code=2)
     assert "Look:" in result.stdout
 
 
 def test_version(ckptkit: Ckptkit) -> None:
     for option in ("--version", "-V"):
         assert ckptkit(option).stdout == f"ckptkit, version {package.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["inspect"], ["inspect", "--nope", "x"], ["remap", "a", "b"]]
-)
-def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
-    result = ckptkit(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    first, second = result.stderr.splitlines()
-    assert first.startswith("error: ")
-    assert second.startswith(("hint: see `ckptkit", "hint: a second error: a: does not exist"))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +104,7 @@ def test_a_bug_is_5_and_one_line(
     ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path
 ) -> None:
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
-    result = ckptkit("inspect", small)
-    assert result.exit_code == 5
+    result = ckptkit("inspect", small, code=5)
     assert result.stderr.startswith(
         "error: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: "
     )
@@ -135,18 +118,8 @@ def test_the_traceback_on_request(
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
     if how == "environment":
         monkeypatch.setenv("CKPTKIT_TRACEBACK", "1")
-    result = ckptkit(*["--traceback"] * (how == "option"), "inspect", small)
-    assert result.exit_code == 5
+    result = ckptkit(*["--traceback"] * (how == "option"), "inspect", small, code=5)
     assert "Traceback" in result.stderr and "test_main.py" in result.stderr
-
-
-def test_missing_and_damaged_files_are_3(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "bad.pth").write_bytes(b"PK\x03\x04 cut")
-    for name in ("absent.pth", "bad.pth"):
-        done = run("inspect", tmp_path / name)
-        assert (done.code, done.stdout) == (3, "")
-        assert done.stderr.startswith(f"error: {tmp_path / name}: ")
-        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -163,8 +136,8 @@ def test_CL_04_full(small: Path, options: list[str]) -> None:
     assert done.stderr == "error: standard output: No space left on device\n"
 
 
-def test_CL_04_closed_pipe(tmp_path: Path) -> None:
-    path = tmp_path / "many.pth"
+def test_CL_04_closed_pipe() -> None:
+    path = Path("many.pth")
     torch.save({f"w{i}.x": torch.zeros(1) for i in range(5_000)}, path)
     for options in ([], ["--json"], ["--tree"]):
         child = subprocess.Popen(
@@ -189,16 +162,16 @@ def test_CL_04_closed_output(small: Path) -> None:
     assert subprocess.run(["sh", "-c", script], capture_output=True).returncode == 3
 
 
-def test_CL_04_ascii(alone: Run, tmp_path: Path) -> None:
-    torch.save({"größe": torch.zeros(1)}, tmp_path / "g.pth")
-    done = alone("inspect", tmp_path / "g.pth", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
+def test_CL_04_ascii(alone: Run) -> None:
+    torch.save({"größe": torch.zeros(1)}, "g.pth")
+    done = alone("inspect", "g.pth", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
     assert done.code == 0
     assert r"gr\xf6\xdfe" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["--help.pt", "-rf.pt", "@args.pt", "*.pt", "$(x).pt"])
 def test_CL_05_names_that_look_like_options(run: Run, tmp_path: Path, name: str) -> None:
-    torch.save({"w": torch.zeros(1)}, tmp_path / name)
+    torch.save({"w": torch.zeros(1)}, name)
     done = run("inspect", "--", name, cwd=tmp_path)
     assert done.code == 0
     assert done.stdout.startswith(f"{name}: torch-zip")

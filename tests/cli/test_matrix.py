@@ -4,7 +4,6 @@ in it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.torch_equality import bits, sha256
 @pytest.mark.parametrize("name", NAMES)
 def test_inspect_says_what_torch_finds(name: str, as_json: Callable[..., Any]) -> None:
     fixture = Fixture(name).needs_reader()
-    (file,) = as_json("inspect", "--digest", fixture.path)["files"]
+    (file,) = as_json("inspect --digest", fixture.path)["files"]
     assert (file["format"], file["weights"]) == (fixture.facts["format"], fixture.facts["weights"])
     assert {each["device"] for each in file["tensors"] if each["kind"] != "ndarray"} == set(
         fixture.facts["devices"]
@@ -39,15 +38,13 @@ def test_inspect_says_what_torch_finds(name: str, as_json: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if Fixture(name).facts.get("prefix")])
-def test_prefixes_go_in_the_order_in_which_they_nest(
-    name: str, ckptkit: Ckptkit, tmp_path: Path
-) -> None:
+def test_prefixes_go_in_the_order_in_which_they_nest(name: str, ckptkit: Ckptkit) -> None:
     fixture = Fixture(name).needs_reader()
     prefixes = [part + "." for part in fixture.facts["prefix"].split(".")[:-1]]
     options = [word for prefix in prefixes for word in ("--prefix", prefix)]
-    assert ckptkit("strip-module", fixture.path, tmp_path / "plain.pth", *options).exit_code == 0
+    assert ckptkit("strip-module", fixture.path, "plain.pth", *options).exit_code == 0
     weights = fixture.facts["weights"]
-    loaded = torch.load(tmp_path / "plain.pth", map_location="cpu", weights_only=True)
+    loaded = torch.load("plain.pth", map_location="cpu", weights_only=True)
     state = loaded[weights] if weights else loaded
     want = reading.without_prefix(fixture.state())
     assert {key: bits(value) for key, value in state.items()} == {

@@ -26,7 +26,7 @@ LOUD = f"""print("imported")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.save({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, tmp_path / "net.pth")
+    torch.save({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, "net.pth")
     return tmp_path
 
 

@@ -46,7 +46,7 @@ def commands(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_hints_of_a_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+    path = Path(name)
     with open(path, "wb") as file:
         torch.save({"model": {"module.a": torch.ones(2)}, "epoch": 3}, file)
     code, text = run(tmp_path, "inspect", "--", name)
@@ -62,7 +62,7 @@ def test_hints_of_a_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_hints_of_a_folder(name: str, tmp_path: Path) -> None:
     for each in (name, "x" + name):
-        with open(tmp_path / each, "wb") as file:
+        with open(each, "wb") as file:
             torch.save({"a": torch.ones(2)}, file)
     code, text = run(tmp_path, "strip-module", "--strict", ".", "new")
     assert code == 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from tests.cli.conftest import Ckptkit
 from tests.conftest import Run
@@ -15,232 +17,188 @@ from tests.formats.containers.zips import Member
 from tests.scanning.hostile_pickles import EVIL, PLAIN, archive, call, name, pickle2, pickle4, text
 
 NAMED = "\x1b]0;x\x07\u202e\n[OK] safe"
+NET = name("mine.nets.Net") + b")\x81"
 
 
-@pytest.fixture
-def evil(tmp_path: Path) -> Path:
-    path = tmp_path / "evil.pth"
-    path.write_bytes(archive(EVIL))
-    return path
+def safe() -> bytes:
+    torch.save({"a": torch.ones(2)}, made := io.BytesIO())
+    return made.getvalue()
 
 
-@pytest.fixture
-def fine(tmp_path: Path) -> Path:
-    path = tmp_path / "fine.pth"
-    torch.save({"a": torch.ones(2)}, path)
-    return path
+# Pickles in archives, and a file that torch made.
+FILES = {
+    "evil": archive(EVIL),
+    "fine": safe(),
+    "classes": archive(pickle2(NET)),
+    "held": archive(pickle2(NET + b"}" + text("run") + name("theirs.run") + b"sb")),
+    "harmless": archive(pickle2(call("pathlib.PosixPath", text("a")))),
+    "kind": archive(pickle2(call("mine.kinds.Kind", text("a")))),
+}
 
 
-@pytest.fixture
-def classes(tmp_path: Path) -> Path:
-    path = tmp_path / "classes.pth"
-    path.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81")))
-    return path
+def write(*names: str, folder: str = ".") -> None:
+    Path(folder).mkdir(exist_ok=True)
+    for each in names:
+        Path(folder, f"{each}.pth").write_bytes(FILES[each])
 
 
-@pytest.fixture
-def harmless(tmp_path: Path) -> Path:
-    path = tmp_path / "harmless.pth"
-    path.write_bytes(archive(pickle2(call("pathlib.PosixPath", text("a")))))
-    return path
+@pytest.mark.parametrize(
+    ("names", "words", "code", "said"),
+    [
+        ("evil", "evil.pth", 1, "evil.pth: would run code\n  archive/data.pkl: "
+         "calls os.system('touch canary'): REDUCE at byte 32\n"),
+        ("fine", "fine.pth", 0, "fine.pth: safe for weights_only\n"),
+        ("harmless", "harmless.pth", 0, "rejects pathlib.PosixPath"),
+        ("harmless", "harmless.pth --strict", 1, "rejects pathlib.PosixPath"),
+        ("classes", "classes.pth", 1, "needs mine.nets.Net; review the code of these classes"),
+        ("classes", "classes.pth --trust other", 1, ""),
+        ("classes", "classes.pth --trust mine.nets", 0, ""),
+        ("held", "held.pth --trust mine.nets", 1,
+         "contains theirs.run; code that receives these values may call them"),
+        ("held", "held.pth --trust mine.nets --trust theirs.run", 0, ""),
+        ("kind", "kind.pth", 1, ""),
+        ("kind", "kind.pth --trust min", 1, ""),
+        ("kind", "kind.pth --trust mine.*", 0, ""),
+        ("kind", "kind.pth --trust mine", 0, ""),
+        ("kind", "kind.pth --trust mine.kinds", 0, ""),
+        ("evil fine", ".", 1, "\n2 files: 1 would run code, 1 safe for weights_only\n"),
+        ("fine", "fine.pth missing.pth", 3, "1 could not be read"),
+        ("fine evil", "missing.pth evil.pth", 1, ""),
+        ("fine", "--json --sarif fine.pth", 2, ""),
+        ("fine", ".", 0, "1 file: 1 safe for weights_only\n"),
+    ],
+)  # fmt: skip
+def test_findings(names: str, words: str, code: int, said: str, ckptkit: Ckptkit) -> None:
+    write(*names.split())
+    done = ckptkit(f"scan {words}", code=code)
+    assert said in done.stdout
+    assert "missing.pth" not in words or "missing.pth: does not exist" in done.stderr
+    if said.endswith("\n") and said[0] != "\n":
+        assert done.stdout == said
 
 
-def test_a_file_that_would_run_code(ckptkit: Ckptkit, evil: Path) -> None:
-    result = ckptkit("scan", evil)
-    assert result.exit_code == 1
-    assert result.stdout.splitlines() == [
-        f"{evil}: would run code",
-        "  archive/data.pkl: calls os.system('touch canary'): REDUCE at byte 32",
-    ]
+def test_of_a_folder_findings_are_printed_and_quiet_prints_nothing_else(ckptkit: Ckptkit) -> None:
+    write("evil", "fine")
+    for words in ("", "-q"):
+        found = ckptkit(f"scan . {words}", code=1).stdout
+        assert "evil.pth" in found and "fine.pth" not in found
+        assert ("2 files" in found) == (words == "")
 
 
-def test_a_file_that_is_safe(ckptkit: Ckptkit, fine: Path) -> None:
-    result = ckptkit("scan", fine)
-    assert (result.exit_code, result.stdout) == (0, f"{fine}: safe for weights_only\n")
+def test_no_files_are_no_pass(ckptkit: Ckptkit) -> None:
+    assert "no files to scan" in ckptkit("scan .", code=3).stderr
 
 
-def test_a_harmless_file_is_a_finding_if_asked_for(ckptkit: Ckptkit, harmless: Path) -> None:
-    result = ckptkit("scan", harmless)
-    assert result.exit_code == 0 and "rejects pathlib.PosixPath" in result.stdout
-    assert ckptkit("scan", "--strict", harmless).exit_code == 1
-
-
-def test_other_classes_are_a_finding_unless_all_are_trusted(
-    ckptkit: Ckptkit, classes: Path, tmp_path: Path
-) -> None:
-    result = ckptkit("scan", classes)
-    assert result.exit_code == 1
-    assert "needs mine.nets.Net; review the code of these classes" in result.stdout
-    assert ckptkit("scan", classes, "--trust", "other").exit_code == 1
-    assert ckptkit("scan", classes, "--trust", "mine.nets").exit_code == 0
-    held = tmp_path / "held.pth"
-    state = b"}" + text("run") + name("theirs.run") + b"sb"
-    held.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81" + state)))
-    result = ckptkit("scan", held, "--trust", "mine.nets")
-    assert result.exit_code == 1
-    assert "contains theirs.run; code that receives these values may call them" in result.stdout
-    done = ckptkit("scan", held, "--trust", "mine.nets", "--trust", "theirs.run")
-    assert done.exit_code == 0
-
-
-def test_folders_are_summed_up_and_quiet_prints_findings_alone(
-    ckptkit: Ckptkit, evil: Path, fine: Path
-) -> None:
-    result = ckptkit("scan", evil.parent)
-    assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "2 files: 1 would run code, 1 safe for weights_only"
-    quiet = ckptkit("scan", "-q", evil.parent).stdout
-    assert "evil.pth" in quiet and "fine.pth" not in quiet and "2 files" not in quiet
-
-
-def test_files_that_cannot_be_read(ckptkit: Ckptkit, fine: Path, evil: Path) -> None:
-    missing = fine.parent / "missing.pth"
-    result = ckptkit("scan", fine, missing)
-    assert (
-        result.exit_code == 3
-        and "does not exist" in result.stderr
-        and "1 could not be read" in result.stdout
-    )
-    assert ckptkit("scan", missing, evil).exit_code == 1
-
-
-def test_trust(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    path = tmp_path / "args.bin"
-    path.write_bytes(archive(pickle2(call("mine.kinds.Kind", text("a")))))
-    assert ckptkit("scan", path).exit_code == 1
-    assert ckptkit("scan", "--trust", "min", path).exit_code == 1
-    for trusted in ("mine.*", "mine", "mine.kinds"):
-        assert ckptkit("scan", "--trust", trusted, path).exit_code == 0
-
-
-def test_json(ckptkit: Ckptkit, evil: Path, fine: Path) -> None:
-    result = ckptkit("scan", "--json", evil, fine, evil.parent / "missing")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.scan/1" and [
-        each.get("verdict") for each in found["files"]
-    ] == ["code", "safe", None]
-    assert found["files"][2]["error"]["code"] == "missing-file"
-    (pickle,) = found["files"][0]["pickles"]
-    assert pickle["runs"] == [
-        {
-            "name": "os.system",
-            "opcode": "REDUCE",
-            "kind": "harmful",
-            "arguments": "('touch canary')",
-            "offset": 32,
-            "count": 1,
-        }
-    ]
-    assert pickle["file_offset"] == archive(EVIL).index(EVIL)
+def test_json(ckptkit: Ckptkit) -> None:
+    write("evil", "fine")
+    found = json.loads(ckptkit("scan --json evil.pth fine.pth missing", code=1).stdout)
+    evil, fine, missing = found["files"]
+    assert found["schema"] == "ckptkit.scan/1"
+    assert [each.get("verdict") for each in found["files"]] == ["code", "safe", None]
+    assert missing["error"]["code"] == "missing-file"
+    (pickle,) = evil["pickles"]
+    assert pickle["runs"] == [{
+        "name": "os.system", "opcode": "REDUCE", "kind": "harmful",
+        "arguments": "('touch canary')", "offset": 32, "count": 1,
+    }]  # fmt: skip
+    assert pickle["file_offset"] == FILES["evil"].index(EVIL)
     assert pickle["weights_only"]["loads"] is False and pickle["globals"] == ["os.system"]
-    assert found["files"][1]["pickles"][0]["weights_only"] == {"loads": True, "refused": None}
+    assert fine["pickles"][0]["weights_only"] == {"loads": True, "refused": None}
 
 
-def test_sarif(ckptkit: Ckptkit, evil: Path, fine: Path, classes: Path) -> None:
-    result = ckptkit("scan", "--sarif", "--strict", evil, fine, classes, evil.parent / "missing")
-    assert result.exit_code == 1
-    log = json.loads(result.stdout)
-    check_sarif(log)
+def test_sarif(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    write("evil", "fine", "classes")
+    words = ("scan --sarif --strict fine.pth classes.pth missing", tmp_path / "evil.pth")
+    log = json.loads(ckptkit(*words, code=1).stdout)
+    Draft202012Validator(SARIF).validate(log)
     (run,) = log["runs"]
-    assert [(each["ruleId"], each["level"]) for each in run["results"]] == [
-        ("would-run-code", "error"), ("needs-classes", "warning"),
-    ]  # fmt: skip
-    place = run["results"][0]["locations"][0]
-    assert place["physicalLocation"]["artifactLocation"]["uri"] == evil.as_uri()
-    assert place["physicalLocation"]["region"]["byteOffset"] == archive(EVIL).index(EVIL) + 32
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert len({*rules}) == len(rules)
+    assert all(rules[each["ruleIndex"]] == each["ruleId"] for each in run["results"])
+    found = {each["ruleId"]: each for each in run["results"]}
+    assert {id: each["level"] for id, each in found.items()} == {
+        "would-run-code": "error", "needs-classes": "warning",
+    }  # fmt: skip
+    ours, theirs = (
+        each["locations"][0]["physicalLocation"]
+        for each in (found["needs-classes"], found["would-run-code"])
+    )
+    assert ours["artifactLocation"]["uri"] == "classes.pth"
+    assert theirs["artifactLocation"]["uri"] == (tmp_path / "evil.pth").as_uri()
+    assert theirs["region"]["byteOffset"] == FILES["evil"].index(EVIL) + 32
     assert run["invocations"][0]["executionSuccessful"] is False
 
 
-def check_sarif(log: dict[str, Any]) -> None:
-    """Check the parts of SARIF 2.1.0 that are used here against its schema."""
-    assert set(log) == {"$schema", "version", "runs"} and log["version"] == "2.1.0"
-    for run in log["runs"]:
-        assert set(run) <= {"tool", "columnKind", "results", "invocations"}
-        assert run["columnKind"] in ("utf16CodeUnits", "unicodeCodePoints")
-        driver = run["tool"]["driver"]
-        assert set(driver) <= {"name", "version", "rules", "informationUri"} and driver["name"]
-        assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
-        for rule in driver["rules"]:
-            assert set(rule) <= {
-                "id",
-                "shortDescription",
-                "fullDescription",
-                "defaultConfiguration",
-            }
-            assert rule["shortDescription"]["text"] and rule["fullDescription"]["text"]
-            assert rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error")
-        for result in run["results"]:
-            assert set(result) <= {"ruleId", "ruleIndex", "level", "message", "locations"}
-            assert driver["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
-            assert (
-                result["level"] in ("none", "note", "warning", "error")
-                and result["message"]["text"]
-            )
-            for place in result["locations"]:
-                assert set(place) <= {"physicalLocation", "logicalLocations"}
-                physical = place["physicalLocation"]
-                uri = physical["artifactLocation"]["uri"]
-                assert uri.isascii() and " " not in uri
-                region = physical.get("region", {"byteOffset": 0, "byteLength": 0})
-                assert region["byteOffset"] >= 0 and region["byteLength"] >= 0
-        for invocation in run["invocations"]:
-            assert isinstance(invocation["executionSuccessful"], bool)
-            for notification in invocation["toolExecutionNotifications"]:
-                assert notification["message"]["text"] and notification["level"] in (
-                    "none",
-                    "note",
-                    "warning",
-                    "error",
-                )
+def closed(*optional: str, **fields: Any) -> dict[str, Any]:
+    """Return the schema of an object that has these fields and no others."""
+    needed = [each for each in fields if each not in optional]
+    return {"properties": fields, "required": needed, "additionalProperties": False}
 
 
-def test_CL_01_CL_02_nothing_of_a_file_reaches_the_terminal(
-    ckptkit: Ckptkit, tmp_path: Path
-) -> None:
+def listed(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema}
+
+
+WORDS = {"type": "string", "minLength": 1}
+MESSAGE = closed(text=WORDS)
+LEVEL = {"enum": ["none", "note", "warning", "error"]}
+AT = {"type": "integer", "minimum": 0}
+RULE = closed(id=WORDS, shortDescription=MESSAGE, fullDescription=MESSAGE, defaultConfiguration=closed(level=LEVEL))  # fmt: skip
+PLACE = closed(
+    "logicalLocations", logicalLocations={"type": "array"},
+    physicalLocation=closed(
+        "region", artifactLocation=closed(uri={"pattern": r"^[!-~]+$"}),
+        region=closed(byteOffset=AT, byteLength=AT),
+    ),
+)  # fmt: skip
+RESULT = closed(ruleId=WORDS, ruleIndex=AT, level=LEVEL, message=MESSAGE, locations=listed(PLACE))
+# The parts of SARIF 2.1.0 that are used here.
+SARIF = closed(**{
+    "$schema": WORDS, "version": {"const": "2.1.0"},
+    "runs": listed(closed(
+        tool=closed(driver=closed(name=WORDS, version=WORDS, rules=listed(RULE))),
+        columnKind={"enum": ["utf16CodeUnits", "unicodeCodePoints"]}, results=listed(RESULT),
+        invocations=listed(closed(
+            executionSuccessful={"type": "boolean"},
+            toolExecutionNotifications=listed(closed(level=LEVEL, message=MESSAGE)),
+        )),
+    )),
+})  # fmt: skip
+
+
+def test_CL_01_CL_02_nothing_of_a_file_reaches_the_terminal(ckptkit: Ckptkit) -> None:
     odd = pickle4(text(NAMED) + text(NAMED) + b"\x93" + text(NAMED) + b"\x85R")
-    path = tmp_path / "odd.pth"
-    path.write_bytes(archive(PLAIN, Member(f"archive/{NAMED}.pkl", odd)))
-    result = ckptkit("scan", path)
-    assert result.exit_code == 1
-    assert result.stdout.replace("\n", "").isprintable()
-    assert not any(line.startswith("[OK]") for line in result.stdout.splitlines())
+    Path("odd.pth").write_bytes(archive(PLAIN, Member(f"archive/{NAMED}.pkl", odd)))
+    said = ckptkit("scan odd.pth", code=1).stdout
+    assert said.replace("\n", "").isprintable()
+    assert not any(line.startswith("[OK]") for line in said.splitlines())
     for option in ("--json", "--sarif"):
-        printed = ckptkit("scan", option, path).stdout
+        printed = ckptkit("scan odd.pth", option).stdout
         assert printed.isascii() and json.loads(printed)
 
 
-def test_CL_05_names_like_options(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "--help.pth").write_bytes(archive(EVIL))
-    assert run("scan", "--", "--help.pth", cwd=tmp_path).code == 1
+def test_CL_05_names_like_options(ckptkit: Ckptkit) -> None:
+    Path("--help.pth").write_bytes(FILES["evil"])
+    ckptkit("scan -- --help.pth", code=1)
 
 
 def test_CL_06_CL_07_torch_is_not_imported_and_modules_beside_the_file_are_not(
-    run: Run, evil: Path, tmp_path: Path
+    ckptkit: Ckptkit,
 ) -> None:
+    write("evil")
     for module in ("torch", "numpy"):
-        (tmp_path / f"{module}.py").write_text("open('canary', 'w')\n")
-    assert run("scan", evil, cwd=tmp_path).code == 1
-    assert not (tmp_path / "canary").exists()
+        Path(f"{module}.py").write_text("open('canary', 'w')\n")
+    ckptkit("scan evil.pth", code=1)
+    assert not Path("canary").exists()
 
 
-def test_in_processes_of_its_own(alone: Run, evil: Path, fine: Path) -> None:
+def test_in_processes_of_its_own(alone: Run) -> None:
+    write("evil", "fine")
     for number in range(20):
-        (evil.parent / f"more{number:02}.pth").write_bytes(fine.read_bytes())
-    done = alone("scan", evil.parent, "--workers", "2")
-    assert (
-        done.code == 1
-        and done.stdout.splitlines()[-1] == "22 files: 1 would run code, 21 safe for weights_only"
-    )
-
-
-def test_two_formats_at_once(ckptkit: Ckptkit, fine: Path) -> None:
-    assert ckptkit("scan", "--json", "--sarif", fine).exit_code == 2
-
-
-def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
-    done = run("scan", tmp_path)
-    assert (done.code, "no files to scan" in done.stderr) == (3, True)
+        Path(f"more{number:02}.pth").write_bytes(FILES["fine"])
+    done = alone("scan", ".", "--workers", "2")
+    assert done.code == 1
+    assert done.stdout.splitlines()[-1] == "22 files: 1 would run code, 21 safe for weights_only"
 
 
 @pytest.mark.parametrize(
@@ -251,27 +209,9 @@ def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
         (b"ctorch\nfloat32\n", ""),
     ],
 )
-def test_versions_that_differ_are_named(
-    tmp_path: Path, ckptkit: Ckptkit, code: bytes, said: str
-) -> None:
+def test_versions_that_differ_are_named(ckptkit: Ckptkit, code: bytes, said: str) -> None:
     """By the lists of torch 2.13, 2.14 and 2.15."""
-    (tmp_path / "a.pth").write_bytes(archive(b"\x80\x02" + code + b"."))
-    done = ckptkit("scan", tmp_path / "a.pth")
-    assert "safe for weights_only" in done.stdout
-    assert (said in done.stdout) if said else "refuses" not in done.stdout
-
-
-def test_of_a_folder_findings_and_a_summary_are_printed(
-    ckptkit: Ckptkit, evil: Path, fine: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    for path in (evil, fine):
-        (folder / path.name).write_bytes(path.read_bytes())
-    found = ckptkit("scan", folder)
-    assert found.exit_code == 1
-    assert evil.name in found.stdout and fine.name not in found.stdout
-    assert found.stdout.splitlines()[-1].startswith("2 files: ")
-    (folder / evil.name).unlink()
-    clean = ckptkit("scan", folder)
-    assert (clean.exit_code, clean.stdout.splitlines()) == (0, ["1 file: 1 safe for weights_only"])
+    Path("a.pth").write_bytes(archive(b"\x80\x02" + code + b"."))
+    found = ckptkit("scan a.pth").stdout
+    assert "safe for weights_only" in found and said in found
+    assert said or "refuses" not in found

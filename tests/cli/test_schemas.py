@@ -361,5 +361,5 @@ def test_a_word_has_one_meaning() -> None:
 
 
 def test_the_help_prints_a_schema(ckptkit: Ckptkit) -> None:
-    assert json.loads(ckptkit("help", "--schema", "inspect").stdout) == SCHEMAS["inspect"]
-    assert ckptkit("help", "--schema", "inspct").exit_code == 2
+    assert json.loads(ckptkit("help --schema inspect").stdout) == SCHEMAS["inspect"]
+    assert ckptkit("help --schema inspct").exit_code == 2

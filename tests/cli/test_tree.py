@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,34 +16,22 @@ from tests.cli.conftest import Ckptkit
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    weights = {
-        f"layers.{n}.{part}.weight": torch.zeros(size)
-        for n in range(2)
-        for part, size in (("a", 10), ("b", 20))
-    }
-    weights["head.proj.weight"] = torch.zeros(40)
-    weights["head"] = torch.zeros(100)
-    root = {
-        "model": weights,
-        "optimizer": {"state": {0: {"m": torch.zeros(5)}}, "param_groups": []},
-        "epoch": 3,
-    }
-    torch.save(root, tmp_path / "run.pth")
-    return tmp_path / "run.pth"
+def file() -> None:
+    parts = [(f"layers.{n}.{part}.weight", size) for n in range(2) for part, size in (("a", 10), ("b", 20))]  # fmt: skip
+    sizes = dict([*parts, ("head.proj.weight", 40), ("head", 100)])
+    weights = {name: torch.zeros(size) for name, size in sizes.items()}
+    optimizer = {"state": {0: {"m": torch.zeros(5)}}, "param_groups": []}
+    torch.save({"model": weights, "optimizer": optimizer, "epoch": 3}, "run.pth")
 
 
-def lines(ckptkit: Ckptkit, *args: object) -> list[str]:
-    result = ckptkit("inspect", "--tree", *args)
-    assert result.exit_code == 0, result.stderr
-    return [
-        re.sub(r"  +([\d,]+  +[<\d.]+%).*", r" | \1", line)
-        for line in result.stdout.split("\n\n")[0].splitlines()
-    ]
+def lines(ckptkit: Ckptkit, words: str) -> list[str]:
+    """Return the lines of a tree; the shares stand after a bar."""
+    said = ckptkit(f"inspect --tree {words}", code=0).stdout.split("\n\n")[0]
+    return [re.sub(r"  +([\d,]+  +[<\d.]+%).*", r" | \1", line) for line in said.splitlines()]
 
 
-def test_names_in_groups(ckptkit: Ckptkit, file: Path) -> None:
-    assert lines(ckptkit, file) == [
+def test_names_in_groups(ckptkit: Ckptkit, file: None) -> None:
+    assert lines(ckptkit, "run.pth") == [
         "dict of 3 | 200  100.0%",
         "  model: dict of 6 | 200  100.0%",
         "    layers. 4 tensors | 60   30.0%",
@@ -65,42 +52,34 @@ def test_names_in_groups(ckptkit: Ckptkit, file: Path) -> None:
     ]
 
 
-def test_keys(ckptkit: Ckptkit, file: Path) -> None:
+def test_keys(ckptkit: Ckptkit, file: None) -> None:
     """Values and what holds no such tensor are left out; the shares are those of all."""
-    assert lines(ckptkit, file, "--keys", "layers.*.b.*") == [
+    assert lines(ckptkit, "run.pth --keys layers.*.b.*") == [
         "dict of 3 | 40   20.0%",
         "  model: dict of 6 | 40   20.0%",
         "    layers. 2 tensors | 40   20.0%",
         "      0.b.weight: float32 [20] on cpu | 20   10.0%",
         "      1.b.weight: float32 [20] on cpu | 20   10.0%",
     ]
-    assert lines(ckptkit, file, "--keys", "optimizer.*")[-1] == "        m: float32 [5] on cpu"
+    assert lines(ckptkit, "run.pth --keys optimizer.*")[-1] == "        m: float32 [5] on cpu"
 
 
-def test_no_such_key(ckptkit: Ckptkit, file: Path) -> None:
-    result = ckptkit("inspect", "--tree", "--keys", "nothing", file)
-    assert "no tensor name or path matches" in result.stdout and "dict of" not in result.stdout
+def test_no_such_key(ckptkit: Ckptkit, file: None) -> None:
+    said = ckptkit("inspect --tree --keys nothing run.pth").stdout
+    assert "no tensor name or path matches" in said and "dict of" not in said
 
 
-def test_sort(ckptkit: Ckptkit, file: Path) -> None:
-    by_size = [
-        line
-        for line in lines(ckptkit, file, "--sort", "size")
-        if line.startswith("    ") and line[4] != " "
-    ]
-    assert [line.split()[0] for line in by_size] == [
-        "head:",
-        "layers.",
-        "head.proj.weight:",
-        "state:",
-        "param_groups:",
-    ]
-    by_name = lines(ckptkit, file, "--sort", "name")
-    assert [line.split()[0] for line in by_name if re.match("  [a-z]", line)] == [
-        "epoch:",
-        "model:",
-        "optimizer:",
-    ]
+@pytest.mark.parametrize(
+    ("sort", "indent", "firsts"),
+    [
+        ("size", "    ", "head: layers. head.proj.weight: state: param_groups:"),
+        ("name", "  ", "epoch: model: optimizer:"),
+    ],
+)
+def test_sort(sort: str, indent: str, firsts: str, ckptkit: Ckptkit, file: None) -> None:
+    found = lines(ckptkit, f"run.pth --sort {sort}")
+    level = [line for line in found if re.match(rf"{indent}\S", line)]
+    assert [line.split()[0] for line in level] == firsts.split()
 
 
 def test_ties_count_once() -> None:
@@ -114,17 +93,12 @@ def test_ties_count_once() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_lines_fit_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    root: Any = {
-        "layers." + "very_long_name." * 12 + "weight": tensor(1),
-        "text": "x" * 150,
-        "b": tensor(*[0.0] * 9),
-    }
+    name = "layers." + "very_long_name." * 12 + "weight"
+    root: Any = {name: tensor(1), "text": "x" * 150, "b": tensor(*[0.0] * 9)}
     made = checkpoint(root)
     found = shares(summarize(made), made.root)
-    piped = list(tree_text.tree(made.root, found))
-    assert any("very_long_name." * 12 in line for line in piped) and any(
-        "x" * 150 in line for line in piped
-    )
+    piped = "\n".join(tree_text.tree(made.root, found))
+    assert "very_long_name." * 12 in piped and "x" * 150 in piped
     monkeypatch.setattr(tree_text, "terminal_width", lambda: width)
     shown = list(tree_text.tree(made.root, found))
     assert max(map(len, shown)) < width
@@ -132,10 +106,6 @@ def test_lines_fit_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) ->
     assert any("█" in line for line in shown) == (width >= 72)
 
 
-def test_nothing_to_share(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    torch.save({"empty": torch.zeros(0), "n": 1}, tmp_path / "e.pth")
-    assert lines(ckptkit, tmp_path / "e.pth") == [
-        "dict of 2",
-        "  empty: float32 [0] on cpu",
-        "  n: 1",
-    ]
+def test_nothing_to_share(ckptkit: Ckptkit) -> None:
+    torch.save({"empty": torch.zeros(0), "n": 1}, "e.pth")
+    assert lines(ckptkit, "e.pth") == ["dict of 2", "  empty: float32 [0] on cpu", "  n: 1"]

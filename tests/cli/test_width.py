@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +25,8 @@ class Attack:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def files() -> None:
     """Write a.pth, b.pth and a file with a call, in the current folder."""
-    monkeypatch.chdir(tmp_path)
     weights = {LAYER.format(n): torch.randn(8, 16) for n in range(3)} | {HEAD: torch.randn(4, 8)}
     precise = 1 + torch.randn(300) * 1e-6
     torch.save({"w": precise}, "v.pth")
