@@ -11,7 +11,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -91,8 +91,9 @@ def _candidates(
     kind: str, ctx: click.Context, parameter: click.Parameter
 ) -> Iterator[tuple[str, str | None]]:
     """Yield (candidate, description) for each value of a kind."""
+    names: Iterable[str] = ()
     if kind == "devices":
-        yield from ((name, None) for name in DEVICES)
+        names = DEVICES
     elif kind == "formats":
         from ckptkit.formats import writable
 
@@ -100,22 +101,23 @@ def _candidates(
     elif kind == "dtypes":
         from ckptkit.core.dtypes import TABLE
 
-        yield from ((row.name, None) for row in TABLE if row.kind == "float")
+        names = [row.name for row in TABLE if row.kind == "float"]
     elif kind == "targets":
-        from ckptkit.quantized.quantization import TARGETS
+        from ckptkit.quantized import quantization
 
-        yield from ((name, None) for name in TARGETS)
+        names = quantization.TARGETS
     elif kind == "quantizations":
         from ckptkit.edits import quantized
 
-        yield from ((name, None) for name in quantized.KINDS)
+        names = quantized.KINDS
     elif kind == "recipes":
-        from ckptkit.run.recipes import names
+        from ckptkit.run import recipes
 
-        yield from ((name, None) for name in names())
+        names = recipes.names()
     else:
         with closing(_opened(ctx, parameter)) as checkpoint:
             yield from _inside(kind, checkpoint)
+    yield from ((name, None) for name in names)
 
 
 def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:

@@ -100,7 +100,7 @@ def command(
             if done is not None:
                 request.print_messages(found.lost, done.warnings, done.plan.notes)
             if spec is None and left.readable and left.checkpoint is not None:
-                render.emit("", *map(render.labelled, render.wrapped(UNCHECKED)))
+                render.emit("", *render.remark(UNCHECKED))
         causes = left.causes if done is None else (*left.causes, *found.unfixed)
         fails = level != "never" and (at_least(causes, level) or (done and found.lost))
         codes.append(FOUND * bool(fails) if left.readable else InputError.exit_code)

@@ -170,17 +170,14 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
         line += render.plural(len(found), "finding") if found else "no findings"
         render.emit(*render.wrapped(f"{render.escape(adapter)}: {line}", whole=True))
         for each in found:
-            render.emit(
-                "", *render.wrapped(f"{each.level} ({each.code}): {render.escape(each.title)}")
-            )
+            title = f"{each.level} ({each.code}): {each.title}"
+            render.emit("", *render.wrapped(render.escape(title)))
             if each.command:
                 render.emit(f"  {render.escape(each.command)}")
             elif each.hint:
-                render.emit(
-                    *map(render.labelled, render.wrapped(f"hint: {render.escape(each.hint)}"))
-                )
+                render.emit(*render.remark(f"hint: {each.hint}"))
         if given["base"] is None:
             note = "note: --base BASE compares names and shapes with the base model"
-            render.emit("", *map(render.labelled, render.wrapped(note)))
+            render.emit("", *render.remark(note))
     fails = LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()
     return int(any(each.level in fails for each in report.findings))

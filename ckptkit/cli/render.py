@@ -130,6 +130,11 @@ def labelled(line: str, stream: TextIO | None = None) -> str:
     return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
 
 
+def remark(line: str) -> Iterator[str]:
+    """Escape and wrap a line such as ``hint: ...``, and color its first word."""
+    return map(labelled, wrapped(escape(line)))
+
+
 # Fit lines and tables to the terminal. All strings are already escaped.
 
 

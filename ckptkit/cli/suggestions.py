@@ -48,9 +48,7 @@ WORDS: dict[str, str] = _TABLES["commands"]
 SUBWORDS: dict[str, str] = _TABLES["subcommands"]
 OPTIONS: dict[str, str] = _TABLES["options"]
 AS_CONVERT: dict[str, str] = _TABLES["as-convert"]
-WITHOUT_JSON: dict[str, str] = _TABLES["without-json"]
 LACKING: dict[str, str] = _TABLES["lacking"]
-GROUPS: dict[str, str] = _TABLES["groups"]
 NEEDED: dict[str, list[str]] = _TABLES["needed"]
 OUTPUT: dict[str, str] = _TABLES["output"]
 DST, ARGUMENT, MULTIPLE = "DST", "ARGUMENT", "MULTIPLE"  # values in OPTIONS with a meaning
@@ -220,38 +218,45 @@ def _takes_value(command: click.Command, option: str) -> bool:
 def _meant(error: click.UsageError, line: Line) -> str | None:
     """Return a hint with the corrected command line. If the correction fails, return a fallback
     hint."""
-    said = None
-    for _ in range(STEPS):
-        step, new = _step(error, line)
-        said = said or step
-        if new is None or new.words == line.words:
-            with suppress(click.UsageError):
-                said = _first(_of_options(line, line.places)) or said
-            break
-        line = new
-        try:
-            return f"did you mean {line}?" if line.works() else said
-        except click.UsageError as another:
-            error = another
-        except CkptkitError as refused:
-            also = f"{refused}; {refused.hint}" if refused.hint else str(refused)
-            return _first(_others(refused, line)) or said or f"a second error: {also}"
-    return said
+    hint, said, refused, last = _solve(line, error)
+    if hint is None and refused is None:
+        with suppress(click.UsageError):
+            hint = _first(_of_options(last, last.places))
+    elif refused is not None:
+        also = f"{refused}; {refused.hint}" if refused.hint else str(refused)
+        return _first(_others(refused, last)) or said or f"a second error: {also}"
+    return hint or said
 
 
 def _first(lines: Iterable[Line | None]) -> str | None:
     """Return a hint with the first command line that works."""
-    for line in lines:
-        for _ in range(STEPS):
-            try:
-                if line is not None and line.works():
-                    return f"did you mean {line}?"
-                break
-            except click.UsageError as error:
-                line = _step(error, line)[1] if line is not None else None
-            except CkptkitError:
-                break
-    return None
+    return next(filter(None, (_solve(line)[0] for line in lines if line is not None)), None)
+
+
+def _solve(
+    line: Line, error: click.UsageError | None = None
+) -> tuple[str | None, str | None, CkptkitError | None, Line]:
+    """Correct a command line until it works.
+
+    Returns a hint with the command line, a fallback hint, the error of the dry run, and the last
+    command line. Each of the first three may be None.
+    """
+    said = None
+    for _ in range(STEPS):
+        try:
+            if error is None:
+                return f"did you mean {line}?" if line.works() else None, said, None, line
+        except CkptkitError as refused:
+            return None, said, refused, line
+        except click.UsageError as another:
+            error = another
+        assert error is not None
+        step, new = _step(error, line)
+        said, error = said or step, None
+        if new is None or new.words == line.words:
+            break
+        line = new
+    return None, said, None, line
 
 
 def _step(error: click.UsageError, line: Line) -> tuple[str | None, Line | None]:
@@ -359,8 +364,8 @@ def _subcommand(line: Line) -> Fixes:
     assert isinstance(line.command, click.Group)
     near = nearest(word, line.command.list_commands(line.context), CLOSE)
     yield from (line.replaced(word, each) for each in near)
-    if line.name in GROUPS and os.path.exists(word):
-        yield line.replaced(line.name, line.name, GROUPS[line.name])
+    if (meant := SUBWORDS.get(f"{line.name} FILE")) is not None and os.path.exists(word):
+        yield line.replaced(line.name, *meant.split())
 
 
 def _several(line: Line) -> Fixes:
@@ -402,7 +407,7 @@ def _option(wrong: str, line: Line, context: click.Context) -> Fixes:
         known = f"convert {wrong}"
     is_of_model = _has(command, "--arg") and any(map(is_model, line.words))
     at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
-    lacking = WITHOUT_JSON.get(line.name) if wrong == "--json" else LACKING.get(wrong)
+    lacking = LACKING.get(f"{line.name} {wrong}", LACKING.get(wrong))
     if lacking is not None or at is None or not (known or is_of_model):  # -qv may be two options
         yield lacking or see
         return
@@ -410,15 +415,10 @@ def _option(wrong: str, line: Line, context: click.Context) -> Fixes:
     value = list(filter(None, [line.words[at].partition("=")[2]]))
     if known in (DST, MULTIPLE, ""):
         value = value or [after.pop(0) for _ in after[:1]]
-    if known == DST:
-        yield f"the destination is the last argument: {see}"
-        yield line.with_words(*before, *after, *value)
-    elif known == MULTIPLE:
-        yield see
-        yield line.with_words(*before, *_rounded(line, value), *after)
-    elif known == ARGUMENT:
-        yield see
-        yield line.with_words(*before, *value, *after)
+    if known in (DST, MULTIPLE, ARGUMENT):
+        yield f"the destination is the last argument: {see}" if known == DST else see
+        value = _rounded(line, value) if known == MULTIPLE else value
+        yield line.with_words(*before, *(after + value if known == DST else value + after))
     elif not known:  # an argument of the model's constructor
         argument = "=".join((wrong.lstrip("-").replace("-", "_"), *value))
         yield f"use --arg: {see}"
@@ -642,9 +642,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line | None]:
     if place is None or is_url(place):
         return
     if line.name in ("average", "join", "merge") and sources:
-        # SRC may be an adapter, the only input may be a folder of shards, or the inputs are shards.
+        # SRC may be an adapter, or the inputs are shards.
         yield line.replaced(line.name, "lora", "merge")
-        yield line.replaced(line.name, "convert") if len(sources) == 2 else None
         yield line.replaced(line.name, "join")
     if line.name == "lora" and len(sources) > 2:  # the adapter may stand before the base model
         yield line.swapped(*sources[:2])
