@@ -21,7 +21,6 @@ from ckptkit.compute.tallies import nonfinite, parts, tally, zeros
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
-from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, output_name, quoted, shell_command, some
 from ckptkit.edits.keys import substituted
 from ckptkit.lora.changes import BASE, ERROR, WARNING, Finding, problems
@@ -163,7 +162,8 @@ def _of_plan(
         for key, *_ in pieces:
             tensors.setdefault(key, set()).add(tensor)
     for key, names in tensors.items():
-        change, weight = _norm(all_modules[key]), _norm_of(plan.new[name] for name in names)
+        blocks = (part for name in names for part in parts(plan.new[name]))
+        change, weight = _norm(all_modules[key]), hypot(*(tally(each).norm for each in blocks))
         if change is None and is_finite:
             found = (compare(plan.new[n], plan.changed(n), measured=True) for n in names)
             change = hypot(*(each.distance or 0.0 for each in found if each is not None))
@@ -217,11 +217,6 @@ def _norm(module: Module) -> float | None:
     if len(a) != b.shape[1]:  # block-diagonal
         return None
     return abs(module.scale) * sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
-
-
-def _norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the Frobenius norm of all tensors together."""
-    return hypot(*(tally(part).norm for each in tensors for part in parts(each)))
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:

@@ -59,7 +59,6 @@ from ckptkit.lora.naming import (
     Rename,
     end_of,
     is_fused,
-    renamed,
 )
 from ckptkit.lora.reading import (
     CONFIG,
@@ -356,7 +355,10 @@ class MergePlan:
 
     def _renamed(self, path: str) -> str:
         """Convert a name in the adapter, after the substitutions, to the name in the base."""
-        return self.renamed.get(path) or renamed(path, self.renames)
+        # The longest prefix applies to a name that the base does not have, such as a new head.
+        fitting = (each for each in self.renames if path.startswith(each.old))
+        best = max(fitting, key=lambda each: len(each.old), default=Rename("", ""))
+        return self.renamed.get(path) or best.new + path.removeprefix(best.old)
 
     def _place(self, key: str, module: Module) -> bool:
         """Find the tensors that a module changes. Return False if the base lacks these tensors."""

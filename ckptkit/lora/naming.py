@@ -472,13 +472,6 @@ def end_of(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Convert a name in the adapter to the name in the base. Rename the longest matching prefix."""
-    fitting = [each for each in renames if path.startswith(each.old)]
-    best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
-    return best.new + path.removeprefix(best.old)
-
-
 def _one(path: str, fits: Mapping[T, bool]) -> T | None:
     """Return the only candidate, or the only candidate whose value in `fits` is True.
 

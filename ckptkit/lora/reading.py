@@ -90,7 +90,8 @@ class Module:
     ``path`` is the name of the module in the file, without ``prefix`` (such as ``unet.``). If
     ``parameter`` is True, the module changes a parameter of experts, and ``path`` ends in the name
     of the parameter. ``kind`` is a key of the table ``kinds`` in `tables.toml`, or
-    ``attention_out``. If tensors are missing, ``kind`` is "".
+    ``attention_out``. ``formula`` is the formula of the update. If tensors are missing, ``kind``
+    and ``formula`` are "".
 
     The update is multiplied by ``scale``, and for AdaLoRA divided by ``divisor``. If the adapter
     does not contain a scale, ``scale`` is None. ``expected`` is the rank in the configuration, None
@@ -108,6 +109,7 @@ class Module:
     divisor: float | None = None
     expected: int | None = None
     parameter: bool = False
+    formula: Formula = ""
 
     @property
     def is_dora(self) -> bool:
@@ -122,13 +124,6 @@ class Module:
     def is_sum(self) -> bool:
         """Return whether the update is added to the weight. A factor can scale only a sum."""
         return not self.is_dora and self.kind not in ("ia3", "tokens")
-
-    @property
-    def formula(self) -> Formula:
-        """Return the formula of the update. Return "" if tensors are missing."""
-        kind = "lora" if self.kind == "attention_out" else self.kind
-        formulas = table("kinds").get(kind, ())
-        return next((f for f in formulas if {*roles_of(f)} <= self.tensors.keys()), "")
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -453,7 +448,7 @@ def _module(
     alpha: float | None,
 ) -> Module:
     """Return the module `key` with its scale, which is None if it is unknown."""
-    kind, prefixes = kind_and_formula(tensors)[0], table("prefixes")[layout]
+    (kind, formula), prefixes = kind_and_formula(tensors), table("prefixes")[layout]
     prefix = next((each for each in prefixes if key.startswith(each)), "")
     component, path = prefixes.get(prefix, "unet"), key.removeprefix(prefix)
     config, is_parameter = configs.get(component), False
@@ -464,7 +459,9 @@ def _module(
             path, is_parameter = expert, True
     sizes = (tensors[role].shape[0] for role in _RANKS if role in tensors and tensors[role].ndim)
     rank = next(sizes, None)
-    made = Module(prefix, component, path, kind, tensors, rank, parameter=is_parameter)
+    made = Module(
+        prefix, component, path, kind, tensors, rank, parameter=is_parameter, formula=formula
+    )
     if kind in ("", "ia3", "tokens", "vera"):
         return replace(made, rank=None, scale=1.0)
     if "alpha" in tensors and tensors["alpha"].numel != 1:

@@ -14,7 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.quantized import quantization
-from ckptkit.quantized.quantization import Quantization
+from ckptkit.quantized.quantization import Quantization as Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from ckptkit.core.dtypes import DType
     from ckptkit.quantized.group import QuantizationMethod as QuantizationMethod
     from ckptkit.quantized.group import QuantizedWeight as QuantizedWeight
-
-__all__ = [
-    "Quantization",
-    "QuantizationMethod",
-    "QuantizedWeight",
-    "dequantized_for_model",
-    "dequantized_view",
-    "dequantized_views",
-    "families",
-    "find",
-]
 
 
 def find(ck: Checkpoint) -> Quantization:
