@@ -18,6 +18,13 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 COMPUTED = [name for name in DECODERS if name not in ("Q1_0", "Q2_0")]  # the library cannot
 
 
+def finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def written(path: Path, names: list[str], **tensors: np.ndarray[Any, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("Tiny")
@@ -29,10 +36,7 @@ def written(path: Path, names: list[str], **tensors: np.ndarray[Any, Any]) -> Pa
         size = 3 * TYPES[name].itemsize
         data = np.random.default_rng(size).integers(0, 256, (2, size), dtype="u1")
         writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[name])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -67,10 +71,7 @@ def test_what_it_quantizes(name: str, tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType[name]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("w", gguf.quantize(numbers, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with ckptkit.open(tmp_path / "m.gguf") as ck:
         found = ckptkit.dequantize(ck, "float32").weights["w"].numpy()
     assert np.linalg.norm(found - numbers) < 0.25 * np.linalg.norm(numbers)
@@ -80,10 +81,7 @@ def test_split_model(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
     for number in range(5):
         writer.add_tensor(f"t{number}", np.full((2, 3), number, "f4"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert len(list(tmp_path.iterdir())) == 3
     with ckptkit.open(tmp_path) as ck:
         found = {name: float(each.numpy()[0, 0]) for name, each in ck.weights.items()}

@@ -79,12 +79,8 @@ def test_recipe_gives_the_plain_network(
 
 @pytest.mark.parametrize("command", [("remap", "--to", "cpu"), ("convert", "--cast", "float64")])
 def test_load_from_checkpoint(
-    command: tuple[str, ...],
-    trained: tuple[Any, Path],
-    module: Any,
-    ckptkit: Ckptkit,
-    tmp_path: Path,
-) -> None:
+    command: tuple[str, ...], trained: tuple[Any, Path], module: Any, ckptkit: Ckptkit, tmp_path: Path
+) -> None:  # fmt: skip
     """With the hyperparameters that the file keeps beside the weights."""
     net, path = trained
     name, *options = command
@@ -100,16 +96,11 @@ def test_weights_go_back_into_a_checkpoint(
     """The plain network as safetensors, and from there to what load_from_checkpoint takes, told its
     arguments."""
     net, path = trained
-    plain, prefixed, ours = (
-        tmp_path / "net.safetensors",
-        tmp_path / "prefixed.pth",
-        tmp_path / "ours.ckpt",
-    )
+    plain, prefixed = tmp_path / "net.safetensors", tmp_path / "prefixed.pth"
+    ours, version = tmp_path / "ours.ckpt", 'pytorch-lightning_version="2.0.0"'
     ckptkit("run", "lightning", path, plain)
     ckptkit("convert", plain, prefixed, "--add", "model.")
-    ckptkit(
-        "wrap", prefixed, ours, "--key", "state_dict", "--set", 'pytorch-lightning_version="2.0.0"'
-    )
+    ckptkit("wrap", prefixed, ours, "--key", "state_dict", "--set", version)
     found = module.load_from_checkpoint(ours, width=5)
     assert_same(found.state_dict(), net.state_dict())
 

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+WEIGHTS, STATES = "model.safetensors", ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 # As a folder has it beside the weights.
 CONFIGS = ("config.json", "generation_config.json")
 
@@ -96,12 +97,9 @@ def test_cast(model: Any, saved: Path, ckptkit: Ckptkit, tmp_path: Path) -> None
     """With dtype="auto", from_pretrained takes the file's, where the configuration names none."""
     ours = beside_configs(saved, tmp_path / "ours")
     config = json.loads((saved / "config.json").read_text())
-    (ours / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if "dtype" not in key})
-    )
-    ckptkit(
-        "convert", saved / "model.safetensors", ours / "model.safetensors", "--cast", "bfloat16"
-    )
+    plain = {key: value for key, value in config.items() if "dtype" not in key}
+    (ours / "config.json").write_text(json.dumps(plain))
+    ckptkit("convert", saved / WEIGHTS, ours / WEIGHTS, "--cast", "bfloat16")
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     assert_same(loaded(ours, dtype="auto").state_dict(), expected)
 
@@ -149,28 +147,20 @@ def test_trainer_resumes_from_what_we_wrote(
     """Weights in shards, optimizer and generators written again: the same end of the training."""
     ours = tmp_path / "checkpoint-2"
     shutil.copytree(trained, ours)
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    for name in (WEIGHTS, *STATES):
         (ours / name).unlink()
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    for name in STATES:
         ckptkit("remap", trained / name, ours / name, "--to", "cpu")
-    ckptkit("convert", trained / "model.safetensors", ours / "model.safetensors")
+    ckptkit("convert", trained / WEIGHTS, ours / WEIGHTS)
     expected = train(model, tmp_path / "theirs", resume_from_checkpoint=str(trained))
     found = train(model, tmp_path / "ours", resume_from_checkpoint=str(ours))
     assert found.name == expected.name == "checkpoint-4"
-    assert (found / "model.safetensors").read_bytes() == (
-        expected / "model.safetensors"
-    ).read_bytes()
+    assert (found / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
 
 
 def test_files_of_the_trainer(trained: Path, ckptkit: Ckptkit) -> None:
     """Each is shown; what is not a checkpoint of weights says what it is, and runs nothing."""
-    for name in (
-        "model.safetensors",
-        "optimizer.pt",
-        "scheduler.pt",
-        "rng_state.pth",
-        "training_args.bin",
-    ):
+    for name in (WEIGHTS, *STATES, "training_args.bin"):
         (file,) = json.loads(ckptkit("inspect", "--json", trained / name))["files"]
         assert file["tensors"] or file["values"] or file["objects"], name
     assert "transformers" in ckptkit("inspect", trained / "training_args.bin")
