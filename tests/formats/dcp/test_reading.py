@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 import ckptkit
 from ckptkit import formats
@@ -26,7 +26,7 @@ from ckptkit.compute.strided_read import Arrange
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
-from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import UnsupportedError
 from ckptkit.diagnosis.diagnose import examine
 from ckptkit.formats.dcp import pickles
 from ckptkit.formats.format import Probe
@@ -34,7 +34,7 @@ from ckptkit.pickles.streams import Traced
 from ckptkit.scanning import find as hidden
 from tests.conftest import Corpus
 from tests.formats.conformance import FormatConformance, State, elements
-from tests.formats.dcp.making import DATA, Crafted, alone, archive, save, whole
+from tests.formats.dcp.making import DATA, Crafted, alone, archive, properties, save, whole
 from tests.formats.dcp.ranks import tensors
 from tests.ranks import run_ranks
 
@@ -92,101 +92,123 @@ def same(ours: Any, theirs: Any) -> None:
 # One process
 
 
+def channels_last(folder: Path) -> tuple[Path, Any]:
+    """Strides, as torch 2.15 writes them: a tensor in two chunks, cut along its channels."""
+    tensor = torch.randn(2, 6, 3, 4).contiguous(memory_format=torch.channels_last)
+    crafted = Crafted(folder)
+    halves = [
+        (((0, start, 0, 0), (2, 3, 3, 4)), archive(tensor[:, start : start + 3].clone()))
+        for start in (0, 3)
+    ]
+    crafted.tensor("w", (2, 6, 3, 4), halves)
+    with properties(lambda five: (*five, tensor.stride())):
+        return crafted.write(), {"w": tensor}
+
+
+def of_strides(stride: Any) -> Any:
+    """Strides that leave gaps are not kept."""
+
+    def make(folder: Path) -> tuple[Path, Any]:
+        tensor = torch.randn(3, 5)
+        crafted = Crafted(folder)
+        crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(tensor))])
+        with properties(lambda five: (*five, stride)):
+            return crafted.write(), {"w": tensor}
+
+    return make
+
+
+def flat_names(folder: Path) -> tuple[Path, None]:
+    """Planners can be told not to flatten: then names are keys of the root, with their dots."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    state = {"a.b": torch.ones(2), "a": torch.zeros(1)}
+    with alone():
+        dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
+    return folder, None
+
+
+def of_torch_2_3(folder: Path) -> tuple[Path, None]:
+    """Dicts of values were not flattened before torch 2.4."""
+    state = {"model": {"a": torch.ones(2)}, "config": {"lr": 0.1, "steps": [1]}}
+    with patch.object(_version, "_derived_version", "2_3"):
+        save(folder, state)
+    planned = pickle.loads((folder / ".metadata").read_bytes()).planner_data
+    assert planned["config"] == ("config",)
+    return folder, None
+
+
+def lightning(folder: Path) -> tuple[Path, Any]:
+    """What Lightning keeps beside."""
+    save(folder, {"model": {"a": torch.ones(2)}})
+    more = {"epoch": 3, "hyper_parameters": OrderedDict(lr=0.1)}
+    torch.save(more, folder / "meta.pt")
+    return folder, {"model": {"a": torch.ones(2)}, **more}
+
+
+NESTED = {
+    "model": OrderedDict({"l.weight": torch.randn(3, 2), "l.bias": torch.randn(3)}),
+    "optim": {"state": {0: {"step": 1, "m": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+    "lists": [torch.zeros(2), "x", [1, 2], [torch.ones(1)], {"deep": [[torch.ones(2)], None]}],
+    "plain": [1, "two", None], "pair": (torch.ones(2), 3), "epoch": 7, "text": "ключ",
+}  # fmt: skip
+BASE = torch.arange(24.0).reshape(4, 6)
+VIEWS = {
+    "transposed": BASE.t(),
+    "slice": BASE[:, 1:3],
+    "conj": torch.ones(2, dtype=torch.complex64).conj(),
+}
+SAFE: dict[str, Any] = {
+    "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(6), "c": torch.ones(6)}, "epoch": 1, "name": "x",
+}  # fmt: skip
+
+
+def saved(state: Any, expected: Any = None, **options: Any) -> Any:
+    return lambda folder: (save(folder, state, **options), expected)
+
+
+# A folder, and its whole where torch does not make it.
+SAVED: dict[str, Any] = {
+    "a nested state": saved(NESTED), "views, stored by their strides": saved(VIEWS),
+    "one item in each file": saved({"model": {"a": torch.ones(2), "b": BASE}, "epoch": 1}, single_file_per_rank=False),
+    # `dcp_to_torch_save` fails on these.
+    "dicts without entries leave gaps": saved({"gap": [{}, {"a": BASE}], "nothing": {}}, {"gap": [None, {"a": BASE}]}),
+    # torch cannot read these: values come before the header of the safetensors file.
+    "values with safetensors": saved(SAFE, SAFE, serialization_format=SerializationFormat.SAFETENSORS),
+    "names that were not flattened": flat_names, "torch 2.3": of_torch_2_3, "Lightning": lightning,
+    "chunks of channels_last": channels_last,
+    **{f"strides {stride}": of_strides(stride) for stride in (None, (1, 1), (0, 1), (1, 9), (1 << 62, 1 << 62))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SAVED)
+def test_a_folder_is_whole(what: str, tmp_path: Path) -> None:
+    folder, expected = SAVED[what](tmp_path / "x")
+    same(ckptkit.load(folder, whole=True), whole(folder) if expected is None else expected)
+
+
 def test_a_nested_state(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    state = {
-        "model": OrderedDict({"l.weight": torch.randn(3, 2), "l.bias": torch.randn(3)}),
-        "optim": {
-            "state": {0: {"step": 1, "m": torch.ones(3)}},
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
-        },
-        "lists": [torch.zeros(2), "x", [1, 2], [torch.ones(1)], {"deep": [[torch.ones(2)], None]}],
-        "plain": [1, "two", None],
-        "pair": (torch.ones(2), 3),
-        "epoch": 7,
-        "text": "ключ",
-    }
-    folder = save(tmp_path / "x", state)
-    same(ckptkit.load(folder, whole=True), whole(folder))
-    checkpoint = read(folder)
-    assert checkpoint.format == "dcp"
-    assert checkpoint.required.path == ("model",)
+    checkpoint = read(save(tmp_path / "x", NESTED))
+    assert (checkpoint.format, checkpoint.required.path) == ("dcp", ("model",))
     assert list(checkpoint.weights) == ["l.weight", "l.bias"]
     assert checkpoint.warnings == ()
-
-
-def test_dicts_without_entries_leave_gaps(tmp_path: Path) -> None:
-    """`dcp_to_torch_save` fails on these."""
-    folder = save(tmp_path / "x", {"gap": [{}, {"a": torch.ones(1)}], "nothing": {}})
-    same(ckptkit.load(folder, whole=True), {"gap": [None, {"a": torch.ones(1)}]})
 
 
 def test_the_metadata_stand_for_their_folder(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", {"a": torch.ones(2)})
     assert list(read(folder / ".metadata").weights) == ["a"]
+    (cause,) = examine(folder / ".metadata").causes
+    assert cause.command == f"ckptkit convert {folder}/.metadata {folder}-whole.pth"
 
 
-def test_names_that_were_not_flattened(tmp_path: Path) -> None:
-    """Planners can be told not to: then names are keys of the root, with their dots."""
-    with alone():
-        dcp.save(
-            {"a.b": torch.ones(2), "a": torch.zeros(1)},
-            checkpoint_id=tmp_path / "x",
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
-    folder = tmp_path / "x"
-    same(ckptkit.load(folder, whole=True), whole(folder))
-    assert list(read(folder).root) == ["a.b", "a"]
-
-
-def test_dicts_of_values_were_not_flattened_before_torch_2_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_version, "_derived_version", "2_3")
-    folder = save(
-        tmp_path / "x", {"model": {"a": torch.ones(2)}, "config": {"lr": 0.1, "steps": [1]}}
-    )
-    assert pickle.loads((folder / ".metadata").read_bytes()).planner_data["config"] == ("config",)
-    assert read(folder).root["config"] == {"lr": 0.1, "steps": [1]}
-
-
-def test_tensors_of_one_item_each_file(tmp_path: Path) -> None:
-    state = {"model": {"a": torch.ones(2), "b": torch.zeros(3, 2)}, "epoch": 1}
-    folder = save(tmp_path / "x", state, single_file_per_rank=False)
-    assert len(list(folder.iterdir())) == 4
-    same(ckptkit.load(folder, whole=True), whole(folder))
-
-
-def test_views_are_stored_by_their_strides(tmp_path: Path) -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {
-        "transposed": base.t(),
-        "slice": base[:, 1:3],
-        "conj": torch.ones(2, dtype=torch.complex64).conj(),
-    }
-    folder = save(tmp_path / "x", state)
-    same(ckptkit.load(folder, whole=True), whole(folder))
-
-
-def test_values_with_safetensors(tmp_path: Path) -> None:
-    """torch cannot read what it writes then: values come before the header of the safetensors
-    file."""
-    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(6), "c": torch.ones(6)}
-    options = {"serialization_format": SerializationFormat.SAFETENSORS}
-    folder = save(tmp_path / "x", {"model": state, "epoch": 1, "name": "x"}, **options)
-    same(ckptkit.load(folder, whole=True), {"model": state, "epoch": 1, "name": "x"})
+def test_storages_of_safetensors(tmp_path: Path) -> None:
+    folder, _ = SAVED["values with safetensors"](tmp_path / "x")
     storages = [tensor.storage for tensor in read(folder).weights.values()]
     assert len(set(map(id, storages))) == 3
 
 
-def test_what_lightning_keeps_beside(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", {"model": {"a": torch.ones(2)}})
-    torch.save({"epoch": 3, "hyper_parameters": OrderedDict(lr=0.1)}, folder / "meta.pt")
-    checkpoint = read(folder)
-    assert list(checkpoint.root) == ["model", "epoch", "hyper_parameters"]
-    assert checkpoint.root["epoch"] == 3
-    assert [str(name) for name in checkpoint.globals] == ["collections.OrderedDict"]
+def test_globals_of_what_lightning_keeps_beside(tmp_path: Path) -> None:
+    folder, _ = lightning(tmp_path / "x")
+    assert [str(name) for name in read(folder).globals] == ["collections.OrderedDict"]
 
 
 def test_what_else_is_in_the_folder(tmp_path: Path) -> None:
@@ -203,20 +225,17 @@ def test_only_metadata_and_values_are_read(tmp_path: Path, lengths_read: list[in
     assert 0 < sum(lengths_read) < 10_000
 
 
-def test_matches(tmp_path: Path) -> None:
-    def claims(*names: str) -> bool:
-        folder = tmp_path / "-".join(names).replace(".", "")
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_bytes(b"")
-        return formats.identify(Probe(Folder(folder))).name == "dcp"
-
-    assert claims(".metadata")
-    assert claims("__0.metadata")
-    assert claims("__0_0.distcp")
-    assert claims(".metadata.tmp")
-    assert claims("shard-00001-model-00001-of-00001.safetensors")
-    assert not claims("model.safetensors")
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".metadata", "__0.metadata", "__0_0.distcp", ".metadata.tmp",
+        "shard-00001-model-00001-of-00001.safetensors", "model.safetensors",
+    ],
+)  # fmt: skip
+def test_matches(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    is_dcp = formats.identify(Probe(Folder(tmp_path))).name == "dcp"
+    assert is_dcp == (name != "model.safetensors")
 
 
 # Several processes
@@ -299,52 +318,6 @@ def test_a_folder_of_lightning(corpus: Corpus, tmp_path: Path) -> None:
     assert read(folder).required.path == ("model",)
 
 
-# Metadata with strides, as torch 2.15 writes them
-
-
-def with_strides(monkeypatch: pytest.MonkeyPatch, stride: tuple[int, ...] | None) -> None:
-    five = TensorProperties.__getstate__
-    monkeypatch.setattr(
-        TensorProperties, "__getstate__", lambda properties: (*five(properties), stride)
-    )
-
-
-def test_strides_lay_the_chunks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channels_last tensor in two chunks, cut along its channels: rows of pixels of both
-    alternate."""
-    tensor = torch.randn(2, 6, 3, 4).contiguous(memory_format=torch.channels_last)
-    crafted = Crafted(tmp_path / "x")
-    halves = [
-        (((0, start, 0, 0), (2, 3, 3, 4)), archive(tensor[:, start : start + 3].clone()))
-        for start in (0, 3)
-    ]
-    crafted.tensor("w", (2, 6, 3, 4), halves)
-    with_strides(monkeypatch, tensor.stride())
-    same(ckptkit.load(crafted.write(), whole=True), {"w": tensor})
-
-
-@pytest.mark.parametrize("stride", [None, (1, 1), (0, 1), (1, 9), (1 << 62, 1 << 62)])
-def test_strides_that_leave_gaps_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: tuple[int, ...] | None
-) -> None:
-    tensor = torch.randn(3, 5)
-    crafted = Crafted(tmp_path / "x")
-    crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(tensor))])
-    with_strides(monkeypatch, stride)
-    same(ckptkit.load(crafted.write(), whole=True), {"w": tensor})
-
-
-@pytest.mark.parametrize("stride", [(1,), (1, -5), (1, True), "12"])
-def test_strides_that_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: Any
-) -> None:
-    crafted = Crafted(tmp_path / "x")
-    crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(torch.randn(3, 5)))])
-    with_strides(monkeypatch, stride)
-    with pytest.raises((CorruptError, FormatError), match=r"'w'.*stride"):
-        read(crafted.write())
-
-
 def test_what_lightning_keeps_beside_is_checked(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", {"w": torch.ones(2)})
     before = verify(folder).records
@@ -360,15 +333,14 @@ def test_what_lightning_keeps_beside_is_checked(tmp_path: Path) -> None:
 def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: Path) -> None:
     """Only the metadata say where its items are: without them it is what any archive is."""
     folder = save(tmp_path / "x", {"a": torch.ones(2), "b": 1})
-    listed = [
-        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
-    ]
-    assert len(listed) == 2 and all(where.startswith("item at byte") for where in listed)
+
+    def items() -> list[bool]:
+        found = hidden.pickles(LocalFile(folder / DATA))
+        return [each.where.startswith("item at byte") for each in found if isinstance(each, Traced)]
+
+    assert items() == [True, True]
     (folder / ".metadata").write_bytes(b"\x80\x02")
-    found = [
-        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
-    ]
-    assert found and not any(where.startswith("item at byte") for where in found)
+    assert items() and not any(items())
     assert pickles(Probe(Folder(folder))) is None
 
 
@@ -388,9 +360,3 @@ def test_a_data_file_alone(tmp_path: Path, has_metadata: bool) -> None:
         else:
             assert "no .metadata" in raised.value.message
     assert examine(shard).causes[0].code == "part"
-
-
-def test_the_metadata_stands_for_the_folder(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", {"a": torch.ones(2)})
-    (cause,) = examine(folder / ".metadata").causes
-    assert cause.command == f"ckptkit convert {folder}/.metadata {folder}-whole.pth"

@@ -69,11 +69,8 @@ def fairscale(folder: Path) -> Path:
 
 
 def deepspeed(folder: Path) -> Path:
-    folder.mkdir()
-    state = {"module": {"a": torch.ones(2)}, "mp_world_size": 2}
-    for rank in range(2):
-        torch.save(state, folder / f"mp_rank_0{rank}_model_states.pt")
-    return folder / "mp_rank_00_model_states.pt"
+    made, _ = making.universal(folder, {"a": (torch.ones(4), 0)})
+    return made / "global_step1" / "mp_rank_00_model_states.pt"
 
 
 PARTS = {
@@ -181,21 +178,8 @@ def test_what_was_written_is_what_is_counted(run: Run, tmp_path: Path) -> None:
 # Folders of ranks that do not go together
 
 
-def test_a_missing_rank_is_named_like_the_others(tmp_path: Path) -> None:
-    folder = ranks(tmp_path / "x", names="part_{}_rank00{}.pt".replace("{}", "a", 1))
-    (folder / "part_a_rank001.pt").unlink()
-    with pytest.raises(
-        CorruptError, match=r"rank 1 of 2 is missing: there is no part_a_rank001\.pt"
-    ):
-        ckptkit.open(folder)
-
-
-def test_unequal_copies_are_refused_or_the_first_is_taken(run: Run, tmp_path: Path) -> None:
+def test_of_unequal_copies_the_first_can_be_taken(run: Run, tmp_path: Path) -> None:
     folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
-    with pytest.raises(
-        CorruptError, match=r"'b' should be equal in rank0\.pt and rank1\.pt, but 1 of 1"
-    ):
-        ckptkit.open(folder)
     done = run("convert", "--copies", "first", folder, tmp_path / "out.pth")
     assert done.code == 0 and "replicas differ" in done.stderr
     assert_same(ckptkit.load(tmp_path / "out.pth"), {"w": WHOLE, "b": torch.ones(1)})
